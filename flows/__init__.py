@@ -1,0 +1,1 @@
+"""ROOF: composition only. Which stage feeds which, and the `trainflow` command."""

@@ -1,0 +1,1 @@
+"""HOUSE: a PyTorch trainer library that knows no orchestrator. Importing it imports no torch."""
