@@ -1,0 +1,170 @@
+"""A sandbox for the whole session, the leak police around every test, and `needs(...)`.
+
+Nothing a test does may depend on, or change, the machine's own home, caches, credentials or running servers. The
+sandbox is set up before any test module is imported, because Prefect and MLflow read the environment at import.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.support import police
+
+ROOT = Path(__file__).resolve().parents[1]
+SANDBOX = pytest.StashKey[Path]()
+SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")
+
+# Settings of the developer's machine that would reach into a test.
+_FOREIGN = (
+    "AWS_",
+    "GOOGLE_",
+    "HF_",
+    "HUGGING",
+    "MLFLOW_",
+    "PREFECT_",
+    "FSSPEC_",
+    "WANDB_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+)
+_FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CI"}
+
+settings.register_profile(
+    "trainflow", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("trainflow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Move home, caches and servers' homes into a private folder, before any test module is imported."""
+    sandbox = Path(tempfile.mkdtemp(prefix="trainflow-tests-")).resolve()
+    config.stash[SANDBOX] = sandbox
+    for name in list(os.environ):
+        if name.startswith(_FOREIGN) or name in _FOREIGN_NAMES:
+            del os.environ[name]
+    home = sandbox / "home"
+    for folder in ("home", "tmp", "cwd"):
+        (sandbox / folder).mkdir(mode=0o700)
+    os.environ.update(
+        {
+            police.TOKEN: uuid.uuid4().hex,
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
+            "XDG_CONFIG_HOME": str(home / ".config"),
+            "XDG_DATA_HOME": str(home / ".local" / "share"),
+            "MPLCONFIGDIR": str(home / ".cache" / "matplotlib"),
+            "HF_HOME": str(home / ".cache" / "huggingface"),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(home / ".cache" / "hypothesis"),
+            "PREFECT_HOME": str(home / ".prefect"),
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "DO_NOT_TRACK": "true",
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
+            "NO_COLOR": "1",
+        }
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the sandbox."""
+    shutil.rmtree(config.stash[SANDBOX], ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_tmp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files go to the sandbox, so that those left behind are seen; `tmp_path` stays where pytest puts it."""
+    tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        tmp = request.config.stash[SANDBOX] / "tmp"
+        patch.setenv("TMPDIR", str(tmp))
+        patch.setattr(tempfile, "tempdir", str(tmp))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _leak_police(request: pytest.FixtureRequest, _private_tmp: None) -> Iterator[None]:
+    """Run the test in an empty folder and on one thread; fail it for what it leaves behind."""
+    sandbox = request.config.stash[SANDBOX]
+    cwd = sandbox / "cwd"
+    watched = (sandbox / "home", sandbox / "tmp", cwd)
+    for name in (".cache", ".config", ".local", ".prefect"):
+        (sandbox / "home" / name).mkdir(exist_ok=True)
+    os.chdir(cwd)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+    before = police.Scene.look(watched)
+    yield
+    found = police.leaks(before, watched)
+    if os.getcwd() != before.cwd:  # noqa: PTH109 - Path.cwd() would resolve a folder that is gone
+        found.append(f"the working directory is {os.getcwd()}")  # noqa: PTH109
+    os.chdir(ROOT)
+    for path in cwd.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if found:
+        pytest.fail("left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+# ------------------------------------------------------------------------------------------------- needs(...)
+def _has_namespaces() -> bool:
+    unshare = shutil.which("unshare")
+    return unshare is not None and subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode == 0
+
+
+_NEEDS: dict[str, Callable[[], bool]] = {
+    "browser": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
+    "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
+    "namespaces": _has_namespaces,
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose needs are absent here; an unknown need is a mistake in the test."""
+    for mark in item.iter_markers("needs"):
+        for need in mark.args:
+            if need not in _NEEDS:
+                pytest.fail(f"needs({need!r}): one of {', '.join(sorted(_NEEDS))}", pytrace=False)
+            if not _NEEDS[need]():
+                pytest.skip(f"needs({need})")
+
+
+def _skips(config: pytest.Config) -> list[tuple[str, str]]:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return []
+    reports = reporter.stats.get("skipped", [])
+    return [(report.nodeid, str(report.longrepr[2]).removeprefix("Skipped: ")) for report in reports]
+
+
+def _unlisted(config: pytest.Config) -> list[tuple[str, str]]:
+    lines = (line.split("#")[0].strip() for line in SKIPS_ALLOWED.read_text(encoding="utf-8").splitlines())
+    allowed = {line for line in lines if line}
+    return [(nodeid, reason) for nodeid, reason in _skips(config) if nodeid not in allowed and reason not in allowed]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A skip that nobody has agreed to fails the run."""
+    if _unlisted(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name the skips that failed the run; pytest's own `-ra` lists all of them."""
+    for nodeid, reason in _unlisted(config):
+        terminalreporter.write_line(f"SKIP NOT ALLOWED (tests/skips_allowed.txt) {nodeid}: {reason}", red=True)

@@ -1,0 +1,57 @@
+"""The leak police catch what they are there to catch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support import police
+
+
+def test_a_variable_left_behind_is_named_and_put_back() -> None:
+    before = police.Scene.look(())
+    os.environ["TRAINFLOW_LEAK"] = "1"
+    assert police.leaks(before, ()) == ["environment variable TRAINFLOW_LEAK: None before, '1' after"]
+    assert "TRAINFLOW_LEAK" not in os.environ
+
+
+def test_a_file_left_behind_is_named(tmp_path: Path) -> None:
+    before = police.Scene.look((tmp_path,))
+    (tmp_path / "mlflow.db").touch()
+    assert police.leaks(before, (tmp_path,)) == [f"file {tmp_path / 'mlflow.db'}"]
+
+
+def test_a_thread_that_goes_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "SETTLE_S", 0.05)
+    before = police.Scene.look(())
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="lingering")
+    thread.start()
+    found = police.leaks(before, ())
+    stop.set()
+    thread.join()
+    assert found == ["thread 'lingering' (not a daemon)"]
+
+
+def test_a_process_in_a_session_of_its_own_is_found_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "SETTLE_S", 0.05)
+    before = police.Scene.look(())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    found = police.leaks(before, ())
+    with child:
+        assert child.wait(timeout=10) != 0
+    assert len(found) == 1 and found[0].startswith(f"process {child.pid}:")
+
+
+def test_a_process_group_left_open_is_destroyed(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    before = police.Scene.look(())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    assert police.leaks(before, ()) == ["torch.distributed is still initialised"]
+    assert not dist.is_initialized()

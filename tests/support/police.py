@@ -1,0 +1,143 @@
+"""The leak police: what a test must leave as it found it.
+
+Environment variables, threads, processes (orphans included: every process started under the test session carries its
+token in the environment, wherever it was re-parented to), torch's process group, and files outside `tmp_path`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TOKEN = "TRAINFLOW_TEST_SESSION"
+SETTLE_S = 5.0
+
+# Variables that come and go by themselves.
+ENV_ALLOWED = {
+    "PYTEST_CURRENT_TEST": "set by pytest around every phase",
+    "KMP_INIT_AT_FORK": "set by scikit-learn (threadpoolctl) when it is imported",
+    "KMP_DUPLICATE_LIB_OK": "set by scikit-learn when it is imported",
+    "PREFECT__SERVER_WEBSERVER_ONLY": "set by Prefect for its own server process",
+    "TORCHINDUCTOR_CACHE_DIR": "set by torch.compile's first call",
+    "TRITON_CACHE_DIR": "set by torch.compile's first call",
+}
+# Threads of other people's libraries that live as long as the process, by the start of their name.
+THREADS_ALLOWED = {
+    "fsspecIO": "fsspec's event loop, one for the process",
+    "ThreadPoolExecutor-": "idle workers of a library's executor; joined by concurrent.futures at exit",
+    "asyncio_": "idle workers of fsspec's event loop; joined at exit",
+    "AnyIO worker thread": "idle workers of anyio, ended with their event loop",
+    "GlobalEventLoopThread": "Prefect's background loop, one for the process",
+    "QueueingSpanExporter": "Prefect's and MLflow's tracing",
+    "OtelBatchSpanRecordProcessor": "MLflow's tracing",
+    "tqdm_monitor": "tqdm's monitor, one for the process",
+}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What was there at one moment."""
+
+    env: dict[str, str]
+    threads: frozenset[int]
+    processes: frozenset[tuple[int, float]]
+    files: frozenset[Path]
+    cwd: str
+
+    @classmethod
+    def look(cls, watched: tuple[Path, ...]) -> Scene:
+        """Take in the process's surroundings; `watched` folders are listed one level deep."""
+        return cls(
+            env=dict(os.environ),
+            threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
+            processes=frozenset((process.pid, process.create_time()) for process in session_processes()),
+            files=frozenset(path for folder in watched for path in _entries(folder)),
+            cwd=str(Path.cwd()),
+        )
+
+
+def session_processes() -> Iterator[psutil.Process]:
+    """Every living process but this one that was started under this test session."""
+    return (process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process))
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        ours = TOKEN in os.environ and process.environ().get(TOKEN) == os.environ[TOKEN]
+        # multiprocessing starts one resource tracker per process and ends it at exit.
+        return ours and not any("resource_tracker" in part for part in process.cmdline())
+    except (psutil.Error, OSError):  # it has ended, is a zombie, or belongs to somebody else
+        return False
+
+
+def leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:
+    """What is different now, one line each. Processes are ended and a group destroyed, for the next test's sake."""
+    return [
+        *_env_leaks(before),
+        *_process_leaks(before),
+        *_thread_leaks(before),
+        *_group_leaks(),
+        *_file_leaks(before, watched),
+    ]
+
+
+def _env_leaks(before: Scene) -> list[str]:
+    now = dict(os.environ)
+    changed = {name for name in before.env.keys() | now.keys() if before.env.get(name) != now.get(name)}
+    found = sorted(changed - ENV_ALLOWED.keys())
+    for name in found:
+        if name in before.env:
+            os.environ[name] = before.env[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}: {before.env.get(name)!r} before, {now.get(name)!r} after" for name in found]
+
+
+def _process_leaks(before: Scene) -> list[str]:
+    def fresh() -> list[psutil.Process]:
+        return [p for p in session_processes() if (p.pid, p.create_time()) not in before.processes]
+
+    psutil.wait_procs(fresh(), timeout=SETTLE_S)
+    found = []
+    for process in fresh():
+        with contextlib.suppress(psutil.Error):
+            found.append(f"process {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+    return found
+
+
+def _thread_leaks(before: Scene) -> list[str]:
+    deadline = time.monotonic() + SETTLE_S
+    found = []
+    for thread in threading.enumerate():
+        if thread.ident in before.threads or thread.name.startswith(tuple(THREADS_ALLOWED)):
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            found.append(f"thread {thread.name!r} ({'daemon' if thread.daemon else 'not a daemon'})")
+    return found
+
+
+def _group_leaks() -> list[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return []
+    distributed.destroy_process_group()
+    return ["torch.distributed is still initialised"]
+
+
+def _file_leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:
+    new = sorted({path for folder in watched for path in _entries(folder)} - before.files)
+    return [f"file {path}" for path in new]
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
