@@ -1,0 +1,82 @@
+"""What the Trainer logs, handed to the trackers that `report_to` names."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.trackers.base import Tracker, numbers_only
+
+_log = logging.getLogger(__name__)
+
+
+class TrackingCallback(TrainerCallback):
+    """Starts the trackers with training, tells them every log, and closes them when training ends.
+
+    Only the process of rank 0 should have one; on any other it does nothing. Logs that come outside of training (an
+    `evaluate()` afterwards) go to the same run. If the process ends without `on_train_end`, because something raised,
+    the trackers are closed at exit as FAILED (KILLED after Ctrl-C).
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = list(trackers)
+        self._training = False
+        self._started = False
+        self._open = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start an attempt at the step training starts from."""
+        if not state.is_world_process_zero:
+            return
+        if self._open:  # the attempt before this one in the same process never reached its end
+            self.close("FAILED")
+        self._training = True
+        self._start(args, resume_step=int(state.global_step))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Hand the numbers among the logs on."""
+        if not logs or not state.is_world_process_zero:
+            return
+        if not self._started:  # evaluate() or predict() without train()
+            self._start(args, resume_step=0)
+        self._opened()
+        numbers = numbers_only(logs)
+        for tracker in self.trackers:
+            tracker.log(numbers, int(state.global_step))
+        if not self._training:
+            self.close("FINISHED")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait, for a bounded time, until everything has arrived."""
+        self._training = False
+        self.close("FINISHED")
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Close every tracker ("FINISHED", "FAILED" or "KILLED"); a no-op when none is open."""
+        self._training = False
+        if not self._open:
+            return
+        self._open = False
+        atexit.unregister(self._close_at_exit)
+        for tracker in self.trackers:
+            tracker.close(status)
+
+    def _start(self, args: Any, *, resume_step: int) -> None:
+        self._started = True
+        self._opened()
+        for tracker in self.trackers:
+            tracker.start(run_name=args.run_name, params=args.to_sanitized_dict(), resume_step=resume_step)
+
+    def _opened(self) -> None:
+        if not self._open:
+            self._open = True
+            atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        # The interpreter leaves the exception that ended the program in `sys.last_value`.
+        error = getattr(sys, "last_value", None)
+        self.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")

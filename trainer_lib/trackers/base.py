@@ -1,0 +1,99 @@
+"""The protocol of a tracker, and the table from a `report_to` name to the one that serves it.
+
+A tracker is told numbers and puts them somewhere. It must never slow training down and never end it: `log` neither
+waits for a network nor raises. Trackers see plain floats; `numbers_only` makes them from what a Trainer logs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, SupportsFloat
+
+from trainer_lib.errors import ConfigError
+
+TRACKERS = ("jsonl", "mlflow")
+
+
+class Tracker(Protocol):
+    """One destination of metrics."""
+
+    name: str
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Begin an attempt at training that starts at optimizer step `resume_step` (0: from scratch)."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the values of one step; returns at once and never raises. Usable again after `close`."""
+
+    def close(self, status: str = "FINISHED") -> None:
+        """End the attempt: "FINISHED", "FAILED" or "KILLED". Waits a bounded time for what was logged to arrive."""
+
+
+def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
+    """The names in a `report_to` argument, checked: "none" and None are nothing, "all" is every one of ours.
+
+    Raises:
+        ConfigError: a name that no tracker serves.
+    """
+    given = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    names: list[str] = []
+    for name in given:
+        if name == "none":
+            continue
+        for one in TRACKERS if name == "all" else (name,):
+            if one not in TRACKERS:
+                near = difflib.get_close_matches(one, TRACKERS, n=1)
+                raise ConfigError(
+                    "No tracker has this name.",
+                    field="report_to",
+                    value=one,
+                    remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from none, all, {', '.join(TRACKERS)}.",
+                )
+            if one not in names:
+                names.append(one)
+    return names
+
+
+def create_trackers(report_to: str | Iterable[str] | None, output_dir: str | None) -> list[Tracker]:
+    """The trackers that `report_to` names. `output_dir` (any fsspec URL) is where they may keep files of their own.
+
+    Raises:
+        ConfigError: a name that no tracker serves, or no `output_dir` for one that writes there.
+    """
+    trackers: list[Tracker] = []
+    for name in tracker_names(report_to):
+        if name == "jsonl":
+            from trainer_lib.trackers.jsonl import JsonlTracker
+
+            if not output_dir:
+                raise ConfigError(
+                    'The "jsonl" tracker writes into output_dir, which is not set.',
+                    field="output_dir",
+                    remedy="Set output_dir.",
+                )
+            trackers.append(JsonlTracker(output_dir))
+        else:
+            from trainer_lib.trackers.mlflow import MLflowTracker
+
+            trackers.append(MLflowTracker(output_dir))
+    return trackers
+
+
+def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:
+    """The entries of a log that are numbers, as floats: Python's, NumPy's, and 0-dimensional arrays or tensors.
+
+    Text, lists and whatever else a Trainer may log are left out. NaN and infinities stay: they are news.
+    """
+    numbers: dict[str, float] = {}
+    for key, value in logs.items():
+        if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0 or not isinstance(value, SupportsFloat):
+            continue
+        try:
+            numbers[key] = float(value)
+        except OverflowError:  # a Python int beyond float's range
+            numbers[key] = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+        except (TypeError, ValueError):
+            continue
+    return numbers
