@@ -1,0 +1,166 @@
+"""The stages' settings: what a pipeline spec may say, each with its unit.
+
+Importing this module takes no prefect, no mlflow and no torch: a spec is validated before any engine is started.
+The Prefect UI draws its form from the descriptions below. Unknown keys are refused with the nearest name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Options = dict[str, Any]
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name most like `name`, or None when nothing is near."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+class Settings(BaseModel):
+    """Base of every settings class: frozen, and unknown keys are refused with the nearest name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = list(cls.model_fields)
+        for key in data:
+            if key in known:
+                continue
+            near = nearest(str(key), known)
+            hint = f"Did you mean '{near}'?" if near else f"Known here: {', '.join(known)}."
+            raise PydanticCustomError(
+                "unknown_key", "unknown key '{key}'. {hint}", {"key": str(key), "nearest": near, "hint": hint}
+            )
+        return data
+
+
+def _spread_kind(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class LaunchSettings(Settings):
+    """How a stage's processes are started. Never part of a content key."""
+
+    kind: Literal["auto", "torchrun", "process", "in_process", "accelerate"] = Field(
+        default="auto",
+        description="Launcher. auto: torchrun for several processes, one plain process otherwise. "
+        "in_process runs the work inside the calling process (for tests and notebooks).",
+    )
+    processes: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Number of worker processes; auto takes one per device, or one on a machine without.",
+    )
+    threads: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="CPU threads per process; unset: cores are shared out."
+    )
+    max_restarts: int = Field(default=0, ge=0, description="Restarts of lost workers before the stage fails.")
+    grace_s: float = Field(default=45.0, gt=0, description="Seconds from SIGTERM to SIGKILL when workers are stopped.")
+    timeout_s: float | None = Field(default=None, gt=0, description="Seconds the workers may run; unset: no limit.")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Extra environment variables of the workers. Never a secret: export those."
+    )
+
+
+Launch = Annotated[LaunchSettings, BeforeValidator(_spread_kind)]
+
+
+class StageSettings(Settings):
+    """What every stage may say."""
+
+    recipe: str | None = Field(
+        default=None,
+        description="Python file with this stage's functions, when it is not the pipeline's recipe. "
+        "A stage with a file of its own is not re-run when the others' file changes.",
+    )
+    options: Options = Field(default_factory=dict, description="Free settings handed to the recipe's function.")
+    retries: int = Field(
+        default=3, ge=0, le=20, description="Failures of the stage that are retried; a preemption is free."
+    )
+
+
+class PrepareConfig(StageSettings):
+    """prepare-data: source data to Arrow shards."""
+
+    sources: list[str] = Field(
+        default_factory=list,
+        description="What the data is made from: local paths, s3:// or gs:// or https:// URLs, package:NAME, stdlib:. "
+        "A changed source prepares anew; an undeclared one is tracked by the recipe's code only.",
+    )
+    shard_rows: int = Field(default=8192, ge=1, description="Rows per shard file.")
+    allow_nan: bool = Field(default=False, description="Accept NaN and infinite values in the data.")
+    launch: Launch = Field(default=LaunchSettings(processes=1), description="How the process is started; always one.")
+
+
+class TrainConfig(StageSettings):
+    """train: prepared data and arguments to a model."""
+
+    model: Options = Field(default_factory=dict, description="Settings handed to the recipe's build_model.")
+    args: Options = Field(
+        default_factory=dict, description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...)."
+    )
+    launch: Launch = Field(default=LaunchSettings(), description="How the processes are started.")
+    train_split: str = Field(default="train", min_length=1, description="Name of the split to train on.")
+    eval_split: str | None = Field(default=None, description="Split evaluated while training; unset: none.")
+
+
+class EvaluateConfig(StageSettings):
+    """evaluate: model and splits to metrics."""
+
+    enabled: bool = Field(default=True, description="False leaves the stage out.")
+    splits: list[str] = Field(default_factory=lambda: ["test"], min_length=1, description="Splits to measure.")
+    args: Options = Field(
+        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
+    )
+    launch: Launch | None = Field(default=None, description="How the processes are started; unset: like train.")
+
+
+class PredictConfig(StageSettings):
+    """predict: model and a split to sharded Parquet files."""
+
+    enabled: bool = Field(default=True, description="False leaves the stage out.")
+    split: str = Field(default="test", min_length=1, description="Name of the split to predict; it needs no labels.")
+    rows_per_file: int = Field(default=10_000, ge=1, description="Rows per Parquet file.")
+    args: Options = Field(
+        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
+    )
+    launch: Launch | None = Field(default=None, description="How the processes are started; unset: like train.")
+
+
+class PublishConfig(Settings):
+    """push-to-hub: model, card and metrics to a hub."""
+
+    enabled: bool = Field(default=True, description="False leaves the stage out.")
+    to: str | None = Field(
+        default=None,
+        description="hf://organisation/name or any folder URL; unset: hub/<name> below the storage.",
+    )
+    private: bool = Field(default=True, description="Make a new Hub repository private (hf:// only).")
+    revision: str | None = Field(default=None, description="Branch on the Hub; unset: main (hf:// only).")
+    title: str | None = Field(default=None, description="Title of the model card; unset: the pipeline's name.")
+    description: str = Field(default="", description="Text of the model card: what the model is for, in Markdown.")
+    license: str | None = Field(default=None, description="Licence of the model, as a Hub identifier (apache-2.0).")
+    tags: list[str] = Field(default_factory=list, description="Tags of the model card.")
+    base_model: str | None = Field(default=None, description="Model this one was made from, as a Hub name.")
+    retries: int = Field(default=3, ge=0, le=20, description="How many failures of the stage are retried.")
+
+
+class TrackingConfig(Settings):
+    """Where params, curves and models are recorded."""
+
+    enabled: bool = Field(default=True, description="False records nothing in MLflow.")
+    uri: str | None = Field(
+        default=None,
+        description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite beside the storage.",
+    )
+    experiment: str | None = Field(default=None, min_length=1, description="Experiment; unset: the pipeline's name.")
+    run_name: str | None = Field(default=None, description="Name of the MLflow run; unset: the pipeline's name.")
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run.")
