@@ -1,0 +1,44 @@
+# Every target sets up what it needs: a virtual environment in .venv, made once and again when pyproject.toml or
+# constraints.txt change.  make PYTHON=python3.12 …  picks another interpreter; CPU-only torch wheels on Linux:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STORAGE ?= .trainflow
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## Make or renew the virtual environment
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("trainflow needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12 …" % sys.version_info[:2])'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install the venv module of $(PYTHON) (on Debian: apt install python3-venv)."; rm -rf $(VENV); exit 1; }
+	@echo "Installing trainflow and its pinned dependencies into $(VENV) (once; a few minutes) …"
+	@$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: install  ## Train, evaluate, predict and publish the digits example (the second time everything is cached)
+	@$(BIN)/trainflow run examples/digits/pipeline.yaml storage=$(STORAGE) train.launch.processes=$(CORES)
+
+test: install  ## Run the whole test suite
+	@$(BIN)/pytest
+
+check: install  ## Lint, format check, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install  ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove the virtual environment, caches and the demo's storage
+	rm -rf $(VENV) $(STORAGE) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
