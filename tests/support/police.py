@@ -72,10 +72,15 @@ def session_processes() -> Iterator[psutil.Process]:
 def _is_ours(process: psutil.Process) -> bool:
     try:
         ours = TOKEN in os.environ and process.environ().get(TOKEN) == os.environ[TOKEN]
-        # multiprocessing starts one resource tracker per process and ends it at exit.
-        return ours and not any("resource_tracker" in part for part in process.cmdline())
+        return ours and not _is_multiprocessing_helper(process)
     except (psutil.Error, OSError):  # it has ended, is a zombie, or belongs to somebody else
         return False
+
+
+def _is_multiprocessing_helper(process: psutil.Process) -> bool:
+    """One resource tracker and one fork server per process, ended at its exit; what the server forked is no helper."""
+    command = " ".join(process.cmdline())
+    return "resource_tracker" in command or ("multiprocessing.forkserver" in command and process.ppid() == os.getpid())
 
 
 def leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:

@@ -1,0 +1,94 @@
+"""What ranks say to each other arrives whole, and a failure on one is a failure on all."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from tests.support.distributed import RemoteFailure, run_distributed
+from trainer_lib import distributed
+from trainer_lib.errors import ConfigError, DataError
+
+
+class Settings:
+    use_cpu = True
+    ddp_backend: str | None = None
+    ddp_timeout = 30
+
+
+def conversation() -> dict[str, object]:
+    comm = distributed.init(Settings())
+    assert distributed.init(Settings()) is comm
+    comm.barrier()
+    heard = {
+        "rank": comm.rank,
+        "gathered": comm.gather_json({"rank": comm.rank, "text": "é" * comm.rank}),
+        "bytes": comm.gather_bytes(b"x" * (comm.rank * 3)),
+        "broadcast": comm.broadcast_json({"from": comm.rank}),
+        "any": [comm.any(comm.rank == 1), comm.any(False), comm.any_later(comm.rank == 0).result()],
+        "ints": comm.sum_ints([1, comm.rank]),
+        "tensor": comm.sum_tensor(torch.tensor([1.5, comm.rank])).tolist(),
+    }
+    comm.agree(None)
+    return heard
+
+
+def test_every_message_reaches_every_rank() -> None:
+    zero, one = run_distributed(conversation, 2)
+    assert zero["gathered"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]
+    assert one["gathered"] is None
+    assert zero["bytes"] == [b"", b"xxx"]
+    for heard in (zero, one):
+        assert heard["broadcast"] == {"from": 0}
+        assert heard["any"] == [True, False, True]
+        assert heard["ints"] == [2, 1]
+        assert heard["tensor"] == [3.0, 1.0]
+
+
+def one_fails() -> str:
+    comm = distributed.init(Settings())
+    try:
+        comm.agree(DataError("row 7 is empty", field="train") if comm.rank == 1 else None)
+    except DataError as error:
+        return f"{error.rank}: {error}"
+    return "nothing was raised"
+
+
+def test_a_failure_on_one_rank_is_raised_on_all_with_its_rank() -> None:
+    assert run_distributed(one_fails, 2) == ["1: train: row 7 is empty"] * 2
+
+
+def raises_typed() -> None:
+    raise ConfigError("is wrong", field="seed", value=-1)
+
+
+def dies() -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    time.sleep(60)
+
+
+def test_the_helper_brings_typed_exceptions_back_and_leaves_nothing_behind() -> None:
+    with pytest.raises(ConfigError, match="seed = -1: is wrong"):
+        run_distributed(raises_typed, 2)
+    with pytest.raises(RemoteFailure, match="rank 1 died with exit code 3"):
+        run_distributed(dies, 2)
+
+
+def test_a_world_of_one_answers_without_a_message() -> None:
+    comm = distributed.SingleProcess()
+    assert comm.gather_json((1, 2)) == [[1, 2]]
+    assert comm.broadcast_json({"a": 1}) == {"a": 1}
+    assert comm.any_later(True).result()
+    with pytest.raises(DataError):
+        comm.agree(DataError("no rows"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "two"), ("RANK", "4"), ("WORLD_SIZE", "0")])
+def test_a_contradictory_environment_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=value):
+        distributed.ranks_from_environment()

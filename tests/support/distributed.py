@@ -1,0 +1,144 @@
+"""Run a function on N processes that form a gloo group on loopback.
+
+The children are forked from a clean single-threaded server that has torch imported already, so a group of two costs
+tenths of a second. Nothing outlives the call: every child is joined or killed, and each has a watchdog of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+GRACE_S = 5.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "trainer_lib.distributed"])
+
+
+class RemoteFailure(AssertionError):
+    """A child failed with something that cannot be carried over, died, or hung."""
+
+
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """`fn(*args)` on every rank of a fresh world; the results in rank order.
+
+    `fn` is a module-level function; arguments and results are pickled (they are the test's own). The environment has
+    RANK, WORLD_SIZE and so on set as torchrun sets them, but forming the group is left to `fn`
+    (`trainer_lib.distributed.init`); it is ended afterwards. The exception of the rank that failed first is raised
+    here, with the remote traceback as a note. A run longer than `timeout_s` fails with every child's stack on stderr.
+    """
+    _keep_sockets_out_of_tmp()
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    shared = {
+        **os.environ,
+        **(env or {}),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above is the rendezvous: no port is guessed
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    children: dict[Connection, tuple[int, BaseProcess]] = {}
+    child: BaseProcess
+    try:
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            ranked = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            child = _context.Process(target=_child, args=(theirs, ranked, timeout_s, fn, args), name=f"rank-{rank}")
+            child.start()
+            theirs.close()
+            children[ours] = (rank, child)
+        return _collect(children, time.monotonic() + timeout_s)
+    finally:
+        for connection, (_, child) in children.items():
+            connection.close()
+            child.join(GRACE_S if sys.exc_info()[0] is None else 0.1)
+            if child.is_alive():
+                child.kill()
+                child.join()
+        del store
+
+
+def _keep_sockets_out_of_tmp() -> None:
+    # multiprocessing would make a folder in TMPDIR for the server's socket, and remove it only when the process exits.
+    config: dict[str, Any] = getattr(multiprocessing.process.current_process(), "_config")  # noqa: B009
+    if config.get("tempdir") is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / "multiprocessing"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config["tempdir"] = str(folder)
+
+
+def _collect(children: Mapping[Connection, tuple[int, BaseProcess]], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(children)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = sorted(rank for rank, _ in waiting.values())
+            raise RemoteFailure(f"ranks {missing} did not finish in time")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank, child = waiting.pop(connection)
+            try:
+                failed, payload, text = connection.recv()
+            except EOFError:
+                child.join(GRACE_S)
+                raise RemoteFailure(f"rank {rank} died with exit code {child.exitcode}") from None
+            if failed:
+                raise _rebuilt(rank, payload, text)
+            results[rank] = pickle.loads(payload)
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rebuilt(rank: int, payload: bytes | None, text: str) -> BaseException:
+    error = RemoteFailure(f"rank {rank} failed") if payload is None else pickle.loads(payload)
+    error.add_note(f"on rank {rank}:\n{text}")
+    assert isinstance(error, BaseException)
+    return error
+
+
+def _child(
+    connection: Connection, env: dict[str, str], timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True)
+    try:
+        import torch
+
+        from trainer_lib import distributed
+
+        torch.set_num_threads(1)
+        try:
+            connection.send((False, pickle.dumps(fn(*args)), ""))
+        finally:
+            distributed.shutdown()
+    except BaseException as error:  # whatever it is, the parent must see it
+        text = traceback.format_exc()
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)
+        except Exception:
+            payload = None
+        connection.send((True, payload, text))
+        raise SystemExit(1) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        connection.close()
