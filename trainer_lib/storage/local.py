@@ -1,0 +1,185 @@
+"""The local disk as a store: fsync everywhere, real exclusive create, real free space."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from trainer_lib.storage.files import FileInfo
+
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+
+class LocalBackend:
+    """A folder on a mounted disk."""
+
+    exclusive = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, rel: str) -> Path:
+        """Where a relative path lies."""
+        return self.root / rel if rel else self.root
+
+    def size(self, rel: str) -> int:
+        """Bytes of a regular file."""
+        path = self.path(rel)
+        if not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
+        return path.stat().st_size
+
+    def files(self, rel: str) -> list[FileInfo]:
+        """Regular files below; neither links to files nor links to folders count."""
+        found = []
+        for folder, _, names in os.walk(self.path(rel)):
+            for name in names:
+                path = Path(folder, name)
+                # A file may vanish between the walk and the look at it (a lease being released).
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file() and not path.is_symlink():
+                        found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
+        return found
+
+    def names(self, rel: str) -> list[str]:
+        """Names directly below."""
+        try:
+            return [entry.name for entry in self.path(rel).iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def open_read(self, rel: str) -> BinaryIO:
+        """An ordinary buffered file."""
+        return self.path(rel).open("rb")
+
+    def open_write(self, rel: str) -> BinaryIO:
+        """An ordinary buffered file in folders that are themselves durable."""
+        path = self.path(rel)
+        _make_folders(path.parent)
+        return path.open("wb")
+
+    def finish(self, stream: BinaryIO) -> None:
+        """Flush and fsync; the folder entry follows with `sync`."""
+        stream.flush()
+        os.fsync(stream.fileno())
+        stream.close()
+
+    def abort(self, stream: BinaryIO, rel: str) -> None:
+        """Close and remove the partial file."""
+        # Closing flushes, which fails again on a full disk: the descriptor is closed all the same.
+        with contextlib.suppress(OSError, ValueError):
+            stream.close()
+        with contextlib.suppress(OSError):
+            self.path(rel).unlink(missing_ok=True)
+
+    def create(self, rel: str, data: bytes) -> bool:
+        """Exclusive and all-or-nothing: a hard link to a finished, fsynced file fails if the name exists.
+
+        A plain ``open(..., "xb")`` is exclusive too, but a crash between it and the write leaves an empty file behind;
+        it is used only where the file system has no hard links.
+        """
+        path = self.path(rel)
+        _make_folders(path.parent)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            _write_new(draft, data)
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                return self._create_in_place(path, data)
+        finally:
+            draft.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+        return True
+
+    def _create_in_place(self, path: Path, data: bytes) -> bool:
+        try:
+            path.open("xb").close()
+        except FileExistsError:
+            return False
+        try:
+            _write_new(path, data, flags=os.O_TRUNC)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+        return True
+
+    def delete(self, rel: str) -> None:
+        """Unlink, and make the absence durable: deletion of a commit file must not come undone."""
+        path = self.path(rel)
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        _sync_folder(path.parent)
+
+    def delete_tree(self, rel: str) -> None:
+        """Remove a folder (or the link that stands for it, not what it points to)."""
+        path = self.path(rel)
+        if path.is_symlink() or path.is_file():
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            shutil.rmtree(path)
+
+    def free_bytes(self) -> int | None:
+        """Bytes an unprivileged process may still write on the disk that holds (or will hold) this folder."""
+        status = os.statvfs(_existing(self.root))
+        return status.f_bavail * status.f_frsize
+
+    def sync(self) -> None:
+        """fsync every folder of the tree, and the one that holds it."""
+        if not self.root.is_dir():
+            return
+        for folder, _, _ in os.walk(self.root):
+            _sync_folder(Path(folder))
+        _sync_folder(self.root.parent)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _make_folders(path: Path) -> None:
+    """Like makedirs, but each new folder is durable in the one above it."""
+    missing = []
+    while not path.is_dir() and path != path.parent:
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+def _write_new(path: Path, data: bytes, *, flags: int = os.O_EXCL) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
+    with cast(BinaryIO, os.fdopen(descriptor, "wb")) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(descriptor)
+
+
+def _sync_folder(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE mounts cannot fsync a folder; they order metadata themselves.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,200 @@
+"""Every other store, through fsspec: object stores, memory, ssh, ..."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.registry import known_implementations
+
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.storage.files import FileInfo
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
+"""Schemes without real folders: making one there is pointless, and on S3 it may create a bucket."""
+_EXCLUSIVE = {"memory", "s3", "s3a"}
+"""Schemes whose exclusive create the conformance suite proves (S3: ``If-None-Match: *``)."""
+_MEMORY_LOCK = threading.Lock()
+"""fsspec's memory store looks and then writes; within one process this makes the pair atomic."""
+_BUSY_CODES = {"ConditionalRequestConflict", "OperationAborted", "409"}
+
+
+def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
+    """The fsspec file system of a scheme, listings uncached: another process's files must be seen at once.
+
+    Raises:
+        MissingExtraError: its package is not installed.
+        ConfigError: it cannot be constructed from the environment.
+    """
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise _missing(scheme, field) from error
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        # Part of fsspec's instance key, so that a changed environment gives a fresh client.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        options |= {"endpoint_url": endpoint} if endpoint else {}
+    try:
+        return fsspec.filesystem(scheme, **options)
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"The {scheme}:// store cannot be set up: {error}",
+            field=field,
+            remedy="Set its options in fsspec's configuration (FSSPEC_<SCHEME>_<OPTION> in the environment).",
+        ) from error
+
+
+def _missing(scheme: str, field: str) -> MissingExtraError:
+    if scheme in _EXTRAS:
+        return MissingExtraError(
+            f"{scheme}:// needs a package that is not installed.", extra=_EXTRAS[scheme], field=field
+        )
+    remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it.")
+    return MissingExtraError(f"{scheme}:// needs a package that is not installed.", field=field, remedy=remedy)
+
+
+class RemoteBackend:
+    """A folder on an fsspec file system."""
+
+    def __init__(self, scheme: str, root: str, *, field: str, fs: fsspec.AbstractFileSystem | None = None) -> None:
+        self.scheme = scheme
+        self.fs = open_file_system(scheme, field=field) if fs is None else fs
+        self.root = self.fs._strip_protocol(f"{scheme}://{root}").rstrip("/")
+        self.exclusive = scheme in _EXCLUSIVE
+
+    def path(self, rel: str) -> str:
+        """The full path as fsspec wants it."""
+        return f"{self.root}/{rel}" if rel else self.root
+
+    def size(self, rel: str) -> int:
+        """Bytes of a file."""
+        self._refresh()
+        info = self.fs.info(self.path(rel))
+        if info["type"] != "file":
+            raise FileNotFoundError(self.path(rel))
+        return int(info["size"])
+
+    def files(self, rel: str) -> list[FileInfo]:
+        """One recursive listing."""
+        self._refresh()
+        prefix = self.root + "/"
+        try:
+            found = self.fs.find(self.path(rel), detail=True)
+        except FileNotFoundError:
+            return []
+        return [
+            FileInfo(name[len(prefix) :], int(info["size"]))
+            for name, info in cast("dict[str, dict[str, Any]]", found).items()
+            if info["type"] == "file" and name.startswith(prefix) and not name.endswith("/")
+        ]
+
+    def names(self, rel: str) -> list[str]:
+        """One listing of one level."""
+        self._refresh()
+        path = self.path(rel)
+        try:
+            infos = self.fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = {str(info["name"]).rstrip("/").removeprefix(path).strip("/") for info in infos}
+        return [name for name in names if name and "/" not in name]
+
+    def open_read(self, rel: str) -> BinaryIO:
+        """A stream; a file in memory is copied, for fsspec hands out the one shared object with its shared position."""
+        if self.scheme == "memory":
+            return io.BytesIO(self.fs.cat_file(self.path(rel)))
+        return cast(BinaryIO, self.fs.open(self.path(rel), "rb"))
+
+    def open_write(self, rel: str) -> BinaryIO:
+        """A stream; large files go out in parts while they are written."""
+        path = self.path(rel)
+        self._make_parents(path)
+        return cast(BinaryIO, self.fs.open(path, "wb"))
+
+    def finish(self, stream: BinaryIO) -> None:
+        """Closing an upload completes it."""
+        stream.close()
+
+    def abort(self, stream: BinaryIO, rel: str) -> None:
+        """Throw an upload away. Closing it instead, as a ``with`` does, would publish the truncated object."""
+        with contextlib.suppress(Exception):
+            discard: Callable[[], None] | None = getattr(stream, "discard", None)
+            if discard is not None:
+                discard()
+        with contextlib.suppress(Exception):
+            stream.closed = True  # type: ignore[misc]  # fsspec's setter: otherwise __del__ closes, that is: publishes
+        with contextlib.suppress(Exception):
+            self.fs.rm_file(self.path(rel))
+
+    def create(self, rel: str, data: bytes) -> bool:
+        """A conditional put where the store has one; elsewhere look, write, and read back who won."""
+        path = self.path(rel)
+        self._make_parents(path)
+        with _MEMORY_LOCK if self.scheme == "memory" else contextlib.nullcontext():
+            try:
+                self._put_new(path, data)
+            except FileExistsError:
+                return False
+        # Without a conditional put the last writer wins: both see the same bytes afterwards.
+        return self.exclusive or self.fs.cat_file(path) == data
+
+    def _put_new(self, path: str, data: bytes) -> None:
+        for attempt in range(4):
+            try:
+                self.fs.pipe_file(path, data, mode="create")
+            except OSError as error:
+                code = _vendor_code(error)
+                if code in ("PreconditionFailed", "412"):
+                    raise FileExistsError(path) from error
+                # 409: a delete of the same name was under way; the store asks to try again.
+                if code not in _BUSY_CODES or attempt == 3:
+                    raise
+            else:
+                return
+
+    def delete(self, rel: str) -> None:
+        """Remove one file."""
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm_file(self.path(rel))
+
+    def delete_tree(self, rel: str) -> None:
+        """Remove the files, then the empty folders where the store has folders; never a bucket."""
+        files = [self.path(info.path) for info in self.files(rel)]
+        if files:
+            self.fs.rm(files)
+        path = self.path(rel)
+        self._refresh()
+        if "/" in path.strip("/") and self.fs.isdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(path, recursive=True)
+
+    def free_bytes(self) -> int | None:
+        """No remote store says."""
+        return None
+
+    def sync(self) -> None:
+        """A finished put is durable."""
+
+    def _make_parents(self, path: str) -> None:
+        if self.scheme not in _FLAT:
+            self.fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+
+    def _refresh(self) -> None:
+        # Not every file system obeys use_listings_cache.
+        self.fs.invalidate_cache()
+
+
+def _vendor_code(error: BaseException) -> str | None:
+    """The store's own error code (``PreconditionFailed``), which s3fs keeps in the cause."""
+    for candidate in (error, error.__cause__):
+        response = getattr(candidate, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None

@@ -1,0 +1,98 @@
+"""Which strings are accepted as a store's URL, and as a path inside a store."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from fsspec.registry import known_implementations, registry
+
+from trainer_lib.errors import ConfigError
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_LOCAL = {"file", "local"}
+
+
+def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
+    """``(scheme, path)`` of a URL; ``("file", absolute path)`` for local ones, whatever way they are written.
+
+    Raises:
+        ConfigError: empty, unknown scheme, credentials or query in the URL, chained (``::``), or no bucket.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(
+            "A storage URL is empty or not text.", field=field, remedy="Give a path or a URL like s3://bucket/name."
+        )
+    match = _SCHEME.match(text)
+    scheme = match.group(1).lower() if match else "file"
+    rest = text[match.end() :] if match else text
+    if scheme in _LOCAL:
+        if match and not rest.startswith("/"):
+            remedy = (
+                f"Write file:///{rest.lstrip('/')} for an absolute path, or leave the scheme out for a relative one."
+            )
+            raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
+        return "file", str(Path(rest).expanduser().absolute())
+    if "::" in text:
+        raise ConfigError(
+            "Chained URLs are not supported.", field=field, value=text, remedy="Give the store's own URL."
+        )
+    if scheme not in known_implementations and scheme not in registry:
+        raise ConfigError(f"Unknown URL scheme {scheme!r}.", field=field, value=text, remedy=_nearest(scheme))
+    _refuse_secrets(scheme, rest, field)
+    parts = [part for part in rest.split("/") if part]
+    if not parts or ".." in parts or "." in parts:
+        raise ConfigError(
+            "The URL names no bucket or has '..' in it.",
+            field=field,
+            value=text,
+            remedy=f"Write {scheme}://bucket/folder.",
+        )
+    return scheme, "/".join(parts)
+
+
+def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
+    # The value is left out of the message on purpose: it may hold a password or a signature.
+    if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:
+        raise ConfigError(
+            f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept.",
+            field=field,
+            remedy="Give credentials and endpoints through the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).",
+        )
+
+
+def _nearest(scheme: str) -> str:
+    near = difflib.get_close_matches(scheme, sorted(known_implementations), n=1)
+    hint = f"Did you mean {near[0]}://? " if near else ""
+    return f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
+
+
+def relative_problem(rel: str) -> str | None:
+    """Why `rel` must not be used as a path inside a store, or None when it is plain and stays inside.
+
+    Refused: empty, absolute, ``.``, ``..``, empty parts, backslashes, NUL and other control characters.
+    """
+    if not isinstance(rel, str) or not rel:
+        return "is empty"
+    if rel.startswith("/"):
+        return "is absolute"
+    if "\\" in rel:
+        return "has a backslash"
+    if any(ord(char) < 32 or ord(char) == 127 for char in rel):
+        return "has a control character"
+    if any(part in ("", ".", "..") for part in rel.split("/")):
+        return "has an empty part, '.' or '..'"
+    return None
+
+
+def checked(rel: str, *, root_too: bool = False) -> str:
+    """`rel` itself if it is safe to use inside a store (``""`` only if `root_too`), else ConfigError."""
+    if root_too and rel == "":
+        return rel
+    problem = relative_problem(rel)
+    if problem:
+        raise ConfigError(f"A path inside a store {problem}.", value=rel, remedy="Use a plain relative path.")
+    return rel
