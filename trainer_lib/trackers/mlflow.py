@@ -1,0 +1,409 @@
+"""The MLflow tracker: the training loop appends to a spool on disk, a thread ships it.
+
+`log` costs one small write. Importing mlflow, creating tables, slow and dead servers all happen to the thread. What
+cannot be delivered stays in the spool, and the next attempt (or the next `ship_leftovers`) delivers it first, exactly
+once (see `spool`). After a resume, points the server already has are not written again.
+
+Environment: `MLFLOW_TRACKING_URI` (default: sqlite `mlflow.db` in the working directory, as `mlflow ui` expects),
+`MLFLOW_RUN_ID` (an *orchestrated* run: points are added to it; its parameters, status and end are its owner's),
+`MLFLOW_EXPERIMENT_NAME` (for a run of our own), `TRAINFLOW_SPOOL_DIR` (default: beside a local `output_dir`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.trackers.params import clean_key, flatten_params
+from trainer_lib.trackers.spool import Point, Session, spool_root
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+POLL_S = 1.0  # between looks at the spool
+MAX_BACKOFF_S = 60.0
+CLOSE_S = 30.0  # `close` waits so long for a server that answers, and
+CLOSE_FAILING_S = 5.0  # so long for one that has stopped answering
+BATCH = 1000  # MLflow's limit of metrics in one call
+PARAM_BATCH = 100
+TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which a run of ours is found again
+
+_log = logging.getLogger(__name__)
+# A process forked while another thread imports inherits half a module and a lock nobody will release: forks (data
+# loader workers) wait for the end of the import.
+_importing = threading.RLock()
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
+
+
+class _RunGoneError(Exception):
+    """The server does not know the run: deleted, or another server."""
+
+
+class MLflowTracker:
+    """Writes metrics to MLflow without ever holding up or failing training."""
+
+    name = "mlflow"
+
+    def __init__(self, output_dir: str | None) -> None:
+        self._output_dir = output_dir
+        self._head: dict[str, Any] | None = None
+        self._root: Path | None = None
+        self._session: Session | None = None
+        self._shipper: Shipper | None = None
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Attach to `MLFLOW_RUN_ID`, or to a run of our own: the one before, when training resumes, else a new one."""
+        # Read by mlflow when it is imported; the thread that imports it should not touch the environment.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        self._root = spool_root(self._output_dir)
+        head: dict[str, Any] = {"tracking_uri": default_tracking_uri(), "run_id": os.environ.get("MLFLOW_RUN_ID")}
+        head["dedupe"] = True
+        if head["run_id"] is None:
+            head |= {
+                "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default",
+                "run_name": run_name,
+                "params": flatten_params(params),
+                "resume_step": resume_step,
+                "token": self._own_token(head["tracking_uri"], resume=resume_step > 0),
+            }
+        self._head = head
+        self._open()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append to the spool."""
+        if self._head is None:
+            return
+        if self._session is None:  # closed before, and there is more to tell
+            self._head = {**self._head, "dedupe": False}
+            self._open()
+        if self._session is not None and metrics:
+            try:
+                self._session.append({clean_key(key): value for key, value in metrics.items()}, step)
+            except OSError as error:
+                self._disable(error)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Ship what is left, waiting at most `CLOSE_S`; end the run if it is ours."""
+        shipper, session, self._shipper, self._session = self._shipper, self._session, None, None
+        if shipper is not None:
+            shipper.close(status)
+        if session is not None:
+            session.end_writing()
+
+    def _open(self) -> None:
+        if self._root is None or self._head is None:
+            return
+        try:
+            self._session = Session.create(self._root, self._head)
+        except OSError as error:
+            self._disable(error)
+            return
+        self._shipper = Shipper(self._root, self._session)
+        self._shipper.start()
+
+    def _disable(self, error: OSError) -> None:
+        _log.warning("Metrics no longer go to MLflow: the spool %s cannot be written: %s", self._root, error)
+        self.close("FAILED")
+        self._head = None
+
+    def _own_token(self, tracking_uri: str, *, resume: bool) -> str:
+        """What identifies our run on the server: remembered in the spool, so that a resumed training finds it."""
+        assert self._root is not None  # noqa: S101
+        memo = self._root / "run.json"
+        if resume:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                known = json.loads(memo.read_bytes())
+                if known["tracking_uri"] == tracking_uri:
+                    return str(known["token"])
+        token = uuid.uuid4().hex
+        with contextlib.suppress(OSError):  # Session.create tells about a spool that cannot be written
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            memo.write_text(json.dumps({"tracking_uri": tracking_uri, "token": token}), encoding="utf-8")
+        return token
+
+
+class Shipper(threading.Thread):
+    """Sends one session, and before it whatever dead processes left in the same spool."""
+
+    def __init__(self, root: Path, session: Session) -> None:
+        super().__init__(name="mlflow shipper", daemon=True)
+        self._root = root
+        self._session = session
+        self._client: MlflowClient | None = None
+        self._behind: list[Session] | None = None
+        self._attached = False
+        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._failing = False
+        self._delivered = False
+
+    def run(self) -> None:
+        """Ship until closed; on failure try again, each time later, and say so once."""
+        delay = POLL_S
+        try:
+            while True:
+                closing = self._closing.is_set()  # asked before shipping: what was logged before close is shipped
+                try:
+                    self._ship()
+                    self._failing, delay = False, POLL_S
+                    if closing:
+                        self._finish()
+                        return
+                except _RunGoneError as error:
+                    self._give_up(error)
+                    return
+                except Exception as error:  # whatever a tracking client raises must not end training
+                    self._warn(error)
+                    delay = min(MAX_BACKOFF_S, 2 * delay)
+                    if closing:
+                        return
+                self._wake.wait(delay)
+        finally:
+            self._session.release()
+            for session in self._behind or []:
+                session.release()
+
+    def close(self, status: str) -> None:
+        """Note how the attempt ended, and wait a bounded time for the rest to be shipped."""
+        self._session.state.closed, self._session.state.end_ms = status, time.time_ns() // 1_000_000
+        self._closing.set()
+        self._wake.set()
+        deadline = time.monotonic() + CLOSE_S
+        while self.is_alive() and time.monotonic() < deadline:
+            self.join(0.05 if not self._failing else CLOSE_FAILING_S)
+            if self._failing:
+                break
+        if not self._delivered:
+            with contextlib.suppress(OSError):
+                self._session.save_state()
+            _log.warning(
+                "MLflow did not take all metrics; the rest is kept in %s and sent by the next run with this spool.",
+                self._session.path,
+            )
+
+    def _ship(self) -> None:
+        if self._client is None:
+            self._client = connect(self._session.head["tracking_uri"])
+        if self._behind is None:
+            self._behind = _leftovers(self._root, self._session.head["tracking_uri"])
+        while self._behind:
+            _ship_leftover(self._client, self._behind[0], current=self._session)
+            self._behind.pop(0)
+        if not self._attached:
+            _attach(self._client, self._session)
+            self._attached = True
+        _send_all(self._client, self._session)
+
+    def _finish(self) -> None:
+        assert self._client is not None  # noqa: S101
+        _end_own_run(self._client, self._session)
+        self._delivered = True
+        self._session.remove()
+
+    def _warn(self, error: Exception) -> None:
+        if not self._failing:
+            _log.warning("MLflow is out of reach; metrics wait in %s: %s", self._session.path, _brief(error))
+        self._failing = True
+
+    def _give_up(self, error: Exception) -> None:
+        self._delivered = True
+        self._session.set_aside("orphan")
+        _log.warning("Metrics no longer go to MLflow: %s They are kept in %s.orphan.", error, self._session.path)
+
+
+def default_tracking_uri() -> str:
+    """`MLFLOW_TRACKING_URI`, or MLflow's own default, a database in the working directory, as an absolute address."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def connect(tracking_uri: str) -> MlflowClient:
+    """A client for `tracking_uri`; creates the tables of a new sqlite database, safely under concurrency.
+
+    Seconds the first time in a process, for mlflow is imported here. Raises whatever mlflow raises.
+    """
+    with _importing:
+        from mlflow import MlflowClient
+
+        # The migrations of a new database announce themselves line by line.
+        for name in ("alembic", "mlflow.store.db.utils"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+    with _database_set_up(tracking_uri):
+        return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+@contextlib.contextmanager
+def _database_set_up(tracking_uri: str) -> Iterator[None]:
+    """Two processes that find no tables would both create them: one at a time, by a lock beside the database."""
+    scheme, _, path = tracking_uri.partition(":///")
+    if scheme != "sqlite" or not path:
+        yield
+        return
+    database = Path(path)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with (database.parent / f".{database.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def ship_leftovers(root: Path, tracking_uri: str) -> int:
+    """Send what dead processes left in the spool `root` for this server; returns how many sessions. May raise."""
+    sessions = _leftovers(root, tracking_uri)
+    try:
+        client = connect(tracking_uri) if sessions else None
+        for session in sessions:
+            assert client is not None  # noqa: S101
+            _ship_leftover(client, session, current=None)
+    finally:
+        for session in sessions:
+            session.release()
+    return len(sessions)
+
+
+def latest_steps(client: MlflowClient, run_id: str) -> dict[str, int]:
+    """The last step of every metric of a run."""
+    metrics = client.get_run(run_id).data.to_proto().metrics  # the only public way to the steps of all keys at once
+    return {metric.key: int(metric.step) for metric in metrics}
+
+
+def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str], *, when: str) -> None:
+    """Log parameters once. Those that have another value already become an artifact, `params/<when>.json`."""
+    from mlflow.entities import Param
+
+    known = client.get_run(run_id).data.params
+    new = [Param(key, value) for key, value in params.items() if key not in known]
+    for start in range(0, len(new), PARAM_BATCH):
+        client.log_batch(run_id, params=new[start : start + PARAM_BATCH])
+    changed = {key: {"was": known[key], "is": value} for key, value in params.items() if known.get(key, value) != value}
+    if changed:
+        client.log_text(run_id, json.dumps(changed, indent=2), f"params/{when}.json")
+
+
+def send(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
+    """Log points in batches; a value or a key the server refuses is left out, with a warning. Raises on an outage."""
+    from mlflow.entities import Metric
+    from mlflow.exceptions import MlflowException
+
+    for start in range(0, len(points), BATCH):
+        batch = [Metric(*point) for point in points[start : start + BATCH]]
+        try:
+            client.log_batch(run_id, metrics=batch)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise _RunGoneError(f"the run {run_id} is not known there.") from error
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(batch) == 1:
+                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, _brief(error))
+            else:
+                for point in points[start : start + BATCH]:
+                    send(client, run_id, [point])
+
+
+def _leftovers(root: Path, tracking_uri: str) -> list[Session]:
+    found = []
+    for session in Session.leftovers(root):
+        if session.head.get("tracking_uri") == tracking_uri:
+            found.append(session)
+        else:
+            session.release()
+    return found
+
+
+def _ship_leftover(client: MlflowClient, session: Session, *, current: Session | None) -> None:
+    try:
+        _attach(client, session)
+        _send_all(client, session)
+        taken_up = current is not None and current.head.get("token") == session.head.get("token")
+        if not taken_up:
+            if session.state.closed is None:  # its process was killed
+                session.state.closed = "FAILED"
+            _end_own_run(client, session)
+        session.remove()
+    except _RunGoneError as error:
+        session.set_aside("orphan")
+        _log.warning("Metrics kept in %s.orphan could not be sent: %s", session.path, error)
+    except (KeyError, TypeError, ValueError) as error:  # its session.json is not ours
+        session.set_aside("damaged")
+        _log.warning("Metrics kept in %s.damaged could not be sent: %r", session.path, error)
+
+
+def _attach(client: MlflowClient, session: Session) -> None:
+    """Find or create the session's run, log its parameters, and note what the server has already."""
+    if session.head["run_id"] is None:
+        session.head["run_id"] = _find_or_create_run(client, session.head)
+        session.save_head()
+    run_id = session.head["run_id"]
+    if session.head.get("params"):
+        log_params(client, run_id, session.head["params"], when=f"resumed-at-step-{session.head['resume_step']}")
+    if session.state.floor is None:
+        session.state.floor = _steps_of(client, run_id) if session.head["dedupe"] else {}
+        session.save_state()
+
+
+def _steps_of(client: MlflowClient, run_id: str) -> dict[str, int]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return latest_steps(client, run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            raise _RunGoneError(f"the run {run_id} is not known there.") from error
+        raise
+
+
+def _find_or_create_run(client: MlflowClient, head: Mapping[str, Any]) -> str:
+    experiment = experiment_id(client, head["experiment"])
+    for run in client.search_runs([experiment], f"tags.`{TOKEN_TAG}` = '{head['token']}'", max_results=1):
+        if run.info.status != "RUNNING":
+            client.update_run(run.info.run_id, status="RUNNING")
+        return str(run.info.run_id)
+    run = client.create_run(experiment, run_name=head["run_name"], tags={TOKEN_TAG: head["token"]})
+    return str(run.info.run_id)
+
+
+def experiment_id(client: MlflowClient, name: str, artifact_location: str | None = None) -> str:
+    """The id of the experiment `name`, created if there is none; of two processes that create it, both get the one."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_location))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            experiment = client.get_experiment_by_name(name)
+    assert experiment is not None  # noqa: S101
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+def _send_all(client: MlflowClient, session: Session) -> None:
+    floor = session.state.floor or {}
+    while True:
+        points, offset = session.read(session.state.offset, BATCH)
+        if offset == session.state.offset:
+            return
+        send(client, session.head["run_id"], [point for point in points if point.step > floor.get(point.key, -1)])
+        session.state.offset = offset
+        session.save_state()
+
+
+def _end_own_run(client: MlflowClient, session: Session) -> None:
+    if "token" in session.head and session.state.closed is not None:
+        client.set_terminated(session.head["run_id"], session.state.closed, session.state.end_ms)
+
+
+def _brief(error: Exception) -> str:
+    """The first line of an error: tracking clients put whole responses into theirs."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,205 @@
+"""Metric points on the local disk, on their way to a tracking server.
+
+A *session* is a folder that one process writes while it tracks one attempt at training::
+
+    <root>/<nanoseconds>-<pid>/
+        session.json    where the points go: tracking URI, run, parameters
+        points.jsonl    {"t": <ms since 1970>, "s": <step>, "m": {key: value}} per log call, appended as training goes
+        state.json      how far it has been sent, and how the attempt ended; replaced as a whole by the sender
+        lock            held (fcntl) as long as the process lives
+
+Each point's timestamp is fixed here, when it is written. A server that keeps points unique by (key, timestamp, step,
+value) therefore takes the same line twice without harm, and "send, then note the offset" delivers exactly once even
+if the process is killed between the two. A session whose lock is free belonged to a process that is gone: whoever
+comes next sends the rest and removes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
+
+SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
+READ_BYTES = 1 << 20
+_HELD: set[Path] = set()  # fcntl locks do not exclude their own process
+
+
+def spool_root(output_dir: str | None) -> Path:
+    """Where sessions wait: `TRAINFLOW_SPOOL_DIR`, beside a local output folder, or a folder of the user's own."""
+    if configured := os.environ.get(SPOOL_DIR):
+        return Path(configured)
+    if output_dir:
+        with contextlib.suppress(ConfigError):
+            store = Store.open(output_dir, field="output_dir")
+            if store.is_local:
+                return store.local_path() / ".spool"
+    name = hashlib.sha256((output_dir or str(Path.cwd())).encode()).hexdigest()[:16]
+    return user_data_dir() / "spool" / name
+
+
+def user_data_dir() -> Path:
+    """This user's folder for what has no better place: `$XDG_DATA_HOME/trainflow`."""
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "trainflow"
+
+
+class Point(NamedTuple):
+    """One value of one metric. `timestamp` is in milliseconds since 1970."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+@dataclass
+class State:
+    """What has happened to a session.
+
+    Attributes:
+        offset: bytes of points.jsonl that have arrived.
+        floor: per key, the last step the server had when sending began: points at or before it are repetitions of a
+            resumed run and are not sent. None: sending has not begun.
+        closed: how the attempt ended; None while it runs, or when its process died.
+        end_ms: when it ended.
+    """
+
+    offset: int = 0
+    floor: dict[str, int] | None = None
+    closed: str | None = None
+    end_ms: int | None = None
+
+
+@dataclass
+class Session:
+    """One folder of the spool, locked by this process."""
+
+    path: Path
+    head: dict[str, Any]
+    state: State = field(default_factory=State)
+    _lock: int = -1
+    _points: int = -1
+
+    @classmethod
+    def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
+        """A new, empty session. Raises OSError where the disk cannot take it."""
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = root / f"{time.time_ns():020d}-{os.getpid()}"
+        path.mkdir(mode=0o700)
+        session = cls(path, dict(head))
+        if not session._acquire():
+            raise BlockingIOError(f"{path} is locked")
+        session.save_head()
+        session._points = os.open(path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return session
+
+    @classmethod
+    def leftovers(cls, root: Path) -> list[Session]:
+        """Sessions of processes that are gone, oldest first, now locked by this one: `remove` or `release` them."""
+        found = []
+        for path in sorted(root.glob("*-*")) if root.is_dir() else []:
+            session = cls(path, {})
+            if path.suffix or path in _HELD or not session._acquire():
+                continue
+            try:
+                session.head = json.loads((path / "session.json").read_bytes())
+                session.state = State(**json.loads((path / "state.json").read_bytes()))
+            except FileNotFoundError:
+                if not session.head:  # killed before it could say where its points go, so before the first of them
+                    session.remove()
+                    continue
+            except (ValueError, TypeError):
+                session.set_aside("damaged")
+                continue
+            found.append(session)
+        return found
+
+    def append(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write one line: a single unbuffered write, so that kill -9 tears at most the last. Raises OSError."""
+        line = json.dumps({"t": time.time_ns() // 1_000_000, "s": step, "m": dict(metrics)}, separators=(",", ":"))
+        data = line.encode() + b"\n"
+        if os.write(self._points, data) != len(data):
+            os.write(self._points, b"\n")  # a short write on a full disk: end the torn line, so the next one is whole
+            raise OSError(28, "No space left on device")
+
+    def read(self, offset: int, limit: int = 1000) -> tuple[list[Point], int]:
+        """Points of the whole lines from byte `offset` on, about `limit` of them, and the offset behind those lines."""
+        try:
+            with (self.path / "points.jsonl").open("rb") as file:
+                file.seek(offset)
+                data = file.read(READ_BYTES)
+                while data and b"\n" not in data and (more := file.read(READ_BYTES)):
+                    data += more
+        except FileNotFoundError:
+            return [], offset
+        points: list[Point] = []
+        for line in data.splitlines(keepends=True):
+            if not line.endswith(b"\n") or len(points) >= limit:
+                break
+            offset += len(line)
+            # A torn line (see append) is none: the step it belongs to was not logged.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads(line)
+                points += [Point(k, float(v), int(record["t"]), int(record["s"])) for k, v in record["m"].items()]
+        return points, offset
+
+    def save_head(self) -> None:
+        """Write session.json."""
+        self._replace("session.json", self.head)
+
+    def save_state(self) -> None:
+        """Write state.json."""
+        self._replace("state.json", vars(self.state))
+
+    def remove(self) -> None:
+        """Everything has arrived: delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def set_aside(self, why: str) -> None:
+        """Keep the folder for a person to look at; no later process will touch it."""
+        with contextlib.suppress(OSError):
+            self.path.rename(self.path.with_name(f"{self.path.name}.{why}"))
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder and leave it as it is."""
+        _HELD.discard(self.path)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def end_writing(self) -> None:
+        """No more `append`. Apart from `release`, for the thread that sends must not close what another writes to."""
+        if self._points >= 0:
+            os.close(self._points)
+            self._points = -1
+
+    def _acquire(self) -> bool:
+        try:
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # it is held, or the folder has just been removed by its owner
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
+            return False
+        _HELD.add(self.path)
+        return True
+
+    def _replace(self, name: str, content: Mapping[str, Any]) -> None:
+        draft = self.path / f"{name}.{threading.get_ident()}"
+        draft.write_text(json.dumps(content), encoding="utf-8")
+        draft.replace(self.path / name)
