@@ -1,0 +1,199 @@
+"""Collators: lists of samples become batches of tensors.
+
+`default_data_collator` needs no tokenizer. The others take anything with a `pad` method (a `transformers` tokenizer,
+say): ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trainer_lib.errors import DataError
+
+DataCollator = Callable[[list[Any]], Any]
+IGNORED = -100  # the label that losses and metrics skip
+
+
+class Pads(Protocol):
+    """A processing class that can pad."""
+
+    padding_side: str
+
+    def pad(self, encoded_inputs: Any, **options: Any) -> Mapping[str, Any]:
+        """One padded batch of tensors from a list of samples."""
+
+
+def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:
+    """Stack samples column by column; no padding.
+
+    A sample is a mapping, an object with attributes, or a dataclass-like row. ``label`` (a number) and ``label_ids``
+    (a list) become ``labels``; strings and None columns are left out. Tensors and arrays keep their dtype, Python
+    integers become int64 and floats float32.
+
+    Raises DataError naming the column when samples have different shapes.
+    """
+    if return_tensors != "pt":
+        raise DataError("Only torch tensors are made here.", field="return_tensors", value=return_tensors)
+    rows = [row if isinstance(row, Mapping) else vars(row) for row in features]
+    first, batch = rows[0], {}
+    for name, example in first.items():
+        if name in ("label", "label_ids") or example is None or isinstance(example, str | bytes):
+            continue
+        batch[name] = _stack(name, [row[name] for row in rows])
+    for name in ("label", "label_ids"):
+        if first.get(name) is not None:
+            batch["labels"] = _stack(name, [row[name] for row in rows])
+            break
+    return batch
+
+
+def _stack(name: str, values: list[Any]) -> torch.Tensor:
+    example = values[0]
+    try:
+        if isinstance(example, torch.Tensor):
+            return torch.stack(values)
+        if isinstance(example, np.ndarray):
+            return torch.from_numpy(np.stack(values))
+        stacked = torch.from_numpy(np.array(values))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise DataError(
+            f"Samples of one batch cannot be stacked: {error}",
+            field=name,
+            remedy="Pad them, or give a data_collator that does.",
+        ) from error
+    # Python floats (and NumPy float64 scalars) carry no intent of double precision.
+    return stacked.float() if stacked.dtype == torch.float64 else stacked
+
+
+@dataclass
+class DataCollatorWithPadding:
+    """Pad the samples' inputs to the longest of the batch (or as `padding` says) with the tokenizer's own `pad`."""
+
+    tokenizer: Pads
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        """One batch; ``label`` / ``label_ids`` become ``labels``."""
+        batch = dict(
+            self.tokenizer.pad(
+                features,
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=self.return_tensors,
+            )
+        )
+        for name in ("label", "label_ids"):
+            if name in batch:
+                batch["labels"] = batch.pop(name)
+        return batch
+
+
+@dataclass
+class DataCollatorForSeq2Seq:
+    """Pad inputs with the tokenizer and labels with -100 on the tokenizer's padding side.
+
+    With a `model` that has ``prepare_decoder_input_ids_from_labels``, ``decoder_input_ids`` are added.
+    """
+
+    tokenizer: Pads
+    model: Any = None
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORED
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+        """One batch."""
+        label_name = "label" if "label" in features[0] else "labels"
+        labels = [row[label_name] for row in features] if features[0].get(label_name) is not None else None
+        inputs = [{name: value for name, value in row.items() if name != label_name} for row in features]
+        batch = dict(
+            self.tokenizer.pad(
+                inputs,
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=return_tensors or self.return_tensors,
+            )
+        )
+        if labels is not None:
+            batch["labels"] = self._pad_labels(labels)
+            make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
+            if make is not None:
+                batch["decoder_input_ids"] = make(labels=batch["labels"])
+        return batch
+
+    def _pad_labels(self, labels: list[Sequence[int]]) -> torch.Tensor:
+        longest = max(len(row) for row in labels)
+        if self.padding == "max_length" and self.max_length is not None:
+            longest = self.max_length
+        if (multiple := self.pad_to_multiple_of) is not None:
+            longest = -(-longest // multiple) * multiple
+        padded = torch.full((len(labels), longest), self.label_pad_token_id, dtype=torch.int64)
+        left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        for target, row in zip(padded, labels, strict=True):
+            values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
+            place = target[longest - len(values) :] if left else target[: len(values)]
+            place.copy_(values)
+        return padded
+
+
+@dataclass
+class DataCollatorForLanguageModeling:
+    """Batches for language models: labels are a copy of the inputs, or masked-language-model targets.
+
+    With `mlm`, `mlm_probability` of the tokens are targets: 80 % of them are replaced by the mask token, 10 % by a
+    random token, 10 % kept (https://arxiv.org/abs/1810.04805). Without, every token that is not padding is a target.
+    Needs ``pad_token_id``, and with `mlm` also ``mask_token_id``, ``all_special_ids`` and ``__len__``.
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    mlm_probability: float = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        """One batch with ``input_ids`` and ``labels``, both ``[batch, seq]``."""
+        rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
+        batch = dict(
+            self.tokenizer.pad(rows, return_tensors=self.return_tensors, pad_to_multiple_of=self.pad_to_multiple_of)
+        )
+        special = batch.pop("special_tokens_mask", None)
+        if self.mlm:
+            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special)
+        else:
+            labels = batch["input_ids"].clone()
+            if self.tokenizer.pad_token_id is not None:
+                labels[labels == self.tokenizer.pad_token_id] = IGNORED
+            batch["labels"] = labels
+        return batch
+
+    def _mask(self, inputs: torch.Tensor, special: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        labels, inputs = inputs.clone(), inputs.clone()
+        kept = special.bool() if special is not None else torch.isin(inputs, self._special_ids())
+        chance = torch.full(labels.shape, self.mlm_probability).masked_fill(kept, 0.0)
+        targets = torch.bernoulli(chance).bool()
+        labels[~targets] = IGNORED
+        draw = torch.rand(labels.shape)
+        inputs[targets & (draw < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        randomised = targets & (draw >= self.mask_replace_prob)
+        randomised &= draw < self.mask_replace_prob + self.random_replace_prob
+        words = torch.randint(len(self.tokenizer), labels.shape, dtype=inputs.dtype)
+        inputs[randomised] = words[randomised]
+        return inputs, labels
+
+    def _special_ids(self) -> torch.Tensor:
+        return torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=torch.int64)

@@ -1,0 +1,87 @@
+"""Number formats: fp32, bf16 and fp16 autocast, and the loss scaler that fp16 needs.
+
+The scaler's state is a handful of numbers and is kept as JSON in a checkpoint. Weights stay in the model's own dtype:
+this is mixed precision, not a cast of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from trainer_lib.errors import ConfigError
+
+
+class PrecisionSettings(Protocol):
+    """The arguments this module reads (`TrainingArguments` has them)."""
+
+    bf16: bool
+    fp16: bool
+    bf16_full_eval: bool
+    fp16_full_eval: bool
+    tf32: bool | None
+
+
+class Precision:
+    """How forward passes are computed, and how gradients are scaled.
+
+    Attributes:
+        name: "fp32", "bf16" or "fp16".
+        dtype: the autocast dtype; None for fp32.
+        scaler: the loss scaler; None unless fp16.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype | None, device: torch.device) -> None:
+        self.name = name
+        self.dtype = dtype
+        self._device_type = device.type
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
+
+    def autocast(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
+        """The context of a forward pass: nothing for fp32."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=cache_enabled)
+
+    def scaler_state(self) -> dict[str, float] | None:
+        """The scaler as JSON (scale, growth and backoff factors, growth interval and tracker); None without one."""
+        return None if self.scaler is None else {name: float(v) for name, v in self.scaler.state_dict().items()}
+
+    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        """Restore what `scaler_state` gave. A checkpoint of another precision has none: the scaler then starts anew."""
+        if self.scaler is None or not state:
+            return
+        whole = ("growth_interval", "_growth_tracker")
+        self.scaler.load_state_dict({name: int(v) if name in whole else float(v) for name, v in state.items()})
+
+
+def create_precision(args: PrecisionSettings, device: torch.device) -> Precision:
+    """The precision the arguments ask for; ConfigError when this device cannot serve it."""
+    if args.bf16:
+        if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+            raise ConfigError(
+                "this GPU has no bfloat16.", field="bf16", value=True, remedy="Use fp16=True, or neither."
+            )
+        return Precision("bf16", torch.bfloat16, device)
+    if args.fp16:
+        if device.type == "mps":
+            raise ConfigError("is not served on MPS.", field="fp16", value=True, remedy="Use bf16=True, or neither.")
+        return Precision("fp16", torch.float16, device)
+    return Precision("fp32", None, device)
+
+
+def apply_tf32(args: PrecisionSettings) -> None:
+    """Allow or forbid TF32 matrix products for the whole process, when the arguments say either."""
+    if args.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        torch.backends.cudnn.allow_tf32 = args.tf32
+
+
+def full_eval_dtype(args: PrecisionSettings) -> torch.dtype | None:
+    """The dtype the whole model is cast to for an evaluation outside training; None keeps it."""
+    if args.bf16_full_eval:
+        return torch.bfloat16
+    return torch.float16 if args.fp16_full_eval else None

@@ -1,0 +1,92 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError
+from trainer_lib.strategies.base import total_norm
+
+
+class SingleStrategy:
+    """The model as it is, on one device."""
+
+    name = "single"
+
+    def __init__(self, device: torch.device, comm: Communicator) -> None:
+        self.device = device
+        self.comm = comm
+
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model under torch.compile's wrapper, if there is one."""
+        inner = getattr(model, "_orig_mod", model)
+        return inner if isinstance(inner, nn.Module) else model
+
+    def inference_model(self, model: nn.Module) -> nn.Module:
+        """The module that trains: nothing in its forward communicates."""
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """There is nobody to exchange gradients with."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
+        """Backpropagate."""
+        loss.backward(seed)  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """Global norm of the gradients, clipped in place."""
+        return total_norm(parameters, max_norm)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy."""
+        return tensor.detach().clone()
+
+    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Parameters and persistent buffers by name; tied weights under each of their names."""
+        state = self.unwrap(model).state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy `state` in; a tied weight may be given under one of its names only."""
+        target = self.unwrap(model)
+        own = self.model_state(target)
+        given = dict(state)
+        _complete_tied(own, given)
+        missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+        reshaped = sorted(name for name in own.keys() & given.keys() if own[name].shape != given[name].shape)
+        for problem, names in (("lacks", missing), ("has unknown", unexpected), ("has another shape for", reshaped)):
+            if names:
+                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                raise ConfigError(
+                    f"The checkpoint {problem} {shown}: it belongs to another model.",
+                    field="resume_from_checkpoint",
+                    remedy="Build the model the checkpoint was written for, or start anew.",
+                )
+        target.load_state_dict(given)
+
+    def describe(self) -> dict[str, Any]:
+        """The strategy's name."""
+        return {"strategy": self.name}
+
+
+def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+    by_storage: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, value in own.items():
+        if value.numel():
+            by_storage.setdefault((value.data_ptr(), value.shape), []).append(name)
+    for names in by_storage.values():
+        present = [name for name in names if name in given]
+        for name in names if present else []:
+            given.setdefault(name, given[present[0]])
