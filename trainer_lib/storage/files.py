@@ -20,10 +20,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file as a store lists it: path relative to the listed store, size in bytes."""
+    """A file as a store lists it: path relative to the listed store, size in bytes.
+
+    `tag` is what the store says of the content without reading it (an ETag, a checksum); None where it says nothing.
+    """
 
     path: str
     size: int
+    tag: str | None = None
 
 
 class Backend(Protocol):

@@ -60,6 +60,14 @@ def _missing(scheme: str, field: str) -> MissingExtraError:
     return MissingExtraError(f"{scheme}:// needs a package that is not installed.", field=field, remedy=remedy)
 
 
+def _tag(info: dict[str, Any]) -> str | None:
+    """S3 and Azure name it ETag or etag, Google md5Hash or crc32c."""
+    for name in ("ETag", "etag", "md5Hash", "crc32c", "content_md5"):
+        if info.get(name):
+            return str(info[name]).strip('"')
+    return None
+
+
 class RemoteBackend:
     """A folder on an fsspec file system."""
 
@@ -90,7 +98,7 @@ class RemoteBackend:
         except FileNotFoundError:
             return []
         return [
-            FileInfo(name[len(prefix) :], int(info["size"]))
+            FileInfo(name[len(prefix) :], int(info["size"]), _tag(info))
             for name, info in cast("dict[str, dict[str, Any]]", found).items()
             if info["type"] == "file" and name.startswith(prefix) and not name.endswith("/")
         ]
