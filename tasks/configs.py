@@ -50,21 +50,25 @@ def _spread_kind(value: Any) -> Any:
 class LaunchSettings(Settings):
     """How a stage's processes are started. Never part of a content key."""
 
-    kind: Literal["auto", "torchrun", "process", "in_process", "accelerate"] = Field(
+    kind: Literal["auto", "torchrun", "process", "in_process"] = Field(
         default="auto",
         description="Launcher. auto: torchrun for several processes, one plain process otherwise. "
         "in_process runs the work inside the calling process (for tests and notebooks).",
     )
     processes: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Number of worker processes; auto takes one per device, or one on a machine without.",
+        description="Number of worker processes; auto: one per GPU, or on a CPU two where there are two cores.",
     )
     threads: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="CPU threads per process; unset: cores are shared out."
     )
     max_restarts: int = Field(default=0, ge=0, description="Restarts of lost workers before the stage fails.")
-    grace_s: float = Field(default=45.0, gt=0, description="Seconds from SIGTERM to SIGKILL when workers are stopped.")
-    timeout_s: float | None = Field(default=None, gt=0, description="Seconds the workers may run; unset: no limit.")
+    grace_s: float = Field(default=60.0, gt=0, description="Seconds from SIGTERM to SIGKILL when workers are stopped.")
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds without a sign of life after which workers count as hung; unset: never.",
+    )
     env: dict[str, str] = Field(
         default_factory=dict, description="Extra environment variables of the workers. Never a secret: export those."
     )

@@ -1,0 +1,240 @@
+"""The recipe's source closure: every project file that it imports, found without running anything.
+
+The walk starts at the recipe's file and follows import statements through the project's root. Installed packages and
+our own are not followed: their versions stand in the keys instead. Each file counts as the digest of its normalised
+syntax tree, so comments, formatting and docstrings do not retrain; a docstring counts in a file that reads docstrings.
+
+What it cannot see: modules named at run time (`import_module(variable)`) and files that the code opens. Declare such
+files as `prepare.sources`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer_lib.errors import ConfigError
+
+_OURS = {"flows", "tasks", "trainer_lib"}
+_READS_DOCSTRINGS = {"__doc__", "getdoc"}
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Closure:
+    """The files a recipe consists of: path relative to the root -> digest of what the file means."""
+
+    files: dict[str, str]
+    unseen: tuple[str, ...] = field(default=())
+    """Places where a module is named only at run time, as ``file:line``."""
+
+
+def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = "recipe") -> Closure:
+    """Walk the imports of `recipe` below `root`.
+
+    Raises:
+        ConfigError: about `field`: no such Python file, or a file in the walk has a syntax error.
+    """
+    recipe = Path(recipe).absolute()
+    if not recipe.is_file():
+        reason = "A folder, not a file." if recipe.is_dir() else "There is no such file."
+        raise ConfigError(reason, field=field, value=str(recipe), remedy="Give the path of the recipe's Python file.")
+    if recipe.suffix != ".py":
+        raise ConfigError(
+            "A recipe is a Python file.", field=field, value=str(recipe), remedy="Give the path of a .py file."
+        )
+    walk = _Walk(Path(root).absolute() if root is not None else recipe.parent, recipe.parent, field)
+    walk.visit(recipe)
+    return Closure(dict(sorted(walk.digests.items())), tuple(sorted(walk.unseen)))
+
+
+def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
+    """Where the recipe's imports start: the nearest with a pyproject.toml, else the spec folder, else its own."""
+    folder = Path(recipe).absolute().parent
+    for candidate in (folder, *folder.parents):
+        if (candidate / "pyproject.toml").is_file():
+            return candidate
+    return spec_folder if spec_folder is not None and folder.is_relative_to(spec_folder) else folder
+
+
+def top_level_names(path: Path) -> set[str] | None:
+    """Names that a file defines or imports at its top level; None when a star import hides some of them."""
+    names: set[str] = set()
+    waiting: list[ast.AST] = list(_parse(path, "recipe").body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        waiting.extend(ast.iter_child_nodes(node))
+    return None if "*" in names else names
+
+
+class _Walk:
+    """A depth-first walk over files; cycles end at files already seen."""
+
+    def __init__(self, root: Path, folder: Path, field: str) -> None:
+        self.root = root
+        self.places = list(dict.fromkeys((root, folder)))
+        self.field = field
+        self.digests: dict[str, str] = {}
+        self.unseen: list[str] = []
+
+    def visit(self, first: Path) -> None:
+        waiting = [first]
+        while waiting:
+            path = waiting.pop()
+            name = self._name(path)
+            if name in self.digests:
+                continue
+            tree = _parse(path, self.field)
+            self.digests[name] = _digest(tree)
+            waiting.extend(self._imports(path, tree))
+
+    def _name(self, path: Path) -> str:
+        base = self.root if path.is_relative_to(self.root) else self.places[-1]
+        return path.relative_to(base).as_posix() if path.is_relative_to(base) else path.name
+
+    def _imports(self, path: Path, tree: ast.Module) -> Iterator[Path]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield from self._absolute(alias.name.split("."))
+            elif isinstance(node, ast.ImportFrom):
+                yield from self._from(path, node)
+            elif isinstance(node, ast.Call) and _is_dynamic(node.func):
+                yield from self._dynamic(path, node)
+
+    def _from(self, path: Path, node: ast.ImportFrom) -> Iterator[Path]:
+        parts = node.module.split(".") if node.module else []
+        names = [alias.name for alias in node.names]
+        if node.level == 0:
+            for name in names:
+                yield from self._absolute([*parts, *_submodules(name)])
+            return
+        package = path.parent
+        for _ in range(node.level - 1):
+            package = package.parent
+        for name in names:
+            yield from self._below(package, [*parts, *_submodules(name)])
+        if "*" in names:
+            yield from _siblings(package.joinpath(*parts))
+
+    def _absolute(self, parts: list[str]) -> Iterator[Path]:
+        if not parts or parts[0] in _OURS:
+            return
+        for place in self.places:
+            if _module_file(place / parts[0]) is not None or (place / parts[0]).is_dir():
+                yield from self._below(place, parts)
+                if parts[-1] == "*":
+                    yield from _siblings(place.joinpath(*parts[:-1]))
+                return
+
+    def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
+        """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""
+        own = place / "__init__.py"
+        if place != self.root and own.is_file():
+            yield own
+        for depth in range(1, len(parts) + 1):
+            found = _module_file(place.joinpath(*parts[:depth]))
+            if found is not None:
+                yield found
+
+    def _dynamic(self, path: Path, node: ast.Call) -> Iterator[Path]:
+        named = node.args[0] if node.args else None
+        if isinstance(named, ast.Constant) and isinstance(named.value, str) and not named.value.startswith("."):
+            yield from self._absolute(named.value.split("."))
+        else:
+            self.unseen.append(f"{self._name(path)}:{node.lineno}")
+
+
+def _submodules(name: str) -> list[str]:
+    return [] if name == "*" else [name]
+
+
+def _is_dynamic(function: ast.expr) -> bool:
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in ("import_module", "__import__")
+
+
+def _module_file(stem: Path) -> Path | None:
+    package = stem / "__init__.py"
+    if package.is_file():
+        return package
+    module = stem.with_name(f"{stem.name}.py")
+    return module if module.is_file() else None
+
+
+def _siblings(package: Path) -> list[Path]:
+    """A star import may take in any module of a package (`__all__` decides at run time): count them all."""
+    return sorted(package.glob("*.py")) if package.is_dir() else []
+
+
+def _parse(path: Path, field: str) -> ast.Module:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError("Too large for a Python file.", field=field, value=str(path), remedy="Check the path.")
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"Not valid Python: {error.msg} (line {error.lineno}).",
+            field=field,
+            value=str(path),
+            remedy="Correct the file.",
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"Not valid Python: {error}.", field=field, value=str(path), remedy="Correct it.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
+        ) from error
+
+
+def _digest(tree: ast.Module) -> str:
+    keep_docstrings = any(
+        (isinstance(node, ast.Name) and node.id in _READS_DOCSTRINGS)
+        or (isinstance(node, ast.Attribute) and node.attr in _READS_DOCSTRINGS)
+        for node in ast.walk(tree)
+    )
+    digest = hashlib.sha256()
+    for part in _canonical(tree, keep_docstrings):
+        digest.update(part.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _canonical(value: object, keep_docstrings: bool) -> Iterator[str]:
+    """The tree as text without positions. Not `ast.dump`: its text differs between Python versions."""
+    if isinstance(value, ast.AST):
+        yield f"({type(value).__name__}"
+        for name, inner in ast.iter_fields(value):
+            if inner is None and not isinstance(value, ast.Constant):
+                continue
+            if inner == [] or name in ("kind", "type_comment", "type_ignores"):
+                continue
+            yield f" {name}="
+            if name == "body" and isinstance(inner, list) and not keep_docstrings and _has_docstring(value, inner):
+                inner = inner[1:]
+            yield from _canonical(inner, keep_docstrings)
+        yield ")"
+    elif isinstance(value, list):
+        yield "["
+        for item in value:
+            yield from _canonical(item, keep_docstrings)
+            yield ","
+        yield "]"
+    else:
+        yield repr(value)
+
+
+def _has_docstring(owner: ast.AST, body: list[ast.stmt]) -> bool:
+    if not isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    first = body[0]
+    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)

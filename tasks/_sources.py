@@ -1,0 +1,260 @@
+"""Declared sources of the data, each as one digest, before anything is prepared.
+
+    data/labels.csv, data/scans/      SHA-256 of every file, remembered by (size, modification time, inode)
+    s3://bucket/path, gs://…          sorted names, sizes and the store's own content tags; nothing is downloaded
+    https://host/file.csv             the server's ETag
+    package:scikit-learn[/sub/path]   the digests an installed package was recorded with
+    stdlib:[sub/path]                 the running interpreter's own library
+
+A key holds the digest and a label without absolute paths, so another machine finds the same key.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.storage import Store
+
+_HTTP_TIMEOUT_S = 30.0
+_RACY_NS = 2_000_000_000
+"""A file changed this shortly before we looked may change again within its time stamp: its digest is not remembered."""
+_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+
+
+def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
+    """Raises ConfigError for a source that is of no known kind, or that is local and missing. Reads no data."""
+    for source in sources:
+        kind, rest = _kind(source, field)
+        if kind == "local" and not Path(rest).exists():
+            raise ConfigError("There is no such file or folder.", field=field, value=source, remedy="Check the path.")
+        if kind == "package":
+            _distribution(rest, field, source)
+        if kind == "stdlib" and not (_stdlib() / rest).exists():
+            remedy = "Name a file or folder of it, such as stdlib:json."
+            raise ConfigError("No such part of the standard library.", field=field, value=source, remedy=remedy)
+
+
+def fingerprints(
+    sources: Sequence[str],
+    *,
+    root: str | Path | None = None,
+    memory: Path | None = None,
+    field: str = "prepare.sources",
+) -> list[dict[str, str]]:
+    """``[{"source": label, "digest": hex}]`` in the order given.
+
+    Args:
+        root: local sources below it are labelled relative to it, others by their name.
+        memory: file that remembers local digests between runs; None: every file is read.
+
+    Raises:
+        ConfigError: as `check`, and a server that gives no ETag.
+        StorageError: a source could not be listed or read.
+    """
+    check(sources, field=field)
+    known = _Memory(memory)
+    found = []
+    for source in sources:
+        kind, rest = _kind(source, field)
+        if kind == "local":
+            label, digest = _label(Path(rest), root), _combine(_local_files(Path(rest), known))
+        elif kind == "stdlib":
+            label = f"stdlib:{rest} (Python {sys.version_info.major}.{sys.version_info.minor})"
+            digest = _combine(_local_files(_stdlib() / rest, known, keep=_is_library))
+        elif kind == "package":
+            label, digest = f"package:{rest}", _combine(_package_files(rest, field, source))
+        elif kind == "store":
+            label, digest = source, _combine(_store_files(source, field))
+        else:
+            label, digest = source, _http_tag(source, field)
+        found.append({"source": label, "digest": digest})
+    known.save()
+    return found
+
+
+def _kind(source: str, field: str) -> tuple[str, str]:
+    for prefix in ("package", "stdlib"):
+        if source.startswith(f"{prefix}:") and not source.startswith(f"{prefix}://"):
+            return prefix, source.partition(":")[2].strip("/")
+    scheme, separator, rest = source.partition("://")
+    if not separator:
+        return "local", source
+    if scheme in ("file", "local"):
+        return "local", rest
+    if scheme in _STORES:
+        return "store", source
+    if scheme in ("http", "https"):
+        return "http", source
+    remedy = "Use a local path, s3://, gs://, https://, package:NAME or stdlib:."
+    if scheme == "hf":
+        remedy = "Download the data set to a folder and declare that, or let the recipe fetch a fixed revision."
+    raise ConfigError("A source of this kind is not tracked.", field=field, value=source, remedy=remedy)
+
+
+def _combine(files: Iterable[tuple[str, str]]) -> str:
+    digest = hashlib.sha256()
+    for name, content in sorted(files):
+        digest.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _label(path: Path, root: str | Path | None) -> str:
+    path = path.absolute()
+    if root is not None and path.is_relative_to(Path(root).absolute()):
+        return path.relative_to(Path(root).absolute()).as_posix()
+    return path.name
+
+
+# -- local files ------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Digests of local files, remembered by what the file system says of them. Losing it costs only time."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.entries: dict[str, Any] = {}
+        self.changed = False
+        if path is not None:
+            with contextlib.suppress(OSError, ValueError):
+                entries = json.loads(path.read_text("utf-8"))
+                self.entries = entries if isinstance(entries, dict) else {}
+
+    def digest(self, path: Path) -> str:
+        status = path.stat()
+        marks = [status.st_size, status.st_mtime_ns, status.st_ino]
+        entry = self.entries.get(str(path))
+        if isinstance(entry, list) and entry[:3] == marks:
+            return str(entry[3])
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while piece := stream.read(1 << 20):
+                digest.update(piece)
+        if time.time_ns() - status.st_mtime_ns > _RACY_NS:
+            self.entries[str(path)] = [*marks, digest.hexdigest()]
+            self.changed = True
+        return digest.hexdigest()
+
+    def save(self) -> None:
+        if self.path is None or not self.changed:
+            return
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+            draft.write_text(json.dumps(self.entries), "utf-8")
+            draft.replace(self.path)
+
+
+def _local_files(
+    path: Path, known: _Memory, keep: Callable[[Path], bool] = lambda _: True
+) -> Iterator[tuple[str, str]]:
+    """(name relative to `path`, size and SHA-256) of a file, or of every file below a folder; links are followed."""
+    try:
+        files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+        for file in files:
+            name = file.relative_to(path)
+            if keep(name):
+                yield name.as_posix(), f"{file.stat().st_size} {known.digest(file)}"
+    except OSError as error:
+        where = str(error.filename or path)
+        raise StorageError(
+            f"A source cannot be read: {error.strerror}.", field=where, remedy="Check its permissions."
+        ) from error
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _is_library(name: Path) -> bool:
+    return name.suffix == ".py" and name.parts[0] not in ("site-packages", "dist-packages")
+
+
+def _distribution(rest: str, field: str, source: str) -> metadata.Distribution:
+    name = rest.partition("/")[0]
+    try:
+        return metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError):
+        installed = sorted({str(found.metadata["Name"]) for found in metadata.distributions()})
+        near = difflib.get_close_matches(name, installed, n=1)
+        hint = f"Did you mean package:{near[0]}?" if near else "Install it, or correct the name."
+        raise ConfigError("This package is not installed.", field=field, value=source, remedy=hint) from None
+
+
+def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
+    """What the installer recorded: no file is read, except those recorded without a digest."""
+    name, _, below = rest.partition("/")
+    found = []
+    for file in _distribution(rest, field, source).files or []:
+        path = file.as_posix()
+        volatile = path.endswith(".pyc") or path.startswith("../") or ".dist-info/" in path
+        if volatile or not (path == below or path.startswith(f"{below}/" if below else "")):
+            continue
+        if file.hash is not None and file.hash.mode == "sha256":
+            content = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4)).hex()
+        else:
+            content = hashlib.sha256(Path(str(file.locate())).read_bytes()).hexdigest()
+        found.append((path, content))
+    if not found:
+        raise ConfigError(
+            f"The package {name} has no such files.", field=field, value=source, remedy="Leave the part after '/' out."
+        )
+    return found
+
+
+# -- remote ones ------------------------------------------------------------------------------------------------------
+
+
+def _store_files(source: str, field: str) -> list[tuple[str, str]]:
+    scheme, _, path = source.partition("://")
+    bucket, _, rest = path.partition("/")
+    files = Store.open(f"{scheme}://{bucket}", field=field).list(rest.strip("/"))
+    if not files:
+        raise ConfigError("There is nothing there.", field=field, value=source, remedy="Check the URL.")
+    untagged = [info.path for info in files if info.tag is None]
+    if untagged:
+        raise ConfigError(
+            f"The store says nothing of the content of {untagged[0]}.",
+            field=field,
+            value=source,
+            remedy="Download it to a folder and declare that.",
+        )
+    return [(info.path, f"{info.size} {info.tag}") for info in files]
+
+
+def _http_tag(source: str, field: str) -> str:
+    request = urllib.request.Request(source, method="HEAD")  # noqa: S310 - only http and https come here
+    try:
+        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as answer:  # noqa: S310
+            tag = answer.headers.get("ETag")
+            size = answer.headers.get("Content-Length", "")
+    except urllib.error.HTTPError as error:
+        raise ConfigError(
+            f"The server answers {error.code} {error.reason}.", field=field, value=source, remedy="Check the URL."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise StorageError(f"The server cannot be reached: {error}", field=source, remedy="Try again later.") from error
+    if not tag:
+        raise ConfigError(
+            "The server gives no ETag, so a change could not be noticed.",
+            field=field,
+            value=source,
+            remedy="Download the file to a folder and declare that.",
+        )
+    # A weak tag names the same content under another encoding: good enough to notice a change.
+    return hashlib.sha256(f"{tag.removeprefix('W/')} {size}".encode()).hexdigest()
