@@ -34,7 +34,8 @@ from trainer_lib.storage import Store
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 READ_BYTES = 1 << 20
-_HELD: set[Path] = set()  # fcntl locks do not exclude their own process
+_HELD: set[Path] = set()  # fcntl locks do not exclude their own process, so its threads are kept apart by this set
+_held = threading.Lock()
 
 
 def spool_root(output_dir: str | None) -> Path:
@@ -111,7 +112,7 @@ class Session:
         found = []
         for path in sorted(root.glob("*-*")) if root.is_dir() else []:
             session = cls(path, {})
-            if path.suffix or path in _HELD or not session._acquire():
+            if path.suffix or not session._acquire():
                 continue
             try:
                 session.head = json.loads((path / "session.json").read_bytes())
@@ -176,10 +177,11 @@ class Session:
 
     def release(self) -> None:
         """Let go of the folder and leave it as it is."""
-        _HELD.discard(self.path)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        with _held:
+            _HELD.discard(self.path)
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
 
     def end_writing(self) -> None:
         """No more `append`. Apart from `release`, for the thread that sends must not close what another writes to."""
@@ -188,16 +190,19 @@ class Session:
             self._points = -1
 
     def _acquire(self) -> bool:
-        try:
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # it is held, or the folder has just been removed by its owner
-            if self._lock >= 0:
-                os.close(self._lock)
-                self._lock = -1
-            return False
-        _HELD.add(self.path)
-        return True
+        with _held:
+            if self.path in _HELD:
+                return False
+            try:
+                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another process holds it, or has just removed the folder
+                if self._lock >= 0:
+                    os.close(self._lock)
+                    self._lock = -1
+                return False
+            _HELD.add(self.path)
+            return True
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
         draft = self.path / f"{name}.{threading.get_ident()}"
