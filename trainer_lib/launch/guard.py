@@ -1,0 +1,286 @@
+"""The guard: one small process between the owner of a launch and everything it starts. Standard library only.
+
+Run by file path (``python -I -S guard.py --run-dir D --grace 45 -- command…``), in a session of its own::
+
+    owner --pipe--> guard ----> torchrun ----> workers (each in a session of its own)
+
+Its standard input is a pipe whose only write end belongs to the owner, so the kernel tells it when the owner is
+gone, however it went. It is the *subreaper* of its descendants (Linux): orphans come to it, none can hide, and the
+kernel's "no child left" is the last word. Elsewhere it notes its descendants three times a second. A process is named
+by (pid, start time), so a recycled pid is never signalled.
+
+    end of file on the pipe    ask the workers to stop (SIGTERM), wait `grace` seconds, SIGKILL what is left
+    "stop"                     the same; the owner is still there and reads the output
+    "stacks"                   SIGUSR1 to the workers: each writes its threads' stacks into the run directory
+    "kill"                     SIGKILL everything now
+    the command ends           the same as "stop" for whatever it left behind
+
+Leaves ``guard.json`` (how the command ended) in the run directory and exits with the command's own code, or 128 + n
+after signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SNAPSHOT_S = 0.3
+
+
+class Process(NamedTuple):
+    """A process as the kernel names it uniquely: `start` is clock ticks since boot (text on systems without /proc)."""
+
+    pid: int
+    start: str
+
+
+def process_table() -> dict[int, tuple[int, str, str]]:
+    """pid -> (parent pid, start time, state letter) of every process that can be seen."""
+    if not Path("/proc/self/stat").exists():
+        return _table_from_ps()
+    table = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 (twice as fast as pathlib, and run three times a second)
+        if name.isdigit():
+            row = _read_stat(int(name))
+            if row is not None:
+                table[int(name)] = row
+    return table
+
+
+def start_time(pid: int) -> str | None:
+    """The start time that goes with a living pid; None when there is no such process, or only its zombie."""
+    if Path("/proc/self/stat").exists():
+        row = _read_stat(pid)
+    else:
+        row = _table_from_ps().get(pid)
+    return None if row is None or row[2] in "ZX" else row[1]
+
+
+def alive(process: Process) -> bool:
+    """Whether this very process, not a later one with its pid, still runs."""
+    return start_time(process.pid) == process.start
+
+
+def send(process: Process, number: int) -> None:
+    """Signal the process if it is still the same one. (Between look and kill a pid would have to wrap around.)"""
+    if alive(process):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+
+
+def descendants(root: int) -> set[Process]:
+    """All living processes below `root`, itself not included."""
+    table = process_table()
+    children: dict[int, list[int]] = {}
+    for pid, (parent, _, _) in table.items():
+        children.setdefault(parent, []).append(pid)
+    found: set[Process] = set()
+    queue = list(children.get(root, ()))
+    while queue:
+        pid = queue.pop()
+        if table[pid][2] not in "ZX":
+            found.add(Process(pid, table[pid][1]))
+        queue.extend(children.get(pid, ()))
+    return found
+
+
+def _read_stat(pid: int) -> tuple[int, str, str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name, in parentheses, may hold anything
+    return int(fields[1]), fields[19], fields[0]
+
+
+def _table_from_ps() -> dict[int, tuple[int, str, str]]:
+    listing = subprocess.run(
+        ["/bin/ps", "-A", "-o", "pid=,ppid=,state=,lstart="],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"LC_ALL": "C"},
+    )
+    rows = (line.split(None, 3) for line in listing.stdout.splitlines())
+    return {int(row[0]): (int(row[1]), row[3].strip(), row[2][0]) for row in rows if len(row) == 4}
+
+
+def prctl(option: int, value: int) -> bool:
+    """Linux process control; False where there is none (the pipe and the pid snapshots still work there)."""
+    return sys.platform == "linux" and int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
+
+
+class Guard:
+    """Starts one command, follows its descendants, and ends them all."""
+
+    def __init__(self, run_dir: Path, grace_s: float, command: list[str]) -> None:
+        self.run_dir = run_dir
+        self.grace_s = grace_s
+        self.command = command
+        self.child = 0
+        self.status: int | None = None
+        self.subreaper = False
+        self.seen: set[Process] = set()
+        self.deadline: float | None = None  # when patience ends, once somebody asked for the end
+        self.pipe_open = True
+        self._pending = b""
+
+    def run(self) -> int:
+        """Start the command; stay until it and everything it started is gone. Returns the exit code to leave with."""
+        wake = self._listen_for_signals()
+        self._start()
+        while self._anybody_left():
+            if self.status is not None:
+                self._stop()
+            if self.deadline is not None and time.monotonic() >= self.deadline:
+                self._kill()
+            self._wait(wake)
+        return self._finish()
+
+    def _listen_for_signals(self) -> int:
+        """SIGCHLD wakes the loop; SIGTERM and SIGHUP mean stop; a terminal's SIGINT is the owner's to interpret."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._stop())
+        return reader
+
+    def _start(self) -> None:
+        self.subreaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
+        environment = {**os.environ, "TRAINFLOW_GUARD": f"{os.getpid()}:{start_time(os.getpid())}"}
+        guard = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become_command(guard, environment)
+            finally:
+                os._exit(127)
+        self.child = pid
+
+    def _become_command(self, guard: int, environment: dict[str, str]) -> None:
+        """In the forked child: die with the guard, take no input, then exec."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != guard:
+            os._exit(127)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        try:
+            os.execvpe(self.command[0], self.command, environment)  # noqa: S606 (an argument list, no shell)
+        except OSError as error:
+            os.write(2, f"cannot start {self.command[0]}: {error.strerror}\n".encode())
+
+    def _wait(self, wake: int) -> None:
+        sources = [wake, 0] if self.pipe_open else [wake]
+        # A subreaper learns all it needs from SIGCHLD and the pipe; the long timeout only covers a lost wake-up.
+        timeout = SNAPSHOT_S if self.deadline is not None or not self.subreaper else 5.0
+        ready, _, _ = select.select(sources, [], [], timeout)
+        if wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+        if 0 in ready:
+            self._obey(os.read(0, 4096))
+
+    def _obey(self, data: bytes) -> None:
+        if not data:
+            self.pipe_open = False
+            self._stop()
+            return
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            if line == b"stop":
+                self._stop()
+            elif line == b"kill":
+                self._kill()
+            elif line == b"stacks":
+                self._signal_workers(signal.SIGUSR1)
+
+    def _stop(self) -> None:
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.grace_s
+            self._signal_workers(signal.SIGTERM)
+
+    def _signal_workers(self, number: int) -> None:
+        """Signal the workers themselves: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
+
+        Before any worker has said who it is, everybody gets a SIGTERM (and nobody a SIGUSR1, which would end it).
+        """
+        living = self._living()
+        recorded = {self._recorded(path) for path in self.run_dir.glob("worker-*.pid")}
+        workers = living & {process for process in recorded if process is not None}
+        if not workers and number == signal.SIGTERM:
+            workers = living
+        for process in workers:
+            send(process, number)
+
+    @staticmethod
+    def _recorded(path: Path) -> Process | None:
+        try:
+            pid, start = path.read_text().split()
+            return Process(int(pid), start)
+        except (OSError, ValueError):
+            return None
+
+    def _kill(self) -> None:
+        """SIGKILL every descendant, until none is left: one may fork while we look."""
+        self.deadline = time.monotonic() + SNAPSHOT_S
+        for process in self._living():
+            send(process, signal.SIGKILL)
+
+    def _living(self) -> set[Process]:
+        self.seen = {process for process in self.seen if alive(process)} | descendants(os.getpid())
+        return self.seen
+
+    def _anybody_left(self) -> bool:
+        """Bury the dead; keep the command's status. False once no child is left and nobody seen lives on."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid == self.child:
+                    self.status = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            return not self.subreaper and bool(self._living())
+        if not self.subreaper:
+            self._living()
+        return True
+
+    def _finish(self) -> int:
+        status = 127 if self.status is None else self.status
+        temporary = self.run_dir / "guard.json.tmp"
+        with contextlib.suppress(OSError):  # the owner may have gone and its run directory with it
+            temporary.write_text(json.dumps({"code": status, "time": time.time()}))
+            temporary.replace(self.run_dir / "guard.json")
+        return status if status >= 0 else 128 - status
+
+
+def main(argv: list[str]) -> int:
+    """Parse the command line and guard it."""
+    parser = argparse.ArgumentParser(prog="guard")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(argv)
+    return Guard(options.run_dir, options.grace, options.command).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""The worker's code run in the calling process: for notebooks, debuggers and the ``memory://`` store."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from trainer_lib.launch.run_dir import RunDir
+
+
+def run(
+    request: dict[str, Any],
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Carry the request out here and return its result. Output goes where this process prints.
+
+    The worker is found by name when it runs, as for every other launcher: importing `launch` must not import it.
+
+    Raises:
+        TrainflowError: its failure.
+    """
+    worker = importlib.import_module("trainer_lib.worker.session")
+    with _environment(env):
+        result: dict[str, Any] = worker.run_here(str(request["verb"]), run_dir, on_event)
+    return result
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,70 @@
+"""Telling a kernel out-of-memory kill from any other SIGKILL, by the counters that the kernel keeps."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+SAMPLE_S = 2.0
+
+
+class OomWatch:
+    """Watches the ``oom_kill`` counters of our control groups (v1 and v2) and of the machine.
+
+    The machine's counter also rises for strangers' processes, so only a rise within the last seconds before a death
+    counts: `tick` is called while the workers run, and `rose` compares against a sample at least `SAMPLE_S` old.
+
+    Args:
+        root: where /proc and /sys are found (a test puts its own there).
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._files = _counter_files(root)
+        self._older = self._newer = self._read()
+        self._sampled = time.monotonic()
+
+    def tick(self) -> None:
+        """Take a sample when the last one is old enough. Cheap; call it often."""
+        now = time.monotonic()
+        if now - self._sampled >= SAMPLE_S:
+            self._older, self._newer = self._newer, self._read()
+            self._sampled = now
+
+    def rose(self) -> bool:
+        """Whether the kernel killed something for memory since the sample before the last."""
+        return any(now > before for before, now in zip(self._older, self._read(), strict=True))
+
+    def _read(self) -> list[int]:
+        return [_count(path) for path in self._files]
+
+
+def _counter_files(root: Path) -> list[Path]:
+    """memory.events (v2) and memory.oom_control (v1) of our groups and those above, and the machine's vmstat."""
+    found = [root / "proc/vmstat"]
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _upwards(root / "sys/fs/cgroup", path, "memory.events")
+            found += _upwards(root / "sys/fs/cgroup/unified", path, "memory.events")
+        elif "memory" in controllers.split(","):
+            found += _upwards(root / "sys/fs/cgroup/memory", path, "memory.oom_control")
+    return found
+
+
+def _upwards(mount: Path, path: str, name: str) -> list[Path]:
+    """The counter file of a group and of each group that holds it (inside a container the root is our own group)."""
+    group = mount / path.strip("/")
+    return [folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+
+
+def _count(path: Path) -> int:
+    try:
+        match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(match[1]) if match else 0

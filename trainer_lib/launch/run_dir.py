@@ -1,0 +1,169 @@
+"""The private folder through which an owner and its workers talk, and what is left of it after a sudden death.
+
+::
+
+    <tmp>/trainflow-<uid>/<output digest>-<random>/     mode 0700, removed when the launch ends
+        request.json        what to do; no secrets
+        owner.pid guard.pid agent.pid worker-<rank>.pid     "pid start-time", one each
+        events.jsonl        progress, appended by rank 0
+        result.json         written last by rank 0: everything is done and on the store
+        error-rank<r>.json  why a rank failed
+        guard.json agent.json   how the command and the ranks ended
+        stack-<rank>.txt    the stacks of a rank that made no progress
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.launch.guard import Process, alive, send, start_time
+
+POLL_S = 0.1
+
+
+class RunDir:
+    """One launch's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events_read = 0
+
+    @classmethod
+    def create(cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool]) -> RunDir:
+        """Make one for `request`, once nobody from an earlier, killed launch writes to the same output any more.
+
+        Raises:
+            ConfigError: the temporary folder belongs to somebody else.
+            InfrastructureError: another living process is working on this output.
+        """
+        base = _private_base()
+        digest = hashlib.sha256(str(request.get("output", "")).encode()).hexdigest()[:16]
+        _sweep(base, digest, grace_s, should_cancel)
+        run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
+        run_dir.record_process("owner", os.getpid())
+        run_dir.write_json("request.json", request)
+        return run_dir
+
+    def record_process(self, name: str, pid: int) -> None:
+        """Note a process of this launch, so that whoever comes later can name it without mistake."""
+        self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
+
+    def processes(self) -> set[Process]:
+        """The living processes noted here, the owner left out."""
+        noted = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
+        return {process for process in noted if process is not None and alive(process)}
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write a file that is there as a whole or not at all."""
+        self._write(name, json.dumps(value))
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The content of a file, None when it was never written."""
+        try:
+            value: dict[str, Any] = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return value
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The failure records of all ranks, earliest first."""
+        records = [self.read_json(path.name) for path in self.path.glob("error-rank*.json")]
+        return sorted((record for record in records if record), key=lambda record: float(record.get("time", 0)))
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """Events appended since the last call; a line still being written waits for the next."""
+        try:
+            with (self.path / "events.jsonl").open("rb") as file:
+                file.seek(self._events_read)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._events_read += len(complete)
+        return [json.loads(line) for line in complete.splitlines()]
+
+    def stacks(self) -> str:
+        """What the ranks wrote when they were asked where they are."""
+        texts = ((path, path.read_text(errors="replace")) for path in sorted(self.path.glob("stack-*.txt")))
+        return "\n".join(f"--- rank {path.stem.removeprefix('stack-')}\n{text}" for path, text in texts if text)
+
+    def end_processes(self, patience_s: float, should_cancel: Callable[[], bool] = lambda: False) -> None:
+        """Wait for every noted process to end by itself, then SIGKILL those that did not."""
+        deadline = time.monotonic() + patience_s
+        while self.processes() and time.monotonic() < deadline and not should_cancel():
+            time.sleep(POLL_S)
+        while left := self.processes():
+            for process in left:
+                send(process, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def keep(self) -> None:
+        """Leave the folder for a curious user (``--debug``): no sweep removes it."""
+        self._write("keep", "")
+
+    def remove(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / f"{name}.tmp"
+        temporary.write_text(text)
+        temporary.replace(self.path / name)
+
+
+def read_process(path: Path) -> Process | None:
+    """The process noted in a ``.pid`` file."""
+    try:
+        pid, start = path.read_text().split(maxsplit=1)
+        return Process(int(pid), start)
+    except (OSError, ValueError):
+        return None
+
+
+def _private_base() -> Path:
+    """``<tmp>/trainflow-<uid>``, ours alone: somebody else's folder of that name could read or redirect our files."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    base = Path(tempfile.gettempdir()) / f"trainflow-{user}"
+    base.mkdir(mode=0o700, exist_ok=True)
+    found = base.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+        raise ConfigError(
+            "the folder for run files is not private to this user.",
+            field="TMPDIR",
+            value=str(base),
+            remedy="Remove it (or chmod 700 it if it is yours), or set TMPDIR to a folder of your own.",
+        )
+    return base
+
+
+def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
+    """Remove what killed launches left; wait for (then end) processes that still work on our output."""
+    for path in base.iterdir():
+        if (path / "keep").exists():
+            continue
+        owner = read_process(path / "owner.pid")
+        same_output = path.name.startswith(f"{digest}-")
+        leftover = RunDir(path)
+        if owner is not None and alive(owner):
+            if same_output and leftover.processes():
+                raise InfrastructureError(
+                    f"process {owner.pid} is already at work on this output.",
+                    remedy="Wait for it, or end it; then run the same command again.",
+                )
+            continue
+        if same_output:
+            leftover.end_processes(grace_s, should_cancel)
+        half_made = owner is None and time.time() - path.stat().st_mtime < 3600
+        if not leftover.processes() and not half_made:
+            leftover.remove()

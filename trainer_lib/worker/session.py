@@ -1,0 +1,209 @@
+"""One rank of one request: set up, run the verb, leave a result or a typed failure behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer_lib import recipes
+from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
+from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.worker.watch import ParentWatch
+
+FORMAT = 1
+VERBS = ("prepare", "train", "evaluate", "predict")
+
+
+class Events:
+    """Progress events of this rank: appended to ``events.jsonl`` by rank 0, dropped by the others.
+
+    Args:
+        sink: takes each event instead of the file (the in-process launcher).
+    """
+
+    def __init__(self, path: Path, rank: int, sink: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self._path = path
+        self._rank = rank
+        self._sink = sink
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Report that something happened. Fields that are None are left out."""
+        if self._rank != 0:
+            return
+        record = {
+            "t": time.time(),
+            "event": event,
+            **{key: value for key, value in fields.items() if value is not None},
+        }
+        if self._sink is not None:
+            self._sink(record)
+            return
+        with self._path.open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a verb gets.
+
+    Attributes:
+        request: the request, as its task wrote it.
+        recipe: loaded.
+        rank, world_size: who we are.
+        events: where progress goes.
+    """
+
+    request: dict[str, Any]
+    recipe: recipes.Recipe
+    rank: int
+    world_size: int
+    events: Events
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank to its end. Returns the exit code: 0, or that of the failure (which ends the process at once)."""
+    verb, path = argv
+    run_dir = RunDir(Path(path))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    run_dir.record_process(f"worker-{rank}", os.getpid())
+    _set_up_streams(rank)
+    _set_up_signals(run_dir, rank)
+    watch = ParentWatch(float(os.environ.get("TRAINFLOW_GRACE_S", "60")))
+    watch.start()
+    work = None
+    try:
+        work = _work(run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
+        result = _run(verb, work)
+    except BaseException as error:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        _leave(run_dir, rank, world_size, error, work)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # done: there is nothing left to stop
+    if rank == 0:
+        run_dir.write_json("result.json", result)
+    watch.close()
+    return 0
+
+
+def run_here(verb: str, run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run a verb in the calling process (one rank) and return its result; raises its typed failure."""
+    work = None
+    try:
+        work = _work(run_dir, 0, 1, Events(run_dir.path / "events.jsonl", 0, on_event))
+        return _run(verb, work)
+    except (KeyboardInterrupt, TrainflowError):
+        raise
+    except BaseException as error:
+        raise recipes.user_error(error, work.recipe.root if work else run_dir.path) from error
+
+
+def _work(run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work:
+    request = run_dir.read_json("request.json")
+    if request is None or request.get("format") != FORMAT:
+        raise ConfigError(
+            f"is not a request of format {FORMAT}.",
+            field="request.json",
+            remedy="Use the same version of trainflow for the command and its workers.",
+        )
+    recipe = recipes.load(request["recipe"]["path"], request["recipe"]["root"])
+    return Work(request, recipe, rank, world_size, events)
+
+
+def _run(verb: str, work: Work) -> dict[str, Any]:
+    if verb not in VERBS:
+        raise ConfigError("is not a verb of the worker.", field="verb", value=verb, remedy=f"Use one of {VERBS}.")
+    work.events.emit("start", message=verb)
+    result: dict[str, Any] = importlib.import_module(f"trainer_lib.worker.{verb}").run(work)
+    return result
+
+
+def _set_up_streams(rank: int) -> None:
+    """Whole lines at once, so that the ranks' output does not mix; ranks above 0 say who speaks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if rank == 0:
+            stream.reconfigure(line_buffering=True, write_through=False)
+        else:
+            setattr(
+                sys, name, io.TextIOWrapper(_Prefixed(stream.fileno(), rank), "utf-8", "replace", line_buffering=True)
+            )
+
+
+class _Prefixed(io.BufferedIOBase):
+    """A byte stream that puts ``[rank 1] `` before each line and passes on whole lines only."""
+
+    def __init__(self, descriptor: int, rank: int) -> None:
+        self._descriptor = descriptor
+        self._prefix = f"[rank {rank}] ".encode()
+        self._partial = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        *lines, self._partial = (self._partial + bytes(data)).split(b"\n")
+        if lines:
+            os.write(self._descriptor, b"".join(self._prefix + line + b"\n" for line in lines))
+        return len(data)
+
+
+def _set_up_signals(run_dir: RunDir, rank: int) -> None:
+    """SIGTERM stops the verb (training replaces this by its agreed stop); SIGUSR1 and crashes show the stacks."""
+
+    def stop(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Preempted("Asked to stop.", remedy="The same command continues with what is already committed.")
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to interpret
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)
+
+
+def _leave(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work | None) -> NoReturn:
+    """Write why, then go without waiting for anybody: peers may hang in a collective that will never complete."""
+    root = work.recipe.root if work is not None else run_dir.path
+    secondary = world_size > 1 and _lost_contact(error)
+    if secondary:
+        typed: TrainflowError = InfrastructureError(
+            f"rank {rank} lost contact with the others.",
+            remedy="The same command continues from the last save.",
+            details=recipes.user_error(error, root).details,
+        )
+    else:
+        typed = recipes.user_error(error, root)
+    typed.rank = rank if typed.rank is None else typed.rank
+    with suppress(OSError):  # the owner may be gone, and the run directory with it
+        run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(typed.exit_code)
+
+
+def _lost_contact(error: BaseException) -> bool:
+    """Whether a collective failed because a peer is gone: a consequence, not a cause."""
+    if isinstance(error, TrainflowError):
+        return False
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error", "gloo/rendezvous")
+    return "RuntimeError" in names and any(sign in str(error) for sign in signs)
