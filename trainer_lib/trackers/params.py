@@ -41,7 +41,7 @@ def mask(text: str) -> str:
 
 
 def _flatten(prefix: str, value: Any, flat: dict[str, str]) -> None:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not prefix):
         for key, inner in value.items():
             _flatten(f"{prefix}.{key}" if prefix else str(key), inner, flat)
         return
