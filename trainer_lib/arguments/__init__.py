@@ -1,0 +1,36 @@
+"""Training arguments: inert, validated, free of torch. Groups of fields are one file each; see `TrainingArguments`."""
+
+from trainer_lib.arguments.enums import (
+    DebugOption,
+    FSDPOption,
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    ParallelMode,
+    SamplingStrategy,
+    SaveStrategy,
+    SchedulerType,
+)
+from trainer_lib.arguments.fields import arg, nearest, suggestion
+from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields, total_batch_size
+from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
+
+__all__ = [
+    "DebugOption",
+    "FSDPOption",
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "SamplingStrategy",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "TrainingArguments",
+    "arg",
+    "evaluation_matters",
+    "nearest",
+    "numeric_fields",
+    "suggestion",
+    "total_batch_size",
+]

@@ -1,0 +1,71 @@
+"""Arguments about how much is trained on at once, and for how long.
+
+Glossary
+    micro-batch   what one process feeds through the model at a time (`per_device_train_batch_size` samples)
+    step          one optimizer step: `gradient_accumulation_steps` micro-batches on every process
+    global batch  all samples of one step: micro-batch x accumulation x processes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer_lib.arguments.fields import arg
+
+
+@dataclass
+class BatchArguments:
+    """Batch sizes and the length of training."""
+
+    per_device_train_batch_size: int = arg(
+        8, "Samples that one process trains on at a time (the micro-batch).", affects="weights", unit="samples", ge=1
+    )
+    per_device_eval_batch_size: int = arg(
+        8, "Samples that one process evaluates at a time.", affects="nothing", unit="samples", ge=1
+    )
+    global_batch_size: int | None = arg(
+        None,
+        "Samples of one optimizer step over all processes. When given, gradient accumulation follows from it, for "
+        "any number of processes.",
+        affects="weights",
+        unit="samples",
+        ge=1,
+    )
+    gradient_accumulation_steps: int = arg(
+        1,
+        "Micro-batches whose gradients are added up before an optimizer step.",
+        affects="weights",
+        unit="micro-batches",
+        ge=1,
+    )
+    auto_find_batch_size: bool = arg(
+        False,
+        "When memory runs out, halve the micro-batch and double the accumulation; the global batch stays.",
+        affects="nothing",
+    )
+    average_tokens_across_devices: bool = arg(
+        True,
+        "Take the loss's mean over the target tokens of all processes, not per process first.",
+        affects="weights",
+    )
+    num_train_epochs: float = arg(
+        3.0,
+        "Passes over the training data; a fraction stops inside the last one.",
+        affects="weights",
+        unit="epochs",
+        gt=0,
+    )
+    max_steps: int = arg(
+        -1,
+        "Optimizer steps in all; when positive it overrides num_train_epochs.",
+        affects="weights",
+        unit="steps",
+        ge=-1,
+    )
+    past_index: int = arg(
+        -1,
+        "Position in the model's outputs of a recurrent memory that is fed back as `mems`; -1 = the model has none.",
+        affects="weights",
+        unit="position",
+        ge=-1,
+    )

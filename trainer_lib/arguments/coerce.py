@@ -1,0 +1,248 @@
+"""Turn what YAML, JSON and the command line hold into the declared type, or say why it cannot be.
+
+`"1e-3"` becomes a float for a float, `"true"` a bool for a bool, `"none"` None where None is allowed, and YAML's
+`no` (which YAML 1.1 reads as False) the text "no" where that is one of the choices. Nothing is guessed beyond that:
+8.5 is no integer, 1 is no text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.errors import ConfigError
+
+TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})
+FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})
+NONE_WORDS = frozenset({"none", "null", "~"})
+
+
+def coerce(value: Any, hint: Any, *, field: str, secret: bool = False) -> Any:
+    """`value` as `hint`.
+
+    Raises:
+        ConfigError: with `field`, the value (unless `secret`) and what would be accepted.
+    """
+    if hint is Any or hint is object or isinstance(hint, (str, typing.TypeVar, typing.ForwardRef)):
+        return value
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _union(value, typing.get_args(hint), field, secret)
+    if origin is typing.Literal:
+        return _literal(value, typing.get_args(hint), field, secret)
+    if origin is typing.Annotated:
+        return coerce(value, typing.get_args(hint)[0], field=field, secret=secret)
+    kind = origin if isinstance(origin, type) else hint
+    if not isinstance(kind, type):
+        return value
+    return _plain(value, kind, hint, field, secret)
+
+
+def _plain(value: Any, kind: type, hint: Any, field: str, secret: bool) -> Any:
+    simple: dict[type, Callable[[Any, str, bool], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+    if kind in simple:
+        return simple[kind](value, field, secret)
+    if issubclass(kind, Enum):
+        return _enum(value, kind, field, secret)
+    if kind in (list, tuple, set, frozenset, Sequence):
+        return _sequence(value, kind, hint, field, secret)
+    if kind in (dict, Mapping):
+        return _dict(value, field, secret)
+    if issubclass(kind, Path):
+        return Path(value)
+    if kind is type(None):
+        if value is None or (isinstance(value, str) and value.strip().lower() in NONE_WORDS):
+            return None
+        raise _refused("is not None", "none", value, field, secret)
+    return value
+
+
+def _union(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
+    optional = type(None) in options
+    kinds = [option for option in options if option is not type(None)]
+    if any(option is Any or option is object for option in kinds):
+        return value
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and not isinstance(value, Enum) and optional:
+        word = value.strip().lower()
+        if word in NONE_WORDS or (word == "" and str not in kinds):
+            return None
+    failures: list[ConfigError] = []
+    for kind in sorted(kinds, key=lambda kind: _rank(kind, value)):
+        if kind is str and any(isinstance(other, type) and issubclass(other, Enum) for other in kinds):
+            continue  # `SchedulerType | str`: the text must be one of the enum's
+        if kind is bool and str in kinds and isinstance(value, str) and value.strip().lower() not in ("true", "false"):
+            continue  # `bool | str`: a folder may be called "on" or "1"
+        try:
+            return coerce(value, kind, field=field, secret=secret)
+        except ConfigError as error:
+            failures.append(error)
+    if len(failures) == 1:
+        raise failures[0]
+    wanted = " or ".join(_name(option) for option in options)
+    raise _refused(f"has the wrong type ({type(value).__name__})", wanted, value, field, secret)
+
+
+def _rank(kind: Any, value: Any) -> int:
+    """Order in which a union's members are tried: an exact match first, then the most specific text."""
+    base = typing.get_origin(kind) or kind
+    if not isinstance(value, str) and isinstance(base, type) and type(value) is base:
+        return -1
+    if isinstance(value, str) and isinstance(base, type) and issubclass(base, (list, tuple, set)):
+        return 3 if value.strip().startswith("[") else 9
+    if isinstance(value, str) and base in (bool, int):
+        # "1" is a number wherever a number is allowed, and text ("auto") is neither
+        return {bool: 2, int: 0}[base]
+    order: dict[Any, int] = {float: 1, dict: 4, str: 5}
+    return order.get(base, 0)
+
+
+def _bool(value: Any, field: str, secret: bool) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in TRUE_WORDS:
+            return True
+        if word in FALSE_WORDS:
+            return False
+    if isinstance(value, numbers.Integral) and int(value) in (0, 1):
+        return bool(value)
+    raise _refused("is not a yes or no", "true or false", value, field, secret)
+
+
+def _int(value: Any, field: str, secret: bool) -> int:
+    number = _number(value)
+    if number is None or not math.isfinite(number) or number != int(number):
+        raise _refused("is not a whole number", "a whole number", value, field, secret)
+    return int(number)
+
+
+def _float(value: Any, field: str, secret: bool) -> float:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        raise _refused("is not a finite number", "a number, such as 0.001 or 1e-3", value, field, secret)
+    return float(number)
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if not isinstance(value, str):
+        return None
+    for parse in (int, float):
+        try:
+            return parse(value.strip())
+        except ValueError:
+            continue
+    return None
+
+
+def _str(value: Any, field: str, secret: bool) -> str:
+    if isinstance(value, Enum) and isinstance(value.value, str):
+        return value.value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise _refused(
+        f"is not text ({type(value).__name__})", 'text; in YAML put it in quotes ("…")', value, field, secret
+    )
+
+
+def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
+    if isinstance(value, kind):
+        return value
+    texts = [str(member.value) for member in kind]
+    if value is False and "no" in texts:
+        return kind("no")  # YAML 1.1 reads a bare `no` as False
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, str):
+        word = value.strip()
+        for member in kind:
+            if word.lower() in (str(member.value).lower(), member.name.lower()):
+                return member
+        raise ConfigError(
+            "is not one of the choices.",
+            field=field,
+            value=None if secret else value,
+            remedy=suggestion(word.lower(), texts),
+        )
+    raise _refused(f"has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field, secret)
+
+
+def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
+    for option in options:
+        if value == option and type(value) is type(option):
+            return option
+    for option in options:
+        if str(option).lower() == str(value).strip().lower():
+            return option
+    raise ConfigError(
+        "is not one of the choices.",
+        field=field,
+        value=None if secret else value,
+        remedy=suggestion(str(value), [str(option) for option in options]),
+    )
+
+
+def _sequence(value: Any, kind: type, hint: Any, field: str, secret: bool) -> Any:
+    if isinstance(value, str):
+        text = value.strip()
+        value = (
+            _json(text, field, secret) if text.startswith("[") else [part.strip() for part in text.split(",") if part]
+        )
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise _refused(f"is not a list ({type(value).__name__})", "a list, such as [a, b]", value, field, secret)
+    inner = typing.get_args(hint)
+    element = inner[0] if inner else Any
+    items = [coerce(item, element, field=field, secret=secret) for item in value]
+    return items if kind in (list, Sequence) else kind(items)
+
+
+def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
+    if isinstance(value, str) and value.strip().startswith("{"):
+        value = _json(value.strip(), field, secret)
+    if isinstance(value, Mapping):
+        return dict(value)
+    convert = getattr(value, "to_dict", None)
+    if callable(convert) and not isinstance(value, type):
+        return dict(convert())
+    raise _refused(f"is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field, secret)
+
+
+def _json(text: str, field: str, secret: bool) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"is not JSON ({error}).",
+            field=field,
+            value=None if secret else text,
+            remedy="Use double quotes around names and texts.",
+        ) from None
+
+
+def _name(hint: Any) -> str:
+    if hint is type(None):
+        return "none"
+    return getattr(hint, "__name__", str(hint)) if typing.get_origin(hint) is None else str(hint)
+
+
+def _refused(what: str, wanted: str, value: Any, field: str, secret: bool) -> ConfigError:
+    shown = None if secret else ("none" if value is None else value)
+    return ConfigError(f"{what}.", field=field, value=shown, remedy=f"Give {wanted}.")

@@ -1,0 +1,237 @@
+"""Old argument names: translated with one DeprecationWarning that names the new one, or refused with the way out.
+
+A *neutral* value (the old default, as found in configurations that older versions wrote out in full) asks for
+nothing and is dropped with the same warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.errors import ConfigError
+
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OldName:
+    """What became of an argument.
+
+    Args:
+        use: what to write instead, for the warning.
+        neutral: values that ask for nothing.
+        translate: value -> new arguments; None when every other value is refused.
+        way_out: what to do instead, for the refusal.
+        read: what reading the old attribute gives.
+    """
+
+    use: str
+    neutral: tuple[Any, ...]
+    translate: Callable[[Any], Changes] | None = None
+    way_out: str = ""
+    read: Callable[[Any], Any] = lambda args: None
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether `value` is one of the neutral ones (1 is not True here)."""
+        return any(value == neutral and type(value) is type(neutral) for neutral in self.neutral)
+
+
+def _renamed(new: str, *neutral: Any) -> OldName:
+    return OldName(new, neutral, lambda value: {new: value}, read=lambda args: getattr(args, new))
+
+
+def _refused(way_out: str, *neutral: Any) -> OldName:
+    first = neutral[0] if neutral else None
+    return OldName("", neutral, way_out=way_out, read=lambda args: first)
+
+
+def _amp_backend(value: Any) -> Changes:
+    if str(value).lower() == "apex":
+        raise ConfigError(
+            "NVIDIA Apex is not served.", value=value, remedy="Use torch's own mixed precision: fp16=True or bf16=True."
+        )
+    if str(value).lower() not in ("auto", "amp", "cuda_amp", "cpu_amp"):
+        raise ConfigError("is not a mixed-precision backend.", value=value, remedy="Remove it; torch's own is used.")
+    return {}
+
+
+def _warmup_share(value: Any) -> Changes:
+    share = coerce(value, float, field="warmup_ratio")
+    if not 0 <= share < 1:
+        raise ConfigError("must be at least 0 and below 1.", value=value, remedy="Give warmup_steps a number of steps.")
+    return {"warmup_steps": share}
+
+
+def _sharded_ddp(value: Any) -> Changes:
+    words = ["simple"] if value is True else value.split() if isinstance(value, str) else [str(word) for word in value]
+    table = {"simple": "shard_grad_op", "zero_dp_2": "shard_grad_op", "zero_dp_3": "full_shard"}
+    table |= {"offload": "offload", "auto_wrap": "auto_wrap"}
+    unknown = [word for word in words if word not in table]
+    if unknown:
+        raise ConfigError("is not a sharding mode.", value=unknown[0], remedy="Set fsdp; see its help for the modes.")
+    return {"fsdp": " ".join(table[word] for word in words)}
+
+
+def _into(target: str, key: str) -> Callable[[Any], Changes]:
+    return lambda value: {target: {key: value}}
+
+
+def _wrap_classes(value: Any) -> Changes:
+    return {"fsdp_config": {"transformer_layer_cls_to_wrap": value if isinstance(value, list) else [value]}}
+
+
+def _true(name: str, value: Any) -> bool:
+    return bool(coerce(value, bool, field=name))
+
+
+def _hub_organization(value: Any) -> Changes:
+    return {"push_to_hub_organization": value}  # joined with the model id by `translate`
+
+
+_BF16 = "Use torch's own: bf16=True, torch_compile=True."
+_NATIVE = "torch's own mixed precision is always used."
+_SHARE = "warmup_steps (a number below 1 is a share of all steps)"
+
+OLD_NAMES: Mapping[str, OldName] = {
+    "evaluation_strategy": _renamed("eval_strategy", None),
+    "per_gpu_train_batch_size": _renamed("per_device_train_batch_size", None),
+    "per_gpu_eval_batch_size": _renamed("per_device_eval_batch_size", None),
+    "no_cuda": _renamed("use_cpu", False),
+    "push_to_hub_model_id": _renamed("hub_model_id", None),
+    "push_to_hub_token": _renamed("hub_token", None),
+    "push_to_hub_organization": OldName(
+        'hub_model_id="owner/name"',
+        (None,),
+        _hub_organization,
+        read=lambda args: (args.hub_model_id or "").rpartition("/")[0] or None,
+    ),
+    "warmup_ratio": OldName(
+        _SHARE, (0, 0.0, None), _warmup_share, read=lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0
+    ),
+    "adafactor": OldName(
+        'optim="adafactor"',
+        (False,),
+        lambda value: {"optim": "adafactor"} if _true("adafactor", value) else {},
+        read=lambda args: args.optim == "adafactor",
+    ),
+    "group_by_length": OldName(
+        'train_sampling_strategy="group_by_length"',
+        (False,),
+        lambda value: {"train_sampling_strategy": "group_by_length"} if _true("group_by_length", value) else {},
+        read=lambda args: args.train_sampling_strategy == "group_by_length",
+    ),
+    "include_inputs_for_metrics": OldName(
+        'include_for_metrics=["inputs"]',
+        (False,),
+        lambda value: {"include_for_metrics": ["inputs"]} if _true("include_inputs_for_metrics", value) else {},
+        read=lambda args: "inputs" in args.include_for_metrics,
+    ),
+    "torchdynamo": _renamed("torch_compile_backend", None),
+    "tpu_metrics_debug": OldName(
+        'debug="tpu_metrics_debug"',
+        (False,),
+        lambda value: {"debug": "tpu_metrics_debug"} if _true("tpu_metrics_debug", value) else {},
+        read=lambda args: "tpu_metrics_debug" in args.debug,
+    ),
+    "use_mps_device": OldName(
+        "", (False, True), way_out="An Apple GPU is used where there is one.", read=lambda args: not args.use_cpu
+    ),
+    "fp16_backend": OldName("", ("auto",), _amp_backend, way_out=_NATIVE, read=lambda args: "auto"),
+    "half_precision_backend": OldName("", ("auto",), _amp_backend, way_out=_NATIVE, read=lambda args: "auto"),
+    "sharded_ddp": OldName("fsdp", ("", False, None), _sharded_ddp, read=lambda args: args.fsdp),
+    "fsdp_min_num_params": OldName(
+        'fsdp_config={"min_num_params": …}', (0,), _into("fsdp_config", "min_num_params"), read=lambda args: 0
+    ),
+    "fsdp_transformer_layer_cls_to_wrap": OldName(
+        'fsdp_config={"transformer_layer_cls_to_wrap": […]}', (None,), _wrap_classes
+    ),
+    "dispatch_batches": OldName(
+        'accelerator_config={"dispatch_batches": …}', (None,), _into("accelerator_config", "dispatch_batches")
+    ),
+    "split_batches": OldName(
+        'accelerator_config={"split_batches": …}', (None,), _into("accelerator_config", "split_batches")
+    ),
+    "save_safetensors": _refused(
+        "Weights are always written as safetensors: a pickle can run code when it is loaded.", True
+    ),
+    "fp16_opt_level": _refused("It was Apex's; use fp16=True or bf16=True.", "O1"),
+    "mp_parameters": _refused("SageMaker's model parallelism is gone; use fsdp or parallelism_config.", "", None),
+    "jit_mode_eval": _refused("Use torch_compile=True.", False),
+    "use_ipex": _refused(_BF16, False),
+    "xpu_backend": _refused("Use ddp_backend.", None),
+    "tpu_num_cores": _refused("The launcher decides how many processes there are.", None),
+    "ray_scope": _refused("hyperparameter_search asks Optuna; its storage and pruner say what is best.", "last"),
+}
+
+
+def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stacklevel: int = 2) -> Changes:
+    """`given` with old names replaced by the arguments they became.
+
+    Args:
+        given: names and values as the user wrote them.
+        keep: names to leave alone: a subclass may have a field of its own called so.
+        stacklevel: of the warning, counted from the caller.
+
+    Raises:
+        ConfigError: an old name that cannot be served, or one given beside its new name with another value.
+    """
+    old_names = [name for name in given if name in OLD_NAMES and name not in keep]
+    out = {name: value for name, value in given.items() if name not in old_names}
+    for name in old_names:
+        for new, value in changes_for(name, given[name], stacklevel=stacklevel + 1).items():
+            _merge(out, name, new, value)
+    organization = out.pop("push_to_hub_organization", None)
+    if organization is not None:
+        model_id = out.get("hub_model_id")
+        if not model_id:
+            raise ConfigError(
+                "needs a model's name beside it.",
+                field="push_to_hub_organization",
+                value=organization,
+                remedy=f'Give hub_model_id="{organization}/<name>".',
+            )
+        out["hub_model_id"] = model_id if "/" in model_id else f"{organization}/{model_id}"
+    return out
+
+
+def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
+    """What one old argument becomes; warns once."""
+    old = OLD_NAMES[name]
+    neutral = old.asks_for_nothing(value)
+    if not neutral and old.translate is None:
+        raise ConfigError("is gone.", field=name, value=value, remedy=old.way_out)
+    warn(name, stacklevel=stacklevel + 1)
+    if neutral or old.translate is None:
+        return {}
+    try:
+        return old.translate(value)
+    except ConfigError as error:
+        error.field = name
+        raise
+
+
+def warn(name: str, *, stacklevel: int = 2) -> None:
+    """One DeprecationWarning that says what to write instead of `name`."""
+    old = OLD_NAMES[name]
+    advice = f"Use {old.use}." if old.use else f"Remove it. {old.way_out}"
+    warnings.warn(f"{name} is an old name. {advice}", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def _merge(out: Changes, old: str, new: str, value: Any) -> None:
+    present = out.get(new)
+    if isinstance(present, dict) and isinstance(value, dict):
+        out[new] = {**present, **value}
+    elif new == "warmup_steps" and present not in (None, 0):
+        return  # as in the reference: a number of steps wins over the share
+    elif new == "include_for_metrics" and present:
+        out[new] = [*present, *(item for item in value if item not in present)]
+    elif present is not None and present != value:
+        raise ConfigError(
+            f"contradicts {new} = {present!r}.", field=old, value=value, remedy=f"Keep {new} and remove {old}."
+        )
+    else:
+        out[new] = value

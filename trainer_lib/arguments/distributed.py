@@ -1,0 +1,57 @@
+"""Arguments about several processes, devices and machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.arguments.fields import arg
+
+
+@dataclass
+class DistributedArguments:
+    """Which strategy spreads the work, and its settings."""
+
+    fsdp: str | bool | list[str] | None = arg(
+        "",
+        "Shard the model over processes (FSDP): full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or "
+        "no_shard, with offload and auto_wrap; separated by spaces.",
+        affects="nothing",
+    )
+    fsdp_config: dict[str, Any] | str | None = arg(
+        None, "FSDP's settings: a mapping, or a JSON file.", affects="nothing"
+    )
+    deepspeed: dict[str, Any] | str | None = arg(
+        None, "DeepSpeed's configuration: a mapping, or a JSON file. Giving one selects it.", affects="weights"
+    )
+    accelerator_config: dict[str, Any] | str | None = arg(
+        None,
+        "Batch handling: split_batches, dispatch_batches, even_batches, use_seedable_sampler, non_blocking, "
+        "gradient_accumulation_kwargs, use_configured_state; a mapping, or a JSON file.",
+        affects="weights",
+    )
+    parallelism_config: Any = arg(None, "Sizes of the parallel dimensions (data, tensor, context).", affects="nothing")
+    ddp_backend: str | None = arg(
+        None,
+        "Communication library; chosen by device when not given.",
+        affects="nothing",
+        choices=("nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"),
+    )
+    ddp_timeout: int = arg(
+        1800, "How long a collective may take before the run fails.", affects="nothing", unit="seconds", ge=1
+    )
+    ddp_find_unused_parameters: bool | None = arg(
+        None, "Look for parameters without gradient at every step; off when not given.", affects="nothing"
+    )
+    ddp_bucket_cap_mb: int | None = arg(
+        None, "Size of the pieces in which gradients are exchanged.", affects="nothing", unit="MiB", ge=1
+    )
+    ddp_broadcast_buffers: bool | None = arg(
+        None, "Copy buffers (batch-norm statistics) from the first process at every step.", affects="weights"
+    )
+    ddp_static_graph: bool | None = arg(
+        None, "Promise that every step uses the same parameters, for speed.", affects="nothing"
+    )
+    local_rank: int = arg(
+        -1, "Kept for launchers of old; ranks come from the environment.", affects="nothing", unit="rank", ge=-1
+    )

@@ -1,0 +1,97 @@
+"""How an argument is declared: its default, what it means and in which unit, its bounds, and what it can change.
+
+`affects` decides what belongs in a content key:
+    "weights"     can change the trained weights or the exported model
+    "evaluation"  can change what an evaluation reports or when it happens (and so, indirectly, which weights are best)
+    "nothing"     where it runs, how it is shown, how fast it goes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+Affects = Literal["weights", "evaluation", "nothing"]
+
+_MISSING = dataclasses.MISSING
+
+
+def arg(
+    default: Any = _MISSING,
+    help: str = "",
+    *,
+    affects: Affects,
+    unit: str | None = None,
+    factory: Callable[[], Any] | None = None,
+    choices: Iterable[str] | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """Declare one argument of a dataclass.
+
+    Args:
+        default, factory: the default value, or a function that makes it.
+        help: one sentence; shown by `--help`.
+        affects: see the module's docstring.
+        unit: the unit of a number ("steps", "seconds", "samples"); required by the tests for every number.
+        choices: allowed texts, where an enum would be too much.
+        ge, gt, le, lt: bounds of a number, checked at construction.
+        secret: never shown in errors, reprs or dumps.
+    """
+    bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "affects": affects,
+        "choices": None if choices is None else tuple(choices),
+        "bounds": bounds,
+        "secret": secret,
+    }
+    if factory is not None:
+        return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
+    return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+def field_map(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The dataclass's fields by name."""
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def field_hints(cls: type[Any]) -> Mapping[str, Any]:
+    """The resolved type of every field. A subclass's annotation that cannot be resolved at run time counts as Any."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        module = sys.modules.get(base.__module__)
+        for name, annotation in inspect.get_annotations(base).items():
+            holder = types.SimpleNamespace(__annotations__={name: annotation})
+            try:
+                hints.update(typing.get_type_hints(holder, globalns=vars(module) if module else {}))
+            except (NameError, TypeError, AttributeError):
+                hints[name] = Any
+    return hints
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """The option most like `name`, if any is close enough to be worth suggesting."""
+    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:
+    """A remedy for a name that is not among `options`: the nearest one, else all of them."""
+    names = [str(option) for option in options]
+    close = nearest(name, names)
+    if close is not None:
+        return f'Did you mean "{close}"?'
+    return f"Choose one of: {', '.join(names)}." if listing else "Remove it."

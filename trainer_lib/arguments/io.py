@@ -1,0 +1,87 @@
+"""Arguments to and from dictionaries, JSON and YAML. Secrets are masked on the way out and never come back in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.errors import ConfigError
+
+
+def to_dict(args: Any) -> dict[str, Any]:
+    """Every argument as plain JSON values: enums by value, secrets as `<NAME>`."""
+    out: dict[str, Any] = {}
+    for name, field in field_map(args).items():
+        value = getattr(args, name)
+        if value is not None and (field.metadata.get("secret") or name.endswith("_token")):
+            value = f"<{name.upper()}>"
+        out[name] = plain(value)
+    return out
+
+
+def plain(value: Any) -> Any:
+    """`value` in terms of JSON; objects with `to_dict` through it, others by their text."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    convert = getattr(value, "to_dict", None)
+    return plain(convert()) if callable(convert) and not isinstance(value, type) else str(value)
+
+
+def to_json_string(args: Any) -> str:
+    """`to_dict` as indented JSON."""
+    return json.dumps(to_dict(args), indent=2)
+
+
+def to_sanitized_dict(args: Any) -> dict[str, Any]:
+    """`to_dict` with the process's batch sizes added, and everything that is no number, truth value or text as text."""
+    values = {**to_dict(args), "train_batch_size": args.train_batch_size, "eval_batch_size": args.eval_batch_size}
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()}
+
+
+def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
+    """The mapping in a JSON (`.json`) or YAML (any other suffix) file.
+
+    Raises:
+        ConfigError: no such file, not JSON or YAML, or not a mapping of names; `field` says which argument named it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(
+            f"cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
+        ) from None
+    try:
+        values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+    except ValueError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(
+            f"cannot be parsed: {where}.", field=field, value=str(path), remedy="Correct the file."
+        ) from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(
+            f"holds no mapping of names to values, but {type(values).__name__}.",
+            field=field,
+            value=str(path),
+            remedy="Write one `name: value` per line.",
+        )
+    return values
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None

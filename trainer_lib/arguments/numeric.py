@@ -1,0 +1,55 @@
+"""The part of the arguments that can change what training gives: what belongs in a content key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.io import plain
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.training import TrainingArguments
+
+#: How one global batch is cut up: recorded as provenance, never part of a key.
+_BATCH_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+#: The parts of DeepSpeed's configuration that reach the numbers; the rest says where tensors live.
+_DEEPSPEED_KEYS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "prescale_gradients")
+
+
+def total_batch_size(args: TrainingArguments, *, world_size: int) -> int:
+    """Samples of one optimizer step over `world_size` processes."""
+    product = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
+    return args.global_batch_size or product
+
+
+def evaluation_matters(args: TrainingArguments) -> bool:
+    """Whether what evaluations report can change which weights come out."""
+    schedules = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+    return (
+        args.load_best_model_at_end
+        or args.save_strategy == SaveStrategy.BEST
+        or args.lr_scheduler_type in schedules
+        or args.metric_for_best_model is not None  # an early-stopping callback watches it
+    )
+
+
+def numeric_fields(args: TrainingArguments, *, world_size: int) -> dict[str, Any]:
+    """The arguments that can change the trained weights or the exported model, as plain JSON values.
+
+    Args:
+        args: validated arguments.
+        world_size: processes of the run; only its product with the micro-batch and the accumulation counts.
+    """
+    wanted = {"weights", "evaluation"} if evaluation_matters(args) else {"weights"}
+    out = {
+        name: plain(getattr(args, name))
+        for name, field in field_map(args).items()
+        if field.metadata.get("affects", "weights") in wanted and name not in _BATCH_FIELDS
+    }
+    out["global_batch_size"] = total_batch_size(args, world_size=world_size)
+    if isinstance(out.get("deepspeed"), dict):
+        out["deepspeed"] = {key: value for key, value in out["deepspeed"].items() if key in _DEEPSPEED_KEYS}
+    if args.max_steps > 0:
+        del out["num_train_epochs"]  # overridden: changing it changes nothing
+    return out

@@ -1,0 +1,74 @@
+"""Arguments about the optimizer, its learning-rate schedule, and what keeps it stable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.arguments.enums import OptimizerNames, SchedulerType
+from trainer_lib.arguments.fields import arg
+
+
+@dataclass
+class OptimisationArguments:
+    """Optimizer, schedule, clipping, regularisation."""
+
+    learning_rate: float = arg(
+        5e-5, "Learning rate after warm-up, from which the schedule starts.", affects="weights", unit="per step", ge=0
+    )
+    lr_scheduler_type: SchedulerType | str = arg(
+        "linear", "How the learning rate changes over training.", affects="weights"
+    )
+    lr_scheduler_kwargs: dict[str, Any] | None = arg(
+        None, 'Further settings of the schedule, such as {"num_cycles": 2}.', affects="weights"
+    )
+    warmup_steps: int | float = arg(
+        0,
+        "Steps over which the learning rate rises from 0; a number below 1 is a share of all steps.",
+        affects="weights",
+        unit="steps, or a share",
+        ge=0,
+    )
+    optim: OptimizerNames | str = arg("adamw_torch_fused", "The optimizer.", affects="weights")
+    optim_args: str | None = arg(
+        None, 'Further settings of the optimizer, as "name=value,name=value".', affects="weights"
+    )
+    optim_target_modules: str | list[str] | None = arg(
+        None,
+        'Modules whose matrices a low-rank optimizer (GaLore, APOLLO) projects: names, a pattern, or "all-linear".',
+        affects="weights",
+    )
+    weight_decay: float = arg(
+        0.0,
+        "Decoupled weight decay of everything but biases and norm layers.",
+        affects="weights",
+        unit="per step",
+        ge=0,
+    )
+    adam_beta1: float = arg(
+        0.9, "Decay of Adam's running mean of gradients.", affects="weights", unit="per step", ge=0, lt=1
+    )
+    adam_beta2: float = arg(
+        0.999, "Decay of Adam's running mean of squared gradients.", affects="weights", unit="per step", ge=0, lt=1
+    )
+    adam_epsilon: float = arg(
+        1e-8, "Added to Adam's denominator, against division by zero.", affects="weights", unit="gradient", ge=0
+    )
+    max_grad_norm: float = arg(
+        1.0, "Gradients are scaled down to this norm; 0 = never.", affects="weights", unit="L2 norm", ge=0
+    )
+    label_smoothing_factor: float = arg(
+        0.0,
+        "Share of the target's probability that is spread over all labels; 0 = none.",
+        affects="weights",
+        unit="probability",
+        ge=0,
+        lt=1,
+    )
+    neftune_noise_alpha: float | None = arg(
+        None,
+        "Strength of the noise added to embeddings while training (NEFTune, arXiv:2310.05914).",
+        affects="weights",
+        unit="noise scale",
+        ge=0,
+    )

@@ -1,0 +1,65 @@
+"""Arguments about the run as a whole: where it writes, what it is called, what it repeats from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer_lib.arguments.fields import arg
+
+
+@dataclass
+class RunArguments:
+    """Where a run writes, what it does, and what makes it repeatable."""
+
+    output_dir: str | None = arg(
+        None,
+        "Folder for checkpoints and the final model: a path, or any fsspec URL (s3://, gs://, memory://). "
+        'Becomes "trainer_output" when not given.',
+        affects="nothing",
+    )
+    overwrite_output_dir: bool = arg(
+        False, "Start anew even if the output folder holds an earlier run's checkpoints.", affects="nothing"
+    )
+    run_name: str | None = arg(None, "Name of the run in the trackers.", affects="nothing")
+    project: str = arg(
+        "huggingface", "Project (experiment) of the run in trackers that have projects.", affects="nothing"
+    )
+    do_train: bool = arg(
+        False, "For your own script: whether to train. The Trainer does not read it.", affects="nothing"
+    )
+    do_eval: bool = arg(
+        False,
+        'For your own script: whether to evaluate. Becomes true when eval_strategy is not "no".',
+        affects="nothing",
+    )
+    do_predict: bool = arg(
+        False, "For your own script: whether to predict. The Trainer does not read it.", affects="nothing"
+    )
+    resume_from_checkpoint: bool | str | None = arg(
+        None,
+        'Checkpoint to continue from: a URL; true = the newest in output_dir, an error if there is none; "auto" = the '
+        "newest, or a new start.",
+        affects="nothing",
+    )
+    seed: int = arg(
+        42,
+        "Seed of every random number of the run, model initialisation included.",
+        affects="weights",
+        unit="seed",
+        ge=0,
+    )
+    data_seed: int | None = arg(
+        None, "Seed of the data order; the run's seed when not given.", affects="weights", unit="seed", ge=0
+    )
+    full_determinism: bool = arg(
+        False,
+        "Use deterministic algorithms everywhere; slower, and an error where there is none.",
+        affects="weights",
+    )
+    debug: str | list[str] | None = arg(
+        "",
+        "Diagnostics, separated by spaces: underflow_overflow reports the first non-finite value by module; "
+        "tpu_metrics_debug.",
+        affects="nothing",
+    )
+    use_cpu: bool = arg(False, "Use the CPU even where there is an accelerator.", affects="nothing")

@@ -1,0 +1,46 @@
+"""Arguments about checkpoints: when they are written, how many are kept, what resuming restores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer_lib.arguments.enums import SaveStrategy
+from trainer_lib.arguments.fields import arg
+
+
+@dataclass
+class SavingArguments:
+    """When checkpoints are written, and what they hold."""
+
+    save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="evaluation")
+    save_steps: int | float = arg(
+        500,
+        "Steps between two checkpoints; a number below 1 is a share of all steps.",
+        affects="evaluation",
+        unit="steps, or a share",
+        ge=0,
+    )
+    save_total_limit: int | None = arg(
+        None,
+        "Checkpoints to keep; the best and the newest intact one are never removed. All when not given.",
+        affects="nothing",
+        unit="checkpoints",
+        ge=1,
+    )
+    save_only_model: bool = arg(
+        False,
+        "Leave out what resuming needs (optimizer, schedule, random states): smaller, but not resumable.",
+        affects="nothing",
+    )
+    save_on_each_node: bool = arg(
+        False, "Write the checkpoint once per machine, for disks that are not shared.", affects="nothing"
+    )
+    restore_callback_states_from_checkpoint: bool = arg(
+        False, "On resume, restore the callbacks' states too, replacing those given.", affects="weights"
+    )
+    enable_jit_checkpoint: bool = arg(
+        True, "On SIGTERM, write a checkpoint at the next step boundary before stopping.", affects="nothing"
+    )
+    ignore_data_skip: bool = arg(
+        False, "On resume, start at the beginning of the data instead of where it stopped.", affects="weights"
+    )

@@ -1,0 +1,198 @@
+"""The `set_*` family: related arguments at once, checked together. Each returns the arguments, to be chained."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from trainer_lib.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
+from trainer_lib.arguments.members import ArgumentMembers
+from trainer_lib.arguments.validation import validate
+
+
+class ArgumentSetters(ArgumentMembers):
+    """Setters by subject."""
+
+    def validate(self) -> None:
+        """Bring every field to its declared type and check everything; called again when a Trainer is built.
+
+        Raises:
+            ConfigError: see `trainer_lib.arguments.validation`.
+        """
+        validate(self)
+
+    def _set(self, **values: Any) -> Self:
+        before = dict(self.__dict__)
+        try:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.validate()
+        except Exception:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            raise
+        return self
+
+    def set_training(
+        self,
+        learning_rate: float = 5e-5,
+        batch_size: int = 8,
+        weight_decay: float = 0.0,
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        gradient_accumulation_steps: int = 1,
+        seed: int = 42,
+        gradient_checkpointing: bool = False,
+    ) -> Self:
+        """The basics of training."""
+        return self._set(
+            learning_rate=learning_rate,
+            per_device_train_batch_size=batch_size,
+            weight_decay=weight_decay,
+            num_train_epochs=num_epochs,
+            max_steps=max_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            seed=seed,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_checkpointing=None,
+            do_train=True,
+        )
+
+    def set_evaluate(
+        self,
+        strategy: str | IntervalStrategy = "no",
+        steps: int | float = 500,
+        batch_size: int = 8,
+        accumulation_steps: int | None = None,
+        delay: float | None = None,
+        loss_only: bool = False,
+    ) -> Self:
+        """When and how to evaluate."""
+        return self._set(
+            eval_strategy=strategy,
+            eval_steps=steps,
+            per_device_eval_batch_size=batch_size,
+            eval_accumulation_steps=accumulation_steps,
+            eval_delay=delay or 0,
+            prediction_loss_only=loss_only,
+        )
+
+    def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
+        """How to predict on a test set."""
+        return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
+
+    def set_save(
+        self,
+        strategy: str | SaveStrategy = "steps",
+        steps: int | float = 500,
+        total_limit: int | None = None,
+        on_each_node: bool = False,
+    ) -> Self:
+        """When to write checkpoints, and how many to keep."""
+        return self._set(
+            save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
+        )
+
+    def set_logging(
+        self,
+        strategy: str | IntervalStrategy = "steps",
+        steps: int | float = 500,
+        report_to: str | list[str] = "none",
+        level: str = "passive",
+        first_step: bool = False,
+        nan_inf_filter: bool = False,
+        on_each_node: bool = False,
+        replica_level: str = "passive",
+    ) -> Self:
+        """What to log, when, and to whom."""
+        return self._set(
+            logging_strategy=strategy,
+            logging_steps=steps,
+            report_to=report_to,
+            log_level=level,
+            logging_first_step=first_step,
+            logging_nan_inf_filter=nan_inf_filter,
+            log_on_each_node=on_each_node,
+            log_level_replica=replica_level,
+        )
+
+    def set_push_to_hub(
+        self,
+        model_id: str,
+        strategy: str | HubStrategy = "every_save",
+        token: str | None = None,
+        private_repo: bool | None = None,
+        always_push: bool = False,
+        revision: str | None = None,
+    ) -> Self:
+        """Where and when to publish."""
+        return self._set(
+            push_to_hub=True,
+            hub_model_id=model_id,
+            hub_strategy=strategy,
+            hub_token=token,
+            hub_private_repo=private_repo,
+            hub_always_push=always_push,
+            hub_revision=revision,
+        )
+
+    def set_optimizer(
+        self,
+        name: str | OptimizerNames = "adamw_torch",
+        learning_rate: float = 5e-5,
+        weight_decay: float = 0.0,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        args: str | None = None,
+    ) -> Self:
+        """The optimizer and its settings."""
+        return self._set(
+            optim=name,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_beta1=beta1,
+            adam_beta2=beta2,
+            adam_epsilon=epsilon,
+            optim_args=args,
+        )
+
+    def set_lr_scheduler(
+        self,
+        name: str | SchedulerType = "linear",
+        num_epochs: float = 3.0,
+        max_steps: int = -1,
+        warmup_steps: int | float = 0,
+        warmup_ratio: float | None = None,
+    ) -> Self:
+        """The schedule, the length it spans, and its warm-up (`warmup_ratio`: an old name for a share)."""
+        values: dict[str, Any] = {} if warmup_ratio is None else {"warmup_ratio": warmup_ratio}
+        if warmup_steps or warmup_ratio is None:
+            values = {"warmup_steps": warmup_steps}
+        return self._set(lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, **values)
+
+    def set_dataloader(
+        self,
+        train_batch_size: int = 8,
+        eval_batch_size: int = 8,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = True,
+        persistent_workers: bool = False,
+        prefetch_factor: int | None = None,
+        auto_find_batch_size: bool = False,
+        ignore_data_skip: bool = False,
+        sampler_seed: int | None = None,
+    ) -> Self:
+        """How data is loaded."""
+        return self._set(
+            per_device_train_batch_size=train_batch_size,
+            per_device_eval_batch_size=eval_batch_size,
+            dataloader_drop_last=drop_last,
+            dataloader_num_workers=num_workers,
+            dataloader_pin_memory=pin_memory,
+            dataloader_persistent_workers=persistent_workers,
+            dataloader_prefetch_factor=prefetch_factor,
+            auto_find_batch_size=auto_find_batch_size,
+            ignore_data_skip=ignore_data_skip,
+            data_seed=sampler_seed,
+        )

@@ -1,0 +1,333 @@
+"""What makes a set of arguments impossible, as far as the arguments alone can tell.
+
+`validate` first brings every field to its declared type, choices and bounds, then fills the fields that follow from
+others, then looks for contradictions. Every refusal is a `ConfigError` with field, value and remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
+from trainer_lib.arguments.fields import field_hints, field_map, suggestion
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.groups import ArgumentGroups
+
+#: Names that `report_to` accepts; which of them is served is the trackers' affair.
+REPORTERS = (
+    *("jsonl", "mlflow", "tensorboard", "wandb", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive"),
+    *("flyte", "kubeflow", "neptune", "swanlab", "trackio"),
+)
+ACCELERATOR_KEYS = (
+    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
+    *("gradient_accumulation_kwargs", "use_configured_state"),
+)
+#: Fields that may be given as a file's name instead of a mapping; the file is read by whoever uses it.
+FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
+_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+_METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+_SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
+    "ge": ("at least", lambda value, bound: value >= bound),
+    "gt": ("above", lambda value, bound: value > bound),
+    "le": ("at most", lambda value, bound: value <= bound),
+    "lt": ("below", lambda value, bound: value < bound),
+}
+
+
+def validate(args: ArgumentGroups) -> None:
+    """Bring `args` into its final form, or raise the first ConfigError found."""
+    coerce_fields(args)
+    normalise(args)
+    fill(args)
+    for check in _CHECKS:
+        check(args)
+
+
+def coerce_fields(args: Any) -> None:
+    """Bring every field of a dataclass to its declared type, choices and bounds."""
+    cls: type = type(args)
+    hints = field_hints(cls)
+    for name, field in field_map(args).items():
+        secret = bool(field.metadata.get("secret"))
+        value = coerce(getattr(args, name), hints.get(name, Any), field=name, secret=secret)
+        if secret and isinstance(value, str) and value == f"<{name.upper()}>":
+            value = None  # a masked secret, as `to_dict` writes it, is no secret
+        object.__setattr__(args, name, value)
+        check_bounds(name, value, field.metadata)
+
+
+def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    """Refuse a number outside its bounds, or a text outside its choices."""
+    for sign, bound in (metadata.get("bounds") or {}).items():
+        words, holds = _SIGNS[sign]
+        if isinstance(value, (int, float)) and not holds(value, bound):
+            raise ConfigError(
+                f"must be {words} {bound}.", field=name, value=value, remedy=f"Give a number {words} {bound}."
+            )
+    choices = metadata.get("choices")
+    for word in value if isinstance(value, list) else [value]:
+        if choices and isinstance(word, str) and word not in choices:
+            raise ConfigError("is not one of the choices.", field=name, value=word, remedy=suggestion(word, choices))
+
+
+def normalise(args: ArgumentGroups) -> None:
+    """One form for what may be written in several."""
+    if isinstance(args.include_num_input_tokens_seen, bool):
+        args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
+    args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
+    if args.fsdp is True:
+        args.fsdp = FSDPOption.FULL_SHARD.value
+    args.fsdp = " ".join(_words("fsdp", args.fsdp or "", [option.value for option in FSDPOption]))
+    args.report_to = _reporters(args.report_to)
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        value = getattr(args, name)
+        if isinstance(value, float) and value >= 1:
+            if value != int(value):
+                raise ConfigError(
+                    "must be a whole number of steps, or a share below 1.",
+                    field=name,
+                    value=value,
+                    remedy=f"Give {int(value)} or {int(value) + 1}.",
+                )
+            setattr(args, name, int(value))
+    if isinstance(args.warmup_steps, float) and args.warmup_steps >= 1:
+        args.warmup_steps = coerce(args.warmup_steps, int, field="warmup_steps")
+
+
+def _words(name: str, value: Any, allowed: list[str]) -> list[str]:
+    words = value.replace(",", " ").split() if isinstance(value, str) else [str(word) for word in value or []]
+    for word in words:
+        if word not in allowed:
+            raise ConfigError("is not one of the choices.", field=name, value=word, remedy=suggestion(word, allowed))
+    return words
+
+
+def _reporters(value: Any) -> list[str]:
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
+    names = [name for name in dict.fromkeys(names) if name and name != "none"]
+    for name in names:
+        if name != "all" and name not in REPORTERS:
+            options = [*REPORTERS, "all", "none"]
+            raise ConfigError("is no tracker we know.", field="report_to", value=name, remedy=suggestion(name, options))
+    return names
+
+
+def fill(args: ArgumentGroups) -> None:
+    """Fill fields that follow from others. What was filled before, and not touched since, is worked out anew."""
+    filled: dict[str, tuple[Any, Any]] = args.__dict__.setdefault("_filled", {})
+    for name, (raw, value) in filled.items():
+        if getattr(args, name) == value:
+            setattr(args, name, raw)
+    filled.clear()
+
+    for name, value in [*_consequences(args), *_best_model(args), *_twins(args)]:
+        filled[name] = (getattr(args, name), value)
+        setattr(args, name, value)
+
+
+def _consequences(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
+    if args.output_dir is None:
+        yield "output_dir", "trainer_output"
+    if not args.do_eval and args.eval_strategy != IntervalStrategy.NO:
+        yield "do_eval", True
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        yield "eval_steps", args.logging_steps
+    if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
+        yield "torch_compile", True
+
+
+def _best_model(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
+    metric = args.metric_for_best_model
+    if metric is None and (args.load_best_model_at_end or args.lr_scheduler_type in _METRIC_SCHEDULES):
+        metric = "loss"
+        yield "metric_for_best_model", metric
+    if args.greater_is_better is None and metric is not None:
+        yield "greater_is_better", not metric.endswith("loss")
+
+
+def _twins(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
+    for name in _CHECKPOINTING:
+        twin = name.replace("gradient", "activation")
+        ours, theirs = getattr(args, name), getattr(args, twin)
+        if ours is None and theirs is not None:
+            yield name, theirs
+        elif theirs is None and ours is not None:
+            yield twin, ours
+
+
+def _check_length(args: ArgumentGroups) -> None:
+    if args.max_steps == 0:
+        raise ConfigError("trains nothing.", field="max_steps", value=0, remedy="Give -1 to follow num_train_epochs.")
+
+
+def _check_warmup(args: ArgumentGroups) -> None:
+    if args.max_steps > 0 and args.warmup_steps > args.max_steps:
+        raise ConfigError(
+            f"is longer than training (max_steps = {args.max_steps}).",
+            field="warmup_steps",
+            value=args.warmup_steps,
+            remedy="Lower it, or give a share below 1.",
+        )
+
+
+def _check_strategies(args: ArgumentGroups) -> None:
+    """A strategy "steps" needs its number of steps."""
+    for name in ("logging", "eval", "save"):
+        strategy, steps = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
+        if strategy == IntervalStrategy.STEPS and not steps:
+            raise ConfigError(
+                f'{name}_strategy = "steps" needs a number of steps.',
+                field=f"{name}_steps",
+                value=steps,
+                remedy=f'Give {name}_steps above 0, or {name}_strategy="no".',
+            )
+
+
+def _check_precision(args: ArgumentGroups) -> None:
+    for half, bfloat in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        if getattr(args, half) and getattr(args, bfloat):
+            raise ConfigError(
+                f"cannot be on together with {bfloat}: one number format at a time.",
+                field=half,
+                value=True,
+                remedy=f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
+            )
+
+
+def _check_best_model(args: ArgumentGroups) -> None:
+    if args.save_strategy == SaveStrategy.BEST:
+        if args.metric_for_best_model is None:
+            raise ConfigError(
+                'save_strategy = "best" needs to know what is best.',
+                field="metric_for_best_model",
+                value="none",
+                remedy='Give a metric\'s name, such as "loss" or "accuracy".',
+            )
+        _demand_evaluation(args, "save_strategy", str(args.save_strategy))
+        return
+    if not args.load_best_model_at_end:
+        return
+    _demand_evaluation(args, "load_best_model_at_end", args.load_best_model_at_end)
+    if str(args.eval_strategy) != str(args.save_strategy):
+        raise ConfigError(
+            f"load_best_model_at_end needs a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}.",
+            field="save_strategy",
+            value=str(args.save_strategy),
+            remedy=f'Give save_strategy="{args.eval_strategy}" or "best".',
+        )
+    if args.eval_strategy == IntervalStrategy.STEPS:
+        _check_multiple(args.save_steps, args.eval_steps or 0)
+
+
+def _check_multiple(save_steps: int | float, eval_steps: int | float) -> None:
+    if (save_steps < 1) != (eval_steps < 1):
+        raise ConfigError(
+            f"load_best_model_at_end cannot compare a share with a number of steps (eval_steps = {eval_steps}).",
+            field="save_steps",
+            value=save_steps,
+            remedy="Give both as numbers of steps, or both as shares below 1.",
+        )
+    if Fraction(str(save_steps)) % Fraction(str(eval_steps)):
+        raise ConfigError(
+            f"load_best_model_at_end needs save_steps to be a multiple of eval_steps = {eval_steps}.",
+            field="save_steps",
+            value=save_steps,
+            remedy=f"Give {eval_steps}, or a multiple of it.",
+        )
+
+
+def _check_metric_schedules(args: ArgumentGroups) -> None:
+    if args.lr_scheduler_type in _METRIC_SCHEDULES:
+        _demand_evaluation(args, "lr_scheduler_type", str(args.lr_scheduler_type))
+
+
+def _demand_evaluation(args: ArgumentGroups, field: str, value: Any) -> None:
+    if args.eval_strategy == IntervalStrategy.NO:
+        raise ConfigError(
+            "needs evaluations during training.",
+            field=field,
+            value=value,
+            remedy='Give eval_strategy="steps" or "epoch".',
+        )
+
+
+def _check_data(args: ArgumentGroups) -> None:
+    if args.dataloader_num_workers == 0:
+        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+            if getattr(args, name):
+                raise ConfigError(
+                    "only makes sense with processes that load data.",
+                    field=name,
+                    value=getattr(args, name),
+                    remedy="Give dataloader_num_workers above 0, or remove it.",
+                )
+
+
+def _check_checkpointing(args: ArgumentGroups) -> None:
+    for name in _CHECKPOINTING:
+        twin = name.replace("gradient", "activation")
+        if getattr(args, name) != getattr(args, twin):
+            raise ConfigError(
+                f"contradicts {twin} = {getattr(args, twin)}: they are two names of one thing.",
+                field=name,
+                value=getattr(args, name),
+                remedy=f"Keep {name} and remove {twin}.",
+            )
+
+
+def _check_mappings(args: ArgumentGroups) -> None:
+    for name in FILE_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError("is neither a mapping nor a file.", field=name, value='""', remedy="Remove it.")
+    config = args.accelerator_config
+    if not isinstance(config, dict):
+        return
+    for key in config:
+        if key not in ACCELERATOR_KEYS:
+            remedy = suggestion(str(key), ACCELERATOR_KEYS)
+            raise ConfigError("is not one of its settings.", field="accelerator_config", value=str(key), remedy=remedy)
+    if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
+        raise ConfigError(
+            "num_steps there contradicts gradient_accumulation_steps.",
+            field="accelerator_config",
+            value="gradient_accumulation_kwargs.num_steps",
+            remedy="Remove it; set gradient_accumulation_steps.",
+        )
+
+
+def _check_strategy_choice(args: ArgumentGroups) -> None:
+    if args.fsdp and args.deepspeed:
+        raise ConfigError(
+            "cannot be used together with deepspeed: one strategy shards the model.",
+            field="fsdp",
+            value=args.fsdp,
+            remedy="Keep one of them.",
+        )
+    modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
+    if args.fsdp and len(modes) != 1:
+        raise ConfigError(
+            "needs exactly one way of sharding.",
+            field="fsdp",
+            value=args.fsdp,
+            remedy="Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
+        )
+
+
+_CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
+    _check_length,
+    _check_warmup,
+    _check_strategies,
+    _check_precision,
+    _check_best_model,
+    _check_metric_schedules,
+    _check_data,
+    _check_checkpointing,
+    _check_mappings,
+    _check_strategy_choice,
+)

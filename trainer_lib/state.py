@@ -1,0 +1,313 @@
+"""What a training run knows about itself, and what its methods give back. Plain data, free of torch.
+
+`TrainerState` is what a checkpoint's `trainer_state.json` holds; fields and names are those of the transformers Trainer,
+so that its tools read the file. "Step" means optimizer step throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+from trainer_lib.errors import ConfigError, DamagedError
+
+
+class ExportableState:
+    """Something whose state is written into `trainer_state.json` and restored on resume, without pickle.
+
+    A subclass implements `state`; `EarlyStoppingCallback` shows how. Everything in it must be JSON.
+    """
+
+    def state(self) -> dict[str, Any]:
+        """`{"args": the constructor's arguments, "attributes": what was set afterwards}`."""
+        raise NotImplementedError(f"{type(self).__name__} is an ExportableState and must implement state().")
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
+        """A new instance in the state that `state()` gave."""
+        instance = cls(**state.get("args", {}))
+        for name, value in state.get("attributes", {}).items():
+            setattr(instance, name, value)
+        return instance
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """Switches that callbacks set and the training loop obeys.
+
+    `should_training_stop` stays once set; `should_epoch_stop` is cleared when an epoch begins, the other three when a
+    step begins.
+    """
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = False
+        self.should_evaluate = False
+        self.should_log = False
+
+    def state(self) -> dict[str, Any]:
+        """The five switches."""
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+class _Steps(Protocol):
+    logging_steps: int | float
+    eval_steps: int | float | None
+    save_steps: int | float
+
+
+@dataclass
+class TrainerState:
+    """Where training stands.
+
+    Args:
+        epoch: passes over the data so far, with the fraction of the current one.
+        global_step: optimizer steps done.
+        max_steps: optimizer steps to do in all.
+        logging_steps, eval_steps, save_steps: intervals in steps (shares are resolved by `compute_steps`).
+        train_batch_size: samples that one process trains on at a time.
+        num_train_epochs: passes to do, rounded up.
+        num_input_tokens_seen: tokens fed to the model by all processes, if they are counted.
+        total_flos: floating-point operations done, as the model estimates them.
+        log_history: everything logged, in order; each entry has "step" and "epoch".
+        best_metric, best_global_step, best_model_checkpoint: the best evaluation so far, and its checkpoint.
+        is_local_process_zero, is_world_process_zero: whether this process is the main one of its machine, of all.
+        is_hyper_param_search, trial_name, trial_params: the search this run belongs to.
+        stateful_callbacks: states by class name (a list of states where there are several of a class); may be given as
+            the callbacks themselves.
+    """
+
+    epoch: float = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: int = 500
+    eval_steps: int = 500
+    save_steps: int = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, str | float | int | bool] | None = None
+    stateful_callbacks: Any = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log_history = [] if self.log_history is None else self.log_history
+        if not isinstance(self.stateful_callbacks, dict):
+            self.stateful_callbacks = callback_states(self.stateful_callbacks or ())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values (a copy)."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """A state from `to_dict`'s JSON; fields of other versions are left out.
+
+        Raises:
+            DamagedError: `values` is no mapping, or a counter in it is no number.
+        """
+        if not isinstance(values, Mapping):
+            raise DamagedError("trainer_state.json holds no mapping.", remedy="Resume from another checkpoint.")
+        known = {each.name for each in dataclasses.fields(cls)}
+        state = cls(**{name: value for name, value in values.items() if name in known})
+        for name in ("epoch", "global_step", "max_steps"):
+            value = getattr(state, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise DamagedError(
+                    "is not a number.",
+                    field=f"trainer_state.json: {name}",
+                    value=value,
+                    remedy="Resume from another checkpoint.",
+                )
+        return state
+
+    def save_to_json(self, json_path: str | PathLike[str]) -> None:
+        """Write the state to a local file."""
+        Path(json_path).write_text(self.to_json_string(), encoding="utf-8")
+
+    def to_json_string(self) -> str:
+        """The state as indented JSON, keys sorted, one line break at the end."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def load_from_json(cls, json_path: str | PathLike[str]) -> Self:
+        """Read a state from a local file.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            DamagedError: its content is not a state.
+        """
+        try:
+            values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be read: {error.strerror}.", field="json_path", value=str(json_path), remedy="Check the path."
+            ) from None
+        except ValueError as error:
+            raise DamagedError(
+                f"is not JSON: {error}.",
+                field="json_path",
+                value=str(json_path),
+                remedy="Resume from another checkpoint.",
+            ) from None
+        return cls.from_dict(values)
+
+    def compute_steps(self, args: _Steps, max_steps: int) -> None:
+        """Set the three intervals, resolving shares of `max_steps` (rounded up)."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            interval = getattr(args, name)
+            if interval is not None:
+                setattr(self, name, interval if interval >= 1 else math.ceil(max_steps * interval))
+
+    def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
+        """Note what a starting `train()` knows: its length, its processes, its trial."""
+        current = trial if trial is not None else getattr(trainer, "_trial", None)
+        hp_name = getattr(trainer, "hp_name", None)
+        if hp_name is not None and current is not None:
+            self.trial_name = hp_name(current)
+        params = getattr(trial, "params", trial)
+        self.trial_params = dict(params) if isinstance(params, Mapping) else None
+        self.max_steps = max_steps
+        self.num_train_epochs = num_train_epochs
+        self.is_local_process_zero = trainer.is_local_process_zero()
+        self.is_world_process_zero = trainer.is_world_process_zero()
+
+
+def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """The callbacks' states by class name; several of one class become a list, in their order.
+
+    Raises:
+        ConfigError: one of them is no `ExportableState`.
+    """
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        if not isinstance(callback, ExportableState):
+            raise ConfigError(
+                "has no state to save.",
+                field="stateful_callbacks",
+                value=type(callback).__name__,
+                remedy="Let its class inherit ExportableState and implement state().",
+            )
+        name = type(callback).__name__
+        if name not in states:
+            states[name] = callback.state()
+        else:
+            before = states[name] if isinstance(states[name], list) else [states[name]]
+            states[name] = [*before, callback.state()]
+    return states
+
+
+class EvalPrediction:
+    """What `compute_metrics` gets; unpacks as `predictions, label_ids[, inputs][, losses]`.
+
+    Args:
+        predictions: array `[samples, ...]`, or a tuple of arrays for models with several outputs.
+        label_ids: array `[samples, ...]`, or a tuple of arrays; None without labels.
+        inputs, losses: given when `include_for_metrics` asks for them.
+    """
+
+    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
+        self.predictions = predictions
+        self.label_ids = label_ids
+        self.inputs = inputs
+        self.losses = losses
+        self.elements: tuple[Any, ...] = (predictions, label_ids)
+        self.elements += tuple(extra for extra in (inputs, losses) if extra is not None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+    def __len__(self) -> int:
+        return len(self.elements)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self.elements):
+            raise IndexError("tuple index out of range")
+        return self.elements[index]
+
+
+class EvalLoopOutput(NamedTuple):
+    """What `evaluation_loop` gives."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float] | None
+    num_samples: int | None
+
+
+class PredictionOutput(NamedTuple):
+    """What `predict` gives."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float] | None
+
+
+class TrainOutput(NamedTuple):
+    """What `train` gives: optimizer steps done, mean training loss, and the metrics of the run."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class BestRun(NamedTuple):
+    """What `hyperparameter_search` gives: the best trial's id, its objective (or several), and its parameters."""
+
+    run_id: str
+    objective: float | Sequence[float]
+    hyperparameters: dict[str, Any]
+    run_summary: Any = None
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: float | None = None,
+    num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:
+    """How fast something was, ending now.
+
+    Args:
+        split: prefix of the names ("train", "eval", "test").
+        start_time: `time.time()` when it began, in seconds.
+        num_samples, num_steps, num_tokens: how much was done.
+
+    Returns:
+        `<split>_runtime` in seconds, and `<split>_{samples,steps,tokens}_per_second` for each amount given.
+    """
+    runtime = time.time() - start_time
+    result = {f"{split}_runtime": round(runtime, 4)}
+    if runtime <= 0:
+        return result
+    for name, amount in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
+        if amount is not None:
+            result[f"{split}_{name}_per_second"] = round(amount / runtime, 3)
+    return result
