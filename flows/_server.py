@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
-ANOTHER_SERVES = 3  # exit code
+ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
 # How long (seconds) a newcomer tries for the server lock: a client that looks whether it is taken holds it briefly.
 _CLAIM_S = 1.0
@@ -107,4 +107,9 @@ def _end_without_clients(folder: Path, running: list[uvicorn.Server]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    try:
+        exit_code = main(Path(sys.argv[1]))
+    except SystemExit as end:  # uvicorn's way to end a failed start
+        exit_code = int(end.code or 0)
+    sys.stderr.flush()
+    os._exit(exit_code)  # not sys.exit: a database thread of a failed start could keep the process for ever

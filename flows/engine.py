@@ -230,8 +230,9 @@ class _Membership:
 
     def _failure(self, what: str) -> InfrastructureError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
+        cause = next((line.strip() for line in reversed(lines) if "Error" in line), "")
         return InfrastructureError(
-            f"The embedded Prefect server did not start. {what}" + (f" Its last words: {lines[-1]}" if lines else ""),
+            f"The embedded Prefect server did not start. {what} {cause}".rstrip(),
             field="prefect",
             value=str(self.log),
             remedy="Read that log; or start a server of your own (`prefect server start`) and set PREFECT_API_URL.",
