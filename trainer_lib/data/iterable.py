@@ -1,0 +1,246 @@
+"""Iterable datasets: a stream of samples, shared out to ranks by position; and loaders that the user built.
+
+Every rank walks the same stream and keeps its share (positions as in `order`), so nothing is lost or read twice by the
+model. A stream has no random access: to resume, a dataset with `state_dict` / `load_state_dict` is put back where it
+was; any other is read and discarded up to the position, which is announced before it starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
+from trainer_lib.data.order import keep_generators, seed_generators
+
+_log = logging.getLogger(__name__)
+
+
+class _Part(NamedTuple):
+    """A collated share with what its whole round held, on its way out of a worker."""
+
+    batch: Any
+    real: bool
+    samples: int
+
+
+class Shares(IterableDataset[_Part]):
+    """Cuts a stream into rounds of world x micro samples and collates this rank's part of each."""
+
+    def __init__(
+        self,
+        stream: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        global_batch: int,
+        micro_batch: int,
+        world_size: int,
+        rank: int,
+        fillers: bool,
+    ) -> None:
+        self.stream = stream
+        self.collate = collate
+        self.skip_samples = 0
+        self._global_batch = global_batch
+        self._micro = min(micro_batch, -(-global_batch // world_size))
+        self._world = world_size
+        self._rank = rank
+        self._fillers = fillers
+
+    def _rounds(self) -> Iterator[list[Any]]:
+        samples = itertools.islice(iter(self.stream), self.skip_samples, None)
+        room = self._global_batch
+        while unit := list(itertools.islice(samples, min(room, self._world * self._micro))):
+            yield unit
+            room = room - len(unit) or self._global_batch
+
+    def __iter__(self) -> Iterator[_Part]:
+        for unit in self._rounds():
+            share = unit[self._rank * self._micro : (self._rank + 1) * self._micro]
+            if share or self._fillers:
+                yield _Part(self.collate(share or unit[:1]), bool(share), len(unit))
+            else:
+                yield _Part(None, False, len(unit))
+
+
+class IterableLoader(DataLoader[Any]):
+    """This rank's micro-batches of an iterable dataset; iterating it gives the plain batches."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        world_size: int,
+        rank: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        drop_last: bool,
+        options: LoaderOptions,
+        fillers: bool = True,
+    ) -> None:
+        self.shares = Shares(
+            dataset,
+            collate,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            world_size=world_size,
+            rank=rank,
+            fillers=fillers,
+        )
+        self.global_batch = global_batch
+        self.eval_batch_size = micro_batch
+        unit = world_size * min(micro_batch, -(-global_batch // world_size))
+        self._accumulation = -(-global_batch // unit)
+        self._unit = unit
+        self._seed = seed
+        self._drop_last = drop_last
+        self.epoch_samples: int | None = len(dataset) if has_length(dataset) else None
+        self.steps_per_epoch: int | None = None
+        if self.epoch_samples is not None:
+            count = self.epoch_samples
+            self.steps_per_epoch = count // global_batch if drop_last else -(-count // global_batch)
+        self._restored: dict[str, Any] | None = None
+        super().__init__(self.shares, batch_size=None, generator=torch.Generator().manual_seed(0), **options.keywords())
+
+    def __len__(self) -> int:
+        if self.epoch_samples is None:
+            raise TypeError("the iterable dataset has no length")
+        return -(-self.epoch_samples // self._unit)
+
+    def __iter__(self) -> Any:
+        """The batches alone."""
+        return (part.batch for part in super().__iter__() if part.batch is not None)
+
+    def micro_steps(self, step: int) -> int:
+        """Micro-batches of a full step."""
+        return self._accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
+        stream = self.shares.stream
+        if callable(tell := getattr(stream, "set_epoch", None)):
+            tell(epoch)
+        elif isinstance(generator := getattr(stream, "generator", None), torch.Generator):
+            generator.manual_seed(self._seed + epoch)
+
+    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
+        """This rank's micro-batches of an epoch from a step on."""
+        self.set_epoch(epoch)
+        parts = self._parts(start_step)
+        while step := list(itertools.islice(parts, self._accumulation)):
+            if self._drop_last and sum(part.samples for part in step) < self.global_batch:
+                return
+            for part in step:
+                yield Micro(part.batch, part.real)
+
+    def rounds(self) -> Iterator[Micro]:
+        """One pass for evaluation: a part without a sample on this rank has no batch."""
+        self.set_epoch(0)
+        for part in super().__iter__():
+            yield Micro(part.batch, part.real)
+
+    def _parts(self, start_step: int) -> Iterator[_Part]:
+        self.shares.skip_samples = 0
+        if self._restored is not None:
+            self.shares.stream.load_state_dict(self._restored)
+            self._restored = None
+        elif start_step and self.num_workers == 0:
+            self.shares.skip_samples = start_step * self.global_batch
+        elif start_step:
+            # Workers cut the stream themselves, so only whole micro-batches can be counted off.
+            return itertools.islice(super().__iter__(), start_step * self._accumulation, None)
+        return iter(super().__iter__())
+
+    def state(self) -> dict[str, Any]:
+        """The batch, and the dataset's own state if it offers one (without workers: they hold copies of it)."""
+        state: dict[str, Any] = {"order": {"kind": "iterable"}, "global_batch": self.global_batch}
+        if self.num_workers == 0 and callable(give := getattr(self.shares.stream, "state_dict", None)):
+            state["dataset"] = give()
+        return state
+
+    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
+        """Put the dataset back, or say what reading up to the position will cost."""
+        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
+        take = getattr(self.shares.stream, "load_state_dict", None)
+        if state.get("dataset") is not None and callable(take) and self.num_workers == 0:
+            self._restored = state["dataset"]
+        elif step:
+            _log.warning(
+                "The iterable dataset has no state to restore: reading and discarding %d samples up to the position.",
+                step * self.global_batch,
+            )
+
+
+class ForeignLoader:
+    """A DataLoader of the user's own: its batches are dealt out to ranks in turn.
+
+    One with `state_dict` / `load_state_dict` (torchdata's StatefulDataLoader) is put back where it was on resume; any
+    other is read and discarded up to the position.
+    """
+
+    def __init__(
+        self, loader: Any, *, accumulation: int, world_size: int, rank: int, seed: int, drop_last: bool
+    ) -> None:
+        self.loader = loader
+        self._accumulation = accumulation
+        self._world = world_size
+        self._rank = rank
+        self._seed = seed
+        self._drop_last = drop_last
+        self._restored: dict[str, Any] | None = None
+        batches = len(loader) if has_length(loader) else None
+        self.steps_per_epoch = None if batches is None else self._steps(batches)
+        size = getattr(loader, "batch_size", None)
+        self.global_batch = size * accumulation * world_size if isinstance(size, int) else 0
+        dataset = getattr(loader, "dataset", None)
+        self.epoch_samples = len(dataset) if dataset is not None and has_length(dataset) else None
+
+    def _steps(self, batches: int) -> int:
+        per_step = self._accumulation * self._world
+        return batches // per_step if self._drop_last else -(-batches // per_step)
+
+    def micro_steps(self, step: int) -> int:
+        """Micro-batches of a full step."""
+        return self._accumulation
+
+    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
+        """Every world-th batch of an epoch, from a step on; the last round is filled up with fillers."""
+        if self._restored is not None:
+            self.loader.load_state_dict(self._restored)
+            self._restored = None
+            start_step = 0
+        for name in ("batch_sampler", "sampler", "dataset"):
+            if callable(tell := getattr(getattr(self.loader, name, None), "set_epoch", None)):
+                tell(epoch)
+        with keep_generators():  # samplers that shuffle draw their seed here: the same one on every rank
+            seed_generators(self._seed + epoch)
+            batches = iter(self.loader)
+        batches = itertools.islice(batches, start_step * self._accumulation * self._world, None)
+        while turn := list(itertools.islice(batches, self._world)):
+            real = self._rank < len(turn)
+            yield Micro(turn[self._rank] if real else turn[0], real)
+
+    def state(self) -> dict[str, Any]:
+        """The loader's own state, if it offers one."""
+        state: dict[str, Any] = {"order": {"kind": "loader"}, "global_batch": self.global_batch}
+        if callable(give := getattr(self.loader, "state_dict", None)):
+            state["loader"] = give()
+        return state
+
+    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
+        """Put the loader back, or say what reading up to the position will cost."""
+        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
+        if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
+            self._restored = state["loader"]
+        elif step:
+            _log.warning(
+                "The DataLoader has no state to restore: reading and discarding %d batches to reach the position.",
+                step * self._accumulation * self._world,
+            )

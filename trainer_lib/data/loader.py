@@ -1,0 +1,306 @@
+"""Loaders whose state is a position: an epoch can start at any step at once, with nothing replayed.
+
+Randomness inside a sample (augmentation in ``__getitem__``) and inside a collator (masking) is seeded by (seed, epoch,
+sample), in workers and in the training process alike, so it neither depends on the number of workers nor touches the
+generators that dropout draws from. Datasets and collators known to be pure are spared the swap of generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
+from trainer_lib.data.order import BatchPlan, Indices, Order, keep_generators, sample_seeds, seed_generators
+from trainer_lib.errors import ConfigError
+
+
+class Micro(NamedTuple):
+    """A micro-batch on its way to the model.
+
+    Attributes:
+        batch: what the collator made.
+        real: False for a filler: another rank has samples in this micro-step and this one has none, so it computes one
+            at weight zero to take part in the collectives.
+    """
+
+    batch: Any
+    real: bool
+
+
+class TrainSource(Protocol):
+    """Where the training loop's micro-batches come from.
+
+    Attributes:
+        global_batch: samples of a full step over all ranks; 0 when unknown.
+        steps_per_epoch: None when only the end of the data tells.
+        epoch_samples: samples of one epoch over all ranks; None when unknown.
+    """
+
+    global_batch: int
+    steps_per_epoch: int | None
+    epoch_samples: int | None
+
+    def micro_steps(self, step: int) -> int:
+        """How many micro-batches step `step` of an epoch has, at most."""
+
+    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
+        """This rank's micro-batches of `epoch` from `start_step` on."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides epoch and step, JSON."""
+
+    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
+        """Take up `state` again. Raises ConfigError when the data or the batch is another one."""
+
+
+@dataclass
+class LoaderOptions:
+    """Settings of torch's DataLoader, as the arguments give them."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    multiprocessing_context: str | None = None
+    in_order: bool = True
+
+    def keywords(self) -> dict[str, Any]:
+        """As keyword arguments; those that make no sense without workers are left out."""
+        common: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
+        if self.num_workers == 0:
+            return common
+        return {
+            **common,
+            "persistent_workers": self.persistent_workers,
+            "prefetch_factor": self.prefetch_factor,
+            "multiprocessing_context": self.multiprocessing_context,
+            "in_order": self.in_order,
+        }
+
+
+class Keys(NamedTuple):
+    """The samples of one micro-batch."""
+
+    epoch: int
+    indices: Indices
+
+
+def is_pure(dataset: Any) -> bool:
+    """Whether reading a sample certainly draws no random number."""
+    if isinstance(dataset, Subset):
+        return is_pure(dataset.dataset)
+    return isinstance(dataset, list | tuple | TensorDataset) or bool(getattr(dataset, "is_pure", False))
+
+
+class Fetch(Dataset[Any]):
+    """Reads and collates a whole micro-batch under generators seeded per sample; runs where the data is loaded."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self._seed = seed
+        self._pure_collate = collate is default_data_collator or isinstance(collate, DataCollatorWithPadding)
+        self._pure = is_pure(dataset)
+        self._read_many = _batched_reader(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, keys: Keys) -> Any:
+        """The collated batch of `keys`."""
+        if self._pure and self._pure_collate:
+            return self.collate(self._read(keys.indices.tolist()))
+        with keep_generators():
+            seeds = sample_seeds(self._seed, keys.epoch, keys.indices).tolist()
+            rows = self._read(keys.indices.tolist(), seeds)
+            seed_generators(seeds[0] ^ 1)  # a collator's own draws: by the first sample, apart from that sample's
+            return self.collate(rows)
+
+    def _read(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
+        if self._read_many is not None:
+            if seeds is not None:
+                seed_generators(seeds[0])
+            return list(self._read_many(indices))
+        if seeds is None:
+            return [self.dataset[index] for index in indices]
+        rows = []
+        for index, seed in zip(indices, seeds, strict=True):
+            seed_generators(seed)
+            rows.append(self.dataset[index])
+        return rows
+
+
+def _batched_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
+    # A Subset always has __getitems__, but only reads one by one when what it wraps does.
+    if isinstance(dataset, Subset) and _batched_reader(dataset.dataset) is None:
+        return None
+    reader = getattr(dataset, "__getitems__", None)
+    return reader if callable(reader) else None
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+class _KeySampler:
+    """Tells torch's DataLoader which samples make a batch; lives in the training process."""
+
+    def __init__(self, order: Order, plan: BatchPlan) -> None:
+        self.order = order
+        self.plan = plan
+        self.epoch = 0
+        self.start_step = 0
+
+    def shares(self, step: int) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, real) of this rank's micro-batches of a step; a filler is the step's first sample."""
+        for micro_step in range(self.plan.micro_steps(step)):
+            start, stop = self.plan.share(step, micro_step)
+            if start < stop:
+                yield start, stop, True
+            else:
+                first = step * self.plan.global_batch
+                yield first, first + 1, False
+
+    def __iter__(self) -> Iterator[Keys]:
+        for step in range(self.start_step, self.plan.steps_per_epoch):
+            for start, stop, _ in self.shares(step):
+                yield Keys(self.epoch, self.order.indices(self.epoch, start, stop))
+
+    def __len__(self) -> int:
+        plan = self.plan
+        full, rest = divmod(plan.num_samples, plan.global_batch)
+        return full * plan.max_micro_steps + -(-rest // (plan.world_size * plan.micro_batch))
+
+
+class _SeededLoader(DataLoader[Any]):
+    """A DataLoader that never draws from torch's global generator."""
+
+    def __init__(self, fetch: Fetch, batch_sampler: Any, options: LoaderOptions) -> None:
+        super().__init__(
+            fetch,
+            batch_sampler=batch_sampler,
+            collate_fn=_as_is,
+            generator=torch.Generator().manual_seed(0),  # workers are re-seeded per sample: the value is of no account
+            **options.keywords(),
+        )
+
+
+class TrainLoader(_SeededLoader):
+    """This rank's micro-batches of a map-style dataset; iterating it gives the batches of `set_epoch`'s epoch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: Order,
+        plan: BatchPlan,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        options: LoaderOptions,
+    ) -> None:
+        self.plan = plan
+        self.order = order
+        self.keys = _KeySampler(order, plan)
+        self.global_batch = plan.global_batch
+        self.steps_per_epoch: int | None = plan.steps_per_epoch
+        self.epoch_samples: int | None = plan.num_samples
+        super().__init__(Fetch(dataset, collate, seed), self.keys, options)
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Iterate that epoch from now on, from that step."""
+        self.keys.epoch, self.keys.start_step = epoch, start_step
+
+    def micro_steps(self, step: int) -> int:
+        """Micro-batches of a step."""
+        return self.plan.micro_steps(step)
+
+    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
+        """This rank's micro-batches of an epoch from a step on."""
+        self.set_epoch(epoch, start_step)
+        batches = iter(self)
+        for step in range(start_step, self.plan.steps_per_epoch):
+            for _, _, real in self.keys.shares(step):
+                yield Micro(next(batches), real)
+
+    def state(self) -> dict[str, Any]:
+        """The order's fingerprint and the global batch: the position itself is (epoch, step)."""
+        return {"order": self.order.fingerprint(), "global_batch": self.global_batch}
+
+    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
+        """Compare: a position means nothing in another order or under another global batch."""
+        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
+        check_same("train_dataset", state.get("order"), self.order.fingerprint())
+
+
+def check_same(field: str, saved: Any, now: Any) -> None:
+    """Raise ConfigError when a resumed run's data position would mean something else."""
+    if saved is not None and saved != now:
+        raise ConfigError(
+            f"was {saved} when the checkpoint was written, so its position in the data does not fit.",
+            field=field,
+            value=now,
+            remedy="Restore it, or start anew (for a change of processes: set global_batch_size to the old product).",
+        )
+
+
+class EvalLoader(_SeededLoader):
+    """This rank's share of a map-style dataset in its own order; nothing is padded or repeated.
+
+    Round b covers rows [b*world*batch, (b+1)*world*batch); each rank takes its slice, or none in the last round.
+
+    Attributes:
+        rounds: the same on every rank; `batches` may be one fewer here.
+        rows: the [start, stop) rows that are read, of the dataset's own numbering.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        world_size: int,
+        rank: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        options: LoaderOptions,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        start, stop = rows or (0, len(dataset))
+        self.rows = (start, stop)
+        self.eval_batch_size = batch_size
+        self.rounds = -(-(stop - start) // (batch_size * world_size))
+        ends = [(start + (number * world_size + rank) * batch_size) for number in range(self.rounds)]
+        self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
+        super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
+
+
+class _RowSampler:
+    def __init__(self, slices: Sequence[tuple[int, int]]) -> None:
+        self._slices = slices
+
+    def __iter__(self) -> Iterator[Keys]:
+        for start, stop in self._slices:
+            yield Keys(0, np.arange(start, stop, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def has_length(dataset: Any) -> bool:
+    """Whether `len(dataset)` works; an iterable dataset may have a length too."""
+    if not isinstance(dataset, Sized):
+        return False
+    try:
+        len(dataset)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
