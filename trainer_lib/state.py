@@ -1,6 +1,6 @@
 """What a training run knows about itself, and what its methods give back. Plain data, free of torch.
 
-`TrainerState` is what a checkpoint's `trainer_state.json` holds; fields and names are those of the transformers Trainer,
+`TrainerState` is what a checkpoint's `trainer_state.json` holds; its fields are those of the transformers Trainer,
 so that its tools read the file. "Step" means optimizer step throughout.
 """
 
