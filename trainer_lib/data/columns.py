@@ -1,0 +1,228 @@
+"""Rows to Arrow columns and back: what a column may hold, inferred from the first rows and enforced on the rest.
+
+    Python / NumPy value                 stored as                         comes back as
+    bool, int, float, NumPy scalar       the same width (int64, float64)   bool, int, float
+    str, bytes                           large_string, large_binary        str, bytes
+    1-D array, list of numbers           large_list of the dtype           1-D array, any length
+    array of 2 or more dimensions        fixed-size list, shape noted      array of that shape
+
+Nothing is narrowed: a list of Python floats is float64. Every refusal names split, row and column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+
+from trainer_lib.errors import DataError
+
+ROW_ID = "row_id"
+_NOTE = b"trainflow"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column holds.
+
+    Attributes:
+        kind: "scalar", "string", "bytes", "list" (1-D, any length) or "array" (fixed shape).
+        dtype: NumPy name of the elements; empty for text and bytes.
+        shape: of an "array".
+    """
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """As people read it: ``float32[8,8]``, ``int64[*]``, ``string``."""
+        if self.kind == "list":
+            return f"{self.dtype}[*]"
+        if self.kind == "array":
+            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return self.dtype or self.kind
+
+    def field(self, name: str) -> pa.Field:
+        """The Arrow field, with what Arrow's type cannot say in its metadata."""
+        plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(self.kind)
+        if plain is None:
+            # Arrow packs booleans into bits, which cannot be looked at without a copy: arrays keep a byte each.
+            stored = "uint8" if self.dtype == "bool" and self.kind != "scalar" else self.dtype
+            plain = pa.from_numpy_dtype(np.dtype(stored))
+        if self.kind == "list":
+            plain = pa.large_list(plain)
+        elif self.kind == "array":
+            plain = pa.list_(plain, int(np.prod(self.shape)))
+        note = json.dumps({"kind": self.kind, "dtype": self.dtype, "shape": list(self.shape)})
+        return pa.field(name, plain, nullable=False, metadata={_NOTE: note.encode()})
+
+    @classmethod
+    def of_field(cls, field: pa.Field) -> Column:
+        """The column that `field` was made from."""
+        note = json.loads((field.metadata or {})[_NOTE])
+        return cls(note["kind"], note["dtype"], tuple(note["shape"]))
+
+
+class Schema:
+    """The columns of a split.
+
+    Args:
+        columns: by name, in order.
+        split: its name, for messages.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], split: str) -> None:
+        self.columns = dict(columns)
+        self._split = split
+        self.arrow = pa.schema([column.field(name) for name, column in self.columns.items()])
+
+    @classmethod
+    def infer(cls, rows: Sequence[Mapping[str, Any]], split: str) -> Schema:
+        """The columns that hold all of `rows` (at least one)."""
+        first = rows[0]
+        if not isinstance(first, Mapping) or not first:
+            raise _refuse(split, 0, None, f"a row must be a non-empty mapping, got {type(first).__name__}")
+        columns: dict[str, Column] = {}
+        for name in first:
+            if not isinstance(name, str):
+                raise _refuse(split, 0, repr(name), "a column's name must be text")
+            columns[name] = _infer([_value(row, name, split, index) for index, row in enumerate(rows)], name, split)
+        columns.setdefault(ROW_ID, Column("scalar", "int64"))
+        if columns[ROW_ID] != Column("scalar", "int64"):
+            raise _refuse(split, 0, ROW_ID, "row ids must be integers")
+        return cls(columns, split)
+
+    @classmethod
+    def of_arrow(cls, schema: pa.Schema, split: str) -> Schema:
+        """The schema stored in a shard."""
+        return cls({field.name: Column.of_field(field) for field in schema}, split)
+
+    def batch(self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool) -> pa.RecordBatch:
+        """`rows`, numbered from `first_row`, as one record batch. DataError names row and column of a misfit."""
+        for index, row in enumerate(rows):
+            unknown = set(row) - set(self.columns) if isinstance(row, Mapping) else None
+            if unknown is None or unknown:
+                what = f"not in the first row: {', '.join(sorted(map(str, unknown)))}" if unknown else "not a mapping"
+                raise _refuse(self._split, first_row + index, None, what)
+        own_ids = any(ROW_ID in row for row in rows)
+        arrays = []
+        for name, column in self.columns.items():
+            if name == ROW_ID and not own_ids:
+                arrays.append(pa.array(np.arange(first_row, first_row + len(rows), dtype=np.int64)))
+                continue
+            values = [_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
+            arrays.append(self._array(name, column, values, first_row, allow_nan=allow_nan))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
+
+    def _array(self, name: str, column: Column, values: list[Any], first_row: int, *, allow_nan: bool) -> pa.Array:
+        if column.kind in ("string", "bytes"):
+            expected = str if column.kind == "string" else bytes | bytearray | memoryview
+            for index, value in enumerate(values):
+                if not isinstance(value, expected):
+                    self._unfit(first_row + index, name, column, type(value).__name__)
+            return pa.array(values, type=self.arrow.field(name).type)
+        dtype = np.dtype(column.dtype)
+        items = [self._item(value, name, column, dtype, first_row + index) for index, value in enumerate(values)]
+        flat = np.concatenate([item.reshape(-1) for item in items]) if items else np.empty(0, dtype)
+        if dtype.kind == "f" and not allow_nan:
+            self._check_finite(flat, [item.size for item in items], name, first_row)
+        if dtype.kind == "b" and column.kind != "scalar":
+            flat = flat.view(np.uint8)
+        if column.kind == "scalar":
+            return pa.array(flat, type=self.arrow.field(name).type)
+        if column.kind == "array":
+            return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=self.arrow.field(name).type)
+        offsets = np.concatenate([[0], np.cumsum([item.size for item in items])]).astype(np.int64)
+        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat), type=self.arrow.field(name).type)
+
+    def _item(self, value: Any, name: str, column: Column, dtype: np.dtype[Any], row: int) -> np.ndarray:
+        """One value as an array of the column's dtype."""
+        found = _as_array(value)
+        fits = found is not None and (found.size == 0 or np.can_cast(found.dtype, dtype, "safe"))
+        if found is None or not fits:
+            self._unfit(row, name, column, type(value).__name__ if found is None else str(found.dtype))
+        shape = {"scalar": (), "array": column.shape}.get(column.kind, found.shape[:1])
+        if found.shape != shape or (column.kind == "list" and found.ndim != 1):
+            self._unfit(row, name, column, f"an array of shape {list(found.shape)}")
+        return found.astype(dtype, copy=False)
+
+    def _unfit(self, row: int, name: str, column: Column, what: str) -> NoReturn:
+        raise _refuse(self._split, row, name, f"{what} does not fit {column}, which the first rows gave")
+
+    def _check_finite(self, flat: np.ndarray, sizes: list[int], name: str, first_row: int) -> None:
+        finite = np.isfinite(flat)
+        if finite.all():
+            return
+        place = int(np.argmin(finite))
+        row = first_row + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+        what = "NaN" if np.isnan(flat[place]) else "an infinite value"
+        raise DataError(
+            f"{what} in split '{self._split}', row {row}, column '{name}'.",
+            field="prepare",
+            remedy="Repair or drop it in prepare(), or allow it with prepare.allow_nan=true.",
+        )
+
+
+def _infer(values: list[Any], name: str, split: str) -> Column:
+    if all(isinstance(value, str) for value in values):
+        return Column("string")
+    if all(isinstance(value, bytes | bytearray | memoryview) for value in values):
+        return Column("bytes")
+    arrays = []
+    for row, value in enumerate(values):
+        array = _as_array(value)
+        if array is None:
+            raise _refuse(split, row, name, f"{_described(value)} cannot be stored beside the other rows' values")
+        arrays.append(array)
+    dtype = np.result_type(*{array.dtype for array in arrays if array.size} or {np.dtype(np.int64)})
+    kinds = {array.dtype.kind == "b" for array in arrays if array.size}
+    if dtype.kind not in "biuf" or len(kinds) > 1:
+        raise _refuse(split, 0, name, f"a mixture of types ({dtype}) in the first rows")
+    shapes = {array.shape for array in arrays}
+    dimensions = {len(shape) for shape in shapes}
+    if dimensions == {0}:
+        return Column("scalar", dtype.name)
+    if dimensions == {1}:
+        return Column("list", dtype.name)
+    if len(shapes) == 1:
+        return Column("array", dtype.name, arrays[0].shape)
+    odd = next(row for row, array in enumerate(arrays) if array.shape != arrays[0].shape)
+    what = f"shape {list(arrays[odd].shape)} beside {list(arrays[0].shape)}; only one-dimensional arrays may vary"
+    raise _refuse(split, odd, name, what)
+
+
+def _as_array(value: Any) -> np.ndarray | None:
+    """Numbers of any dimension as an array; None for what is not numbers."""
+    if isinstance(value, str | bytes | bytearray | memoryview) or value is None:
+        return None
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged lists; tensors that cannot be looked at
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def _value(row: Mapping[str, Any], name: str, split: str, index: int) -> Any:
+    value = row.get(name, _MISSING) if isinstance(row, Mapping) else _MISSING
+    if value is _MISSING:
+        raise _refuse(split, index, name, "the column is missing")
+    return value
+
+
+def _described(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _refuse(split: str, row: int, column: str | None, what: str) -> DataError:
+    where = f"split '{split}', row {row}" + (f", column '{column}'" if column is not None else "")
+    return DataError(
+        f"{where}: {what}.",
+        field="prepare",
+        remedy="Every row of a split must have the same columns, holding numbers, arrays of numbers, text or bytes.",
+    )

@@ -1,0 +1,110 @@
+"""Prepared data on a store: each split as Arrow shards of a fixed number of rows; a crash costs one shard.
+
+``data/<split>/00000.arrow`` is an uncompressed Arrow IPC file with one record batch, so a reader maps it and looks at
+a row without reading the rest. Beside the shards, ``records/data/<split>/00000.arrow.json`` says which are finished: a
+run that is repeated under the same key takes those whose bytes still have their digest, and writes the others.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from trainer_lib.data.arrow_split import ArrowSplit
+from trainer_lib.data.columns import Schema
+from trainer_lib.data.parts import finished_part, record_part
+from trainer_lib.data.predictions import PredictionWriter
+from trainer_lib.errors import DataError
+from trainer_lib.storage import FileEntry, Store
+
+__all__ = ["ArrowSplit", "PredictionWriter", "SplitWriter"]
+
+_SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+class SplitWriter:
+    """Writes one split.
+
+    Args:
+        store: the stage's folder.
+        split: its name; becomes a folder.
+        shard_rows: rows per file.
+        allow_nan: keep NaN and infinite values instead of refusing them.
+        on_shard: called with the number of rows so far, after each shard.
+
+    Attributes:
+        files: the shards written or found, in order.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        split: str,
+        *,
+        shard_rows: int = 10_000,
+        allow_nan: bool = False,
+        on_shard: Callable[[int], None] = lambda rows: None,
+    ) -> None:
+        if not _SPLIT_NAME.fullmatch(split):
+            raise DataError(
+                "cannot name a split.", field="prepare", value=split, remedy="Use letters, digits, '_', '-' and '.'."
+            )
+        self._store = store
+        self._split = split
+        self._shard_rows = shard_rows
+        self._allow_nan = allow_nan
+        self._on_shard = on_shard
+        self._schema: Schema | None = None
+        self.files: list[FileEntry] = []
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Write all rows. Returns ``{"rows", "shards": [paths], "columns": {name: type}}``.
+
+        The rows of finished shards are taken from the iterable and dropped: it must give the same rows every time.
+
+        Raises:
+            DataError: no row at all; a row that does not fit the first ones; NaN, with row and column.
+        """
+        source = iter(rows)
+        total = 0
+        for number in itertools.count():
+            chunk = list(itertools.islice(source, self._shard_rows))
+            if not chunk:
+                break
+            self.files.append(self._shard(number, chunk, total))
+            total += len(chunk)
+            self._on_shard(total)
+        if self._schema is None:
+            raise DataError(
+                f"split '{self._split}' is empty.",
+                field="prepare",
+                value=self._split,
+                remedy="Check the filters and sources in prepare(); leave the split out if it is not needed.",
+            )
+        columns = {name: str(column) for name, column in self._schema.columns.items()}
+        return {"rows": total, "shards": [entry.path for entry in self.files], "columns": columns}
+
+    def _shard(self, number: int, chunk: list[Mapping[str, Any]], first_row: int) -> FileEntry:
+        path = f"data/{self._split}/{number:05d}.arrow"
+        settings = {"first_row": first_row, "rows": len(chunk), "allow_nan": self._allow_nan}
+        found = finished_part(self._store, path, settings)
+        if found is not None:
+            if self._schema is None:
+                stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found.notes["schema"])))
+                self._schema = Schema.of_arrow(stored, self._split)
+            return found.entry
+        if self._schema is None:
+            self._schema = Schema.infer(chunk, self._split)
+        batch = self._schema.batch(chunk, first_row, allow_nan=self._allow_nan)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, self._schema.arrow) as file:
+            file.write_batch(batch)
+        entry = self._store.write_bytes(path, sink.getvalue().to_pybytes())
+        schema = base64.b64encode(self._schema.arrow.serialize().to_pybytes()).decode()
+        record_part(self._store, entry, settings, {"schema": schema})
+        return entry
