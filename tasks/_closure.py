@@ -46,7 +46,7 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
         raise ConfigError(
             "A recipe is a Python file.", field=field, value=str(recipe), remedy="Give the path of a .py file."
         )
-    walk = _Walk(Path(root).absolute() if root is not None else recipe.parent, recipe.parent, field)
+    walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), field)
     walk.visit(recipe)
     return Closure(dict(sorted(walk.digests.items())), tuple(sorted(walk.unseen)))
 
@@ -80,9 +80,8 @@ def top_level_names(path: Path) -> set[str] | None:
 class _Walk:
     """A depth-first walk over files; cycles end at files already seen."""
 
-    def __init__(self, root: Path, folder: Path, field: str) -> None:
+    def __init__(self, root: Path, field: str) -> None:
         self.root = root
-        self.places = list(dict.fromkeys((root, folder)))
         self.field = field
         self.digests: dict[str, str] = {}
         self.unseen: list[str] = []
@@ -99,8 +98,7 @@ class _Walk:
             waiting.extend(self._imports(path, tree))
 
     def _name(self, path: Path) -> str:
-        base = self.root if path.is_relative_to(self.root) else self.places[-1]
-        return path.relative_to(base).as_posix() if path.is_relative_to(base) else path.name
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
     def _imports(self, path: Path, tree: ast.Module) -> Iterator[Path]:
         for node in ast.walk(tree):
@@ -118,6 +116,8 @@ class _Walk:
         if node.level == 0:
             for name in names:
                 yield from self._absolute([*parts, *_submodules(name)])
+            if "*" in names and parts[0] not in _OURS:
+                yield from _siblings(self.root.joinpath(*parts))
             return
         package = path.parent
         for _ in range(node.level - 1):
@@ -130,12 +130,7 @@ class _Walk:
     def _absolute(self, parts: list[str]) -> Iterator[Path]:
         if not parts or parts[0] in _OURS:
             return
-        for place in self.places:
-            if _module_file(place / parts[0]) is not None or (place / parts[0]).is_dir():
-                yield from self._below(place, parts)
-                if parts[-1] == "*":
-                    yield from _siblings(place.joinpath(*parts[:-1]))
-                return
+        yield from self._below(self.root, parts)
 
     def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
         """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""

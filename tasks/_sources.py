@@ -87,6 +87,12 @@ def fingerprints(
     return found
 
 
+def memory(storage: str) -> Path | None:
+    """Where the digests of local sources are remembered: beside a local storage, else nowhere."""
+    store = Store.open(storage)
+    return store.local_path("cache/sources.json") if store.is_local else None
+
+
 def _kind(source: str, field: str) -> tuple[str, str]:
     for prefix in ("package", "stdlib"):
         if source.startswith(f"{prefix}:") and not source.startswith(f"{prefix}://"):

@@ -1,0 +1,157 @@
+"""What is going on, for whoever wants to show it: the terminal, Prefect's progress artifact, Prefect's logs.
+
+An event is a small dict. `event` says which: "stage" (it started, was cached, committed, failed or will be retried),
+"line" (a line that a worker printed), or what workers report: "start", "progress", "log", "save", "resume", "warning".
+Every event names its `stage`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from trainer_lib.errors import TrainflowError
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+_ARTIFACT_EVERY_S = 2.0
+
+_listeners: list[Listener] = []
+_log = logging.getLogger(__name__)
+
+
+def publish(event: Mapping[str, Any]) -> None:
+    """Tell every listener. One that raises an ordinary exception is dropped: a display must not end the work."""
+    for listener in tuple(_listeners):
+        try:
+            listener(dict(event))
+        except Exception:
+            _log.warning("A progress display failed and is switched off.", exc_info=True)
+            with contextlib.suppress(ValueError):
+                _listeners.remove(listener)
+
+
+@contextlib.contextmanager
+def subscribe(listener: Listener) -> Iterator[None]:
+    """Call `listener` with every event inside the block, in the thread where it happens."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _listeners.remove(listener)
+
+
+class StageProgress:
+    """One attempt's events and lines: published, logged to the Prefect run, and drawn as its progress artifact.
+
+    Outside a Prefect run only the listeners hear of them. Prefect's server being away never ends the work.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self._logger = _run_logger()
+        self._artifact: Any = None
+        self._last = 0.0
+        self._shown: Event = {}
+
+    def line(self, text: str) -> None:
+        """A line that a worker printed."""
+        publish({"event": "line", "stage": self.stage, "message": text})
+        if self._logger is not None:
+            self._logger.info("%s", text)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """An event that a worker reported."""
+        publish({**event, "stage": self.stage})
+        if self._logger is None:
+            return
+        if event.get("event") in ("warning", "resume", "save") and event.get("message"):
+            level = logging.WARNING if event["event"] == "warning" else logging.INFO
+            self._logger.log(level, "%s", event["message"])
+        self._shown = {**self._shown, **{name: value for name, value in event.items() if value is not None}}
+        if event.get("max_steps") and time.monotonic() - self._last >= _ARTIFACT_EVERY_S:
+            self._draw()
+
+    def close(self) -> None:
+        """Draw what came last."""
+        if self._artifact is not None:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._last = time.monotonic()
+        share = 100.0 * float(self._shown.get("step") or 0) / float(self._shown["max_steps"])
+        text = describe(self._shown)
+        try:
+            from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+            if self._artifact is None:
+                key = f"{self.stage}-progress"
+                self._artifact = create_progress_artifact(min(share, 100.0), key=key, description=text)
+            else:
+                update_progress_artifact(self._artifact, min(share, 100.0), description=text)
+        except Exception as error:  # the server is away: the work is not
+            self._last = time.monotonic() + 30.0
+            _log.debug("The progress artifact was not updated: %s", error)
+
+
+def describe(event: Mapping[str, Any]) -> str:
+    """``step 120/560, loss 0.231, 1,930 samples/s, 12 s left`` from what an event holds."""
+    parts = []
+    if event.get("step") is not None:
+        parts.append(f"step {event['step']}" + (f"/{event['max_steps']}" if event.get("max_steps") else ""))
+    if isinstance(event.get("loss"), int | float):
+        parts.append(f"loss {event['loss']:.4g}")
+    if isinstance(event.get("samples_per_second"), int | float):
+        parts.append(f"{event['samples_per_second']:,.0f} samples/s")
+    if isinstance(event.get("eta_s"), int | float):
+        parts.append(f"{duration(event['eta_s'])} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class TypedFailuresInOneLine(logging.Filter):
+    """Takes the traceback off a log record about a typed failure: its message says what, where and what to do."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always True; the record is changed in place."""
+        if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], TrainflowError):
+            record.exc_info = None
+            record.exc_text = None
+        return True
+
+
+@contextlib.contextmanager
+def quiet_failures(enabled: bool = True) -> Iterator[None]:
+    """Inside the block Prefect's run logs show typed failures without a traceback."""
+    quiet = TypedFailuresInOneLine()
+    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")] if enabled else []
+    for logger in loggers:
+        logger.addFilter(quiet)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(quiet)
+
+
+def _run_logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger] | None:
+    from prefect.context import FlowRunContext, TaskRunContext
+    from prefect.logging import get_run_logger
+
+    if TaskRunContext.get() is None and FlowRunContext.get() is None:
+        return None
+    return get_run_logger()

@@ -1,0 +1,256 @@
+"""Which failures of a stage are tried again, and how.
+
+    preempted                    again, free of charge
+    out of memory                again one rung lower: half the micro-batch, the same global batch; free of charge
+    store, worker lost           again while the stage's `retries` last
+    config, code, data, full …   never
+
+Prefect's retry is only the trigger: it re-runs a task with the same parameters, counts every attempt alike and picks
+delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder, and Prefect asks
+for it (`should_retry`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from trainer_lib.errors import OutOfMemoryError, Preempted, TrainflowError
+from trainer_lib.storage import Store
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import State, TaskRun
+
+ATTEMPTS = "attempts"
+MAX_TRIES = 20
+_RECORD_BYTES = 1 << 20
+_DETAILS_CHARS = 8_000
+_INVOCATION = uuid.uuid4().hex
+
+DELAYS_S = [min(2.0**number, 300.0) for number in range(MAX_TRIES)]
+"""Seconds before each further try: 1, 2, 4 … at most five minutes."""
+
+JITTER = 0.3
+"""Each delay is drawn up to this share longer or shorter, so that many runs do not come back at the same moment."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to try again, and why (not)."""
+
+    retry: bool
+    reason: str
+
+
+def decide(error: BaseException, *, retries: int, used: int, lower_rung: bool) -> Decision:
+    """The policy.
+
+    Args:
+        retries: failures that the stage's settings allow to be retried.
+        used: failures already charged to this run of the stage.
+        lower_rung: whether less memory could be used next time.
+    """
+    if not isinstance(error, TrainflowError) or not error.retryable:
+        return Decision(False, "a retry cannot help")
+    if isinstance(error, Preempted):
+        return Decision(True, "preempted: tried again, free of charge")
+    if isinstance(error, OutOfMemoryError):
+        if lower_rung:
+            return Decision(True, "out of memory: tried again with half the micro-batch, the same global batch")
+        return Decision(False, "out of memory, and nothing left to lower")
+    if used >= retries:
+        return Decision(False, f"{retries} of {retries} retries are used up")
+    return Decision(True, f"retry {used + 1} of {retries}")
+
+
+class Ledger:
+    """The attempts of one stage: ``attempts/NNNN.json`` when one begins, ``NNNN.end.json`` when it ends. Append-only.
+
+    An attempt without an end died silently.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store.child(ATTEMPTS)
+
+    def begin(self, *, reason: str, rung: int) -> int:
+        """Record the start of an attempt; its number, from 1."""
+        record = {
+            "started": now(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "invocation": invocation(),
+            "reason": reason,
+            "rung": rung,
+        }
+        taken = [int(name[:4]) for name in self.store.children() if name[:4].isdigit()]
+        for number in itertools.count(max(taken, default=0) + 1):
+            if self.store.create(f"{number:04d}.json", _json({"attempt": number, **record})):
+                return number
+        raise AssertionError("unreachable")
+
+    def end(
+        self, number: int, outcome: str, *, error: BaseException | None = None, decision: str | None = None
+    ) -> None:
+        """Record how an attempt ended: "committed", "failed" or "interrupted"."""
+        record: dict[str, Any] = {"attempt": number, "ended": now(), "outcome": outcome, "decision": decision}
+        if isinstance(error, TrainflowError):
+            record["error"] = error.to_record()
+            record["error"]["details"] = (error.details or "")[-_DETAILS_CHARS:] or None
+        elif error is not None:
+            record["error"] = {"class": type(error).__name__, "message": str(error)}
+        self.store.create(f"{number:04d}.end.json", _json(record))
+
+    def used(self) -> int:
+        """Failures charged to this run of the stage: those of its own attempts that were neither free nor lowered."""
+        free = (Preempted.__name__, OutOfMemoryError.__name__)
+        return sum(
+            1
+            for start, end in self._attempts()
+            if start.get("invocation") == invocation()
+            and end.get("outcome") == "failed"
+            and end.get("error", {}).get("class") not in free
+        )
+
+    def rung(self) -> int:
+        """How often the micro-batch must be halved: once more than in the last attempt that ran out of memory."""
+        rung = 0
+        for start, end in self._attempts():
+            if end.get("error", {}).get("class") == OutOfMemoryError.__name__:
+                rung = max(rung, int(start.get("rung", 0)) + 1)
+        return rung
+
+    def _attempts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        names = self.store.children()
+        starts = [name for name in names if name.endswith(".json") and not name.endswith(".end.json")]
+        return [(self._read(name), self._read(f"{name[:4]}.end.json")) for name in sorted(starts)]
+
+    def _read(self, name: str) -> dict[str, Any]:
+        data = self.store.read_if_exists(name, limit=_RECORD_BYTES)
+        try:
+            record = json.loads(data) if data else {}
+        except ValueError:
+            return {}
+        return record if isinstance(record, dict) else {}
+
+
+def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int) -> dict[str, Any]:
+    """Training arguments `rung` halvings of the micro-batch down, with the same global batch. Rung 0: unchanged."""
+    from trainer_lib.arguments import TrainingArguments, total_batch_size
+
+    if rung == 0:
+        return dict(args)
+    parsed = TrainingArguments.from_dict(args, prefix="train.args")
+    return {
+        **parsed.to_dict(),
+        "gradient_accumulation_steps": 1,  # derived from the two below
+        "per_device_train_batch_size": max(1, parsed.per_device_train_batch_size >> rung),
+        "global_batch_size": total_batch_size(parsed, world_size=world_size),
+    }
+
+
+def lower_evaluation(args: Mapping[str, Any], rung: int) -> dict[str, Any]:
+    """Evaluation arguments `rung` halvings of the batch down."""
+    from trainer_lib.arguments import TrainingArguments
+
+    if rung == 0:
+        return dict(args)
+    size = TrainingArguments.from_dict(args, prefix="evaluate.args").per_device_eval_batch_size
+    return {**args, "per_device_eval_batch_size": max(1, size >> rung)}
+
+
+def rungs_of(batch_size: int) -> int:
+    """How often a batch can be halved before it is one sample."""
+    return max(0, batch_size.bit_length() - 1)
+
+
+# -- Prefect asks -----------------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def stage_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """`prefect.task` as every stage wants it: without Prefect's cache (the manifest is the truth), retried as decided."""
+    from prefect import task
+    from prefect.cache_policies import NO_CACHE
+
+    return task(
+        name=name,
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=MAX_TRIES,
+        retry_delay_seconds=list(DELAYS_S),
+        retry_jitter_factor=JITTER,
+        retry_condition_fn=should_retry,
+    )
+
+
+_decisions: dict[str, Decision] = {}
+_lock = threading.Lock()
+
+
+def remember(decision: Decision) -> None:
+    """Keep a decision for Prefect's question about the task run that is executing."""
+    run_id = _task_run_id()
+    if run_id is not None:
+        with _lock:
+            _decisions[run_id] = decision
+
+
+def remember_if_new(error: TrainflowError, *, retries: int) -> None:
+    """The same for a failure outside of any attempt (the store could not be looked at): charged by Prefect's count."""
+    context = _task_context()
+    if context is not None and str(context.task_run.id) not in _decisions:
+        remember(decide(error, retries=retries, used=context.task_run.run_count - 1, lower_rung=False))
+
+
+def should_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Prefect's `retry_condition_fn`: what the attempts ledger decided for the failure just seen."""
+    with _lock:
+        decision = _decisions.pop(str(task_run.id), None)
+    return decision is not None and decision.retry
+
+
+def invocation() -> str:
+    """What one budget of retries covers: a Prefect task run, or this process when there is none."""
+    return _task_run_id() or _INVOCATION
+
+
+def in_task_run() -> bool:
+    """Whether this is running inside a Prefect task."""
+    return _task_context() is not None
+
+
+def first_try() -> bool:
+    """Whether this is not Prefect's retry of a task run."""
+    context = _task_context()
+    return context is None or context.task_run.run_count <= 1
+
+
+def _task_run_id() -> str | None:
+    context = _task_context()
+    return None if context is None else str(context.task_run.id)
+
+
+def _task_context() -> Any:
+    from prefect.context import TaskRunContext
+
+    return TaskRunContext.get()
+
+
+def now() -> str:
+    """The time in UTC, ISO-8601, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _json(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, indent=1).encode()

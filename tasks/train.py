@@ -1,0 +1,67 @@
+"""train: prepared data and arguments to a model, continued from its newest good checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tasks._keys import train_key, world_size
+from tasks._launching import data_request, entries, run_verb
+from tasks._retry import lower_training, rungs_of, stage_task
+from tasks._stage import StageContext, StageManifest, StageOutput, run_stage
+from tasks.configs import TrainConfig
+from trainer_lib.arguments import TrainingArguments
+
+_FACTS = ("global_step", "global_samples", "world_size", "resumed_from", "checkpoints", "parameters")
+
+
+@stage_task("train")
+def train(
+    config: TrainConfig,
+    *,
+    recipe: str,
+    storage: str,
+    data: dict[str, Any],
+    tracking: dict[str, Any] | None = None,
+    root: str | None = None,
+    force: bool = False,
+    debug: bool = False,
+) -> dict[str, Any]:
+    """Train, unless this very training is committed already; an unfinished one continues from its checkpoints.
+
+    Args:
+        recipe: path of the recipe's Python file; `config.recipe` comes before it.
+        storage: the pipeline's storage root.
+        data: the manifest of prepare-data (or of a stage of your own that gives the same `meta`).
+        tracking: the MLflow run to add the curve to (`RunHandle.to_dict()`).
+        root: where the recipe's imports start; None: found from the recipe.
+        force: discard a committed result and the checkpoints.
+
+    Returns:
+        The stage's manifest: the model lies below `model/`; `meta` holds steps, checkpoints and what was resumed.
+    """
+    StageManifest.from_dict(data)
+    processes = world_size(config.launch)
+
+    def work(context: StageContext) -> StageOutput:
+        args = lower_training(config.args, context.rung, world_size=processes)
+        result = run_verb(
+            "train",
+            context,
+            config.launch,
+            recipe=config.recipe or recipe,
+            root=root,
+            options=config.options,
+            tracking=tracking,
+            debug=debug,
+            data=data_request(data),
+            model=config.model,
+            args=args,
+            train_split=config.train_split,
+            eval_split=config.eval_split,
+        )
+        facts = {name: result.get(name) for name in _FACTS}
+        return StageOutput(entries(result["files"]), metrics=result["metrics"], meta={**facts, "model": config.model})
+
+    micro_batch = TrainingArguments.from_dict(config.args, prefix="train.args").per_device_train_batch_size
+    key = train_key(config, recipe, root, data["content_digest"])
+    return run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs_of(micro_batch))
