@@ -1,0 +1,82 @@
+"""pyproject.toml, constraints.txt, Makefile, README and the command line agree with each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.support.repository import ROOT, pyproject
+
+FLOORS = {"torch": "2.10", "transformers": "5.3", "mlflow": "3.11", "prefect": "3.6.28"}
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+def _pins() -> dict[str, Version]:
+    lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pairs = (line.split("==") for line in lines if line)
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def _requirements() -> Iterator[Requirement]:
+    project = pyproject()["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    return (Requirement(text) for group in groups for text in group if not text.startswith("trainflow["))
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    pins = _pins()
+    for requirement in _requirements():
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_no_dependency_reaches_below_a_published_vulnerability() -> None:
+    floors = {name: Version(version) for name, version in FLOORS.items()}
+    for requirement in _requirements():
+        if (floor := floors.get(requirement.name)) is not None:
+            assert not list(requirement.specifier.filter([f"{floor.major}.{floor.minor - 1}.99"])), requirement
+
+
+def test_all_brings_every_extra() -> None:
+    extras = pyproject()["project"]["optional-dependencies"]
+    (everything,) = map(Requirement, extras.pop("all"))
+    assert everything.extras == set(extras)
+
+
+def _documents() -> list[Path]:
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in _documents():
+        for target in LINK.findall(document.read_text(encoding="utf-8")):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def _commands(program: str) -> set[str]:
+    """First words after `program` in the documents' console blocks and inline code."""
+    found = set()
+    for document in _documents():
+        text = document.read_text(encoding="utf-8")
+        code = re.findall(r"```(?:console|bash|sh)\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text)
+        for block in code:
+            found |= set(re.findall(rf"^(?:\$ )?{program} ([a-z][\w-]*)", block, re.MULTILINE))
+    return found
+
+
+def test_documented_commands_exist() -> None:
+    from flows.cli import app
+    from typer.main import get_command
+
+    known = set(getattr(get_command(app), "commands", {}))
+    assert _commands("trainflow") <= known
+    assert {"run", "why", "ui"} <= _commands("trainflow")
+
+
+def test_documented_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "check"} <= _commands("make") <= targets

@@ -1,0 +1,50 @@
+"""The repository as data: its folders, sources and metadata, for the tests that keep its rules."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUSES = ("flows", "tasks", "trainer_lib")
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    """Every Python file below the folders (the three houses when none is named), in order."""
+    for folder in folders or HOUSES:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def tree(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def relative(path: Path) -> str:
+    """A file's name from the repository's root, with forward slashes."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def pyproject() -> dict[str, Any]:
+    """pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def packages() -> set[str]:
+    """Dotted names of the folders that hold an `__init__.py`."""
+    inits = (init for house in HOUSES for init in (ROOT / house).rglob("__init__.py"))
+    return {".".join(init.parent.relative_to(ROOT).parts) for init in inits}
+
+
+def modules(package: str) -> list[str]:
+    """Dotted names of a package's modules, itself first, `__main__` left out."""
+    names = []
+    for path in sources(*package.split(".")[:1]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        dotted = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if (dotted == package or dotted.startswith(f"{package}.")) and parts[-1] != "__main__":
+            names.append(dotted)
+    return names
