@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import police
 
+pytest_plugins = ("tests.support.s3", "tests.support.stores")
+
 ROOT = Path(__file__).resolve().parents[1]
 SANDBOX = pytest.StashKey[Path]()
 SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")

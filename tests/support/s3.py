@@ -1,0 +1,89 @@
+"""Fixtures for tests on ``s3://``: one real S3 server per session, a fresh bucket per test.
+
+`s3_url` is what most tests want: it sets the environment as a user would (``AWS_ENDPOINT_URL`` and credentials), so the
+test's own subprocesses reach the same bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where the server listens, and what a client must have in its environment to use it."""
+
+    endpoint: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of a client."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": "test-key",
+            "AWS_SECRET_ACCESS_KEY": "test-secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+
+def start() -> tuple[subprocess.Popen[str], S3Server]:
+    """Start a server; the caller ends it with `stop`."""
+    command = [sys.executable, "-m", "tests.support.s3_server"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    port = process.stdout.readline().strip()
+    if not port:
+        raise RuntimeError(f"the S3 server did not start (exit code {process.wait()})")
+    return process, S3Server(f"http://127.0.0.1:{port}")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a server by closing its standard input."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """One server for the whole session."""
+    process, server = start()
+    yield server
+    stop(process)
+
+
+@pytest.fixture
+def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a new empty bucket; the environment points at the server for the length of the test."""
+    for name, value in s3_server.env.items():
+        monkeypatch.setenv(name, value)
+    import fsspec
+
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    fsspec.filesystem("s3", endpoint_url=s3_server.endpoint, use_listings_cache=False).mkdir(name)
+    return name
+
+
+@pytest.fixture
+def s3_url(s3_bucket: str) -> str:
+    """A folder in a new bucket, as a URL."""
+    return f"s3://{s3_bucket}/tests"
