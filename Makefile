@@ -5,7 +5,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-STORAGE ?= .trainflow
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 
@@ -25,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: install  ## Train, evaluate, predict and publish the digits example (the second time everything is cached)
-	@$(BIN)/trainflow run examples/digits/pipeline.yaml storage=$(STORAGE) train.launch.processes=$(CORES)
+	@$(BIN)/trainflow run examples/digits/pipeline.yaml train.launch.processes=$(CORES)
 
 test: install  ## Run the whole test suite
 	@$(BIN)/pytest
@@ -41,4 +40,4 @@ format: install  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment, caches and the demo's storage
-	rm -rf $(VENV) $(STORAGE) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .trainflow build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -34,7 +34,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     out.info["classes"] = [str(name) for name in digits.target_names]
     out.info["source"] = "scikit-learn load_digits (UCI ML hand-written digits, test set)"
     # Pixels are counts of ink from 0 to 16; one byte each keeps the shards small.
-    images = digits.images.astype(np.uint8).reshape(len(digits.images), -1)
+    images = digits.images.astype(np.uint8)
     return {name: _rows(images, digits.target, chosen) for name, chosen in splits.items()}
 
 
@@ -101,7 +101,7 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
     """Rows to a batch: pixels [batch, 1, 8, 8] in 0..1 and, where the rows have them, labels [batch]."""
-    pixels = np.stack([row["pixels"] for row in rows]).reshape(-1, 1, 8, 8)
+    pixels = np.stack([row["pixels"] for row in rows])[:, np.newaxis]
     batch = {"pixels": torch.from_numpy(pixels.astype(np.float32) / 16.0)}
     if "label" in rows[0]:
         batch["labels"] = torch.tensor([row["label"] for row in rows])

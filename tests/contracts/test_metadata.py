@@ -80,3 +80,26 @@ def test_documented_commands_exist() -> None:
 def test_documented_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "check"} <= _commands("make") <= targets
+
+
+def test_every_field_of_a_spec_is_documented() -> None:
+    from flows.spec import PipelineSpec
+    from tasks import configs
+
+    text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
+    settings = (configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig)
+    for cls in (PipelineSpec, *settings, configs.PublishConfig, configs.TrackingConfig, configs.LaunchSettings):
+        for name, field in cls.model_fields.items():
+            assert f"| `{name}` |" in text, f"{cls.__name__}.{name}"
+            assert str(field.description) in text, f"{cls.__name__}.{name}: {field.description}"
+
+
+def test_every_failure_and_its_exit_code_are_documented() -> None:
+    from trainer_lib import errors
+
+    cells = [row.split("|") for row in (ROOT / "docs" / "failures.md").read_text(encoding="utf-8").splitlines()]
+    table = {row[2]: int(row[1]) for row in cells if len(row) > 2 and row[1].strip().isdigit()}
+    failures = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    for cls in failures:
+        codes = [code for classes, code in table.items() if f"`{cls.__name__}`" in classes]
+        assert codes == [getattr(cls, "exit_code", None)], cls.__name__
