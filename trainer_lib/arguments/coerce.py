@@ -173,9 +173,10 @@ def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
         value = value.value
     if isinstance(value, str):
         word = value.strip()
-        for member in kind:
-            if word.lower() in (str(member.value).lower(), member.name.lower()):
-                return member
+        by_text = {member.name.lower(): member for member in kind}
+        by_text |= {str(member.value).lower(): member for member in kind}  # "lion" is a value, and LION another's name
+        if word.lower() in by_text:
+            return by_text[word.lower()]
         raise ConfigError(
             "is not one of the choices.",
             field=field,

@@ -1,0 +1,247 @@
+"""Optimizers that other packages bring: which package, which class, and which keyword arguments.
+
+A package is imported when its optimizer is asked for; if it is absent, the error says how to install it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.arguments.enums import OptimizerNames
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.optim.request import OptimizerRequest, Served
+
+_GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_APOLLO = {
+    "rank": 128,
+    "proj": "random",
+    "scale_type": "channel",
+    "update_proj_gap": 200,
+    "scale": 1.0,
+    "proj_type": "std",
+}
+_GROKADAMW = {
+    "alpha_init": 0.98,
+    "lamb": 2.0,
+    "gamma": 0.1,
+    "grokking_signal_decay_rate": 0.1,
+    "gradient_clipping": 1.0,
+}
+
+
+def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any:
+    """An attribute of a package's module.
+
+    Raises:
+        MissingExtraError: it is not installed, or too old to have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise MissingExtraError(
+            f"needs the package {package}.",
+            field="optim",
+            value=request.name.value,
+            remedy=f'Install it: pip install "{package}".',
+        ) from None
+
+
+def _bitsandbytes(request: OptimizerRequest) -> Served:
+    name = request.name.value
+    family = next(each for each in ("ademamix", "adam", "lion", "rmsprop") if each in name)
+    class_name = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}[family]
+    cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")
+    kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}
+    if family == "rmsprop":
+        return Served(cls, kwargs)
+    kwargs["is_paged"] = "paged" in name
+    if family == "lion":
+        return Served(cls, {**kwargs, **request.betas})
+    if family == "adam":
+        return Served(cls, {**kwargs, **request.adam})
+    args = request.args
+    betas = tuple(
+        float(request.take(beta, default))
+        for beta, default in (("beta1", args.adam_beta1), ("beta2", args.adam_beta2), ("beta3", 0.9999))
+    )
+    alpha = float(request.take("alpha", 5.0))
+    return Served(cls, {**kwargs, "betas": betas, "alpha": alpha, "eps": float(request.take("eps", args.adam_epsilon))})
+
+
+def _anyprecision(request: OptimizerRequest) -> Served:
+    cls = load(request, "torchdistx.optimizers", "AnyPrecisionAdamW", "torchdistx")
+    dtypes = {"momentum_dtype": "float32", "variance_dtype": "float32", "compensation_buffer_dtype": "bfloat16"}
+    kwargs = {name: _dtype(name, request.take(name, default)) for name, default in dtypes.items()}
+    summation = bool(request.take("use_kahan_summation", False))
+    return Served(cls, {**request.adam, **kwargs, "use_kahan_summation": summation})
+
+
+def _dtype(field: str, name: Any) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(
+            "is no number format of torch.", field=f"optim_args.{field}", value=name, remedy='Give "float32".'
+        )
+    return found
+
+
+def _xla(request: OptimizerRequest) -> Served:
+    return Served(load(request, "torch_xla.amp.syncfree", "AdamW", "torch_xla"), request.adam)
+
+
+def _npu(request: OptimizerRequest) -> Served:
+    return Served(load(request, "torch_npu.optim", "NpuFusedAdamW", "torch_npu"), request.adam)
+
+
+def _torchao(request: OptimizerRequest) -> Served:
+    name = "AdamW4bit" if request.name is OptimizerNames.ADAMW_TORCH_4BIT else "AdamW8bit"
+    cls = load(request, "torchao.optim", name, "torchao>=0.11")
+    own = {"block_size": 256, "bf16_stochastic_round": False}
+    return Served(cls, {**request.adam, **{key: request.take(key, default) for key, default in own.items()}})
+
+
+def _schedule_free(request: OptimizerRequest) -> Served:
+    class_name, adam, warmup = {
+        OptimizerNames.SCHEDULE_FREE_RADAM: ("RAdamScheduleFree", True, False),
+        OptimizerNames.SCHEDULE_FREE_ADAMW: ("AdamWScheduleFree", True, True),
+        OptimizerNames.SCHEDULE_FREE_SGD: ("SGDScheduleFree", False, True),
+    }[request.name]
+    cls = load(request, "schedulefree", class_name, "schedulefree>=1.4")
+    args = request.args
+    kwargs = {**(request.adam if adam else request.lr), "weight_decay": args.weight_decay}
+    kwargs |= {"weight_lr_power": float(request.take("weight_lr_power", 2.0)), "r": float(request.take("r", 0.0))}
+    if warmup:
+        if 0 < args.warmup_steps < 1:
+            raise ConfigError(
+                f"must be a number of steps for {request.name}, which warms up by itself.",
+                field="warmup_steps",
+                value=args.warmup_steps,
+                remedy="Give a number of steps instead of a share.",
+            )
+        kwargs["warmup_steps"] = int(args.warmup_steps)
+    return Served(cls, kwargs)
+
+
+def _grokadamw(request: OptimizerRequest) -> Served:
+    cls = load(request, "grokadamw", "GrokAdamW", "grokadamw")
+    return Served(cls, {**request.lr, **{key: float(request.take(key, value)) for key, value in _GROKADAMW.items()}})
+
+
+def _stable_adamw(request: OptimizerRequest) -> Served:
+    cls = load(request, "optimi", "StableAdamW", "torch-optimi")
+    return Served(cls, {**request.adam, "weight_decay": request.args.weight_decay})
+
+
+def _lomo(request: OptimizerRequest) -> Served:
+    cls = load(request, "lomo_optim", "AdaLomo" if request.name is OptimizerNames.ADALOMO else "Lomo", "lomo-optim")
+    return Served(cls, {**request.lr, "model": _model(request)})
+
+
+def _galore(request: OptimizerRequest) -> Served:
+    class_name = {
+        OptimizerNames.GALORE_ADAMW: "GaLoreAdamW",
+        OptimizerNames.GALORE_ADAMW_8BIT: "GaLoreAdamW8bit",
+        OptimizerNames.GALORE_ADAFACTOR: "GaLoreAdafactor",
+    }[request.name]
+    cls = load(request, "galore_torch", class_name, "galore-torch")
+    own = {key: request.take(key, default) for key, default in _GALORE.items()}
+    kwargs = request.lr if request.name is OptimizerNames.GALORE_ADAFACTOR else request.adam
+    if request.name is OptimizerNames.GALORE_ADAFACTOR:
+        kwargs |= {"scale_parameter": False, "relative_step": False}
+    return Served(cls, {**kwargs, "params": _low_rank_groups(request, own)})
+
+
+def _apollo(request: OptimizerRequest) -> Served:
+    cls = load(request, "apollo_torch", "APOLLOAdamW", "apollo-torch")
+    own = {key: request.take(key, default) for key, default in _APOLLO.items()}
+    return Served(cls, {**request.adam, "params": _low_rank_groups(request, own)})
+
+
+def _layerwise(request: OptimizerRequest) -> Served:
+    whole = request.name.value.removesuffix("_layerwise")
+    raise ConfigError(
+        "steps inside the backward pass, which rules out accumulation, clipping and exact resuming; it is not served.",
+        field="optim",
+        value=request.name.value,
+        remedy=f'Give "{whole}", and gradient_checkpointing=true to save memory.',
+    )
+
+
+def _model(request: OptimizerRequest) -> nn.Module:
+    if request.model is None:
+        raise ConfigError("needs the model.", field="optim", value=request.name.value, remedy="Pass it along.")
+    return request.model
+
+
+def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Two groups: the weights of the target modules, projected with `own` settings, and all other parameters."""
+    model, targets = _model(request), request.args.optim_target_modules
+    if not targets:
+        raise ConfigError(
+            f"is needed by {request.name}.",
+            field="optim_target_modules",
+            value="none",
+            remedy='Give names of modules, a pattern, or "all-linear".',
+        )
+    weights = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and matches(targets, name)
+    }
+    if not weights:
+        raise ConfigError(
+            "matches no linear layer of the model.",
+            field="optim_target_modules",
+            value=str(targets),
+            remedy='Give names of modules, a pattern, or "all-linear".',
+        )
+    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    rest = {"params": [each for name, each in parameters if name not in weights]}
+    projected = {"params": [each for name, each in parameters if name in weights], **own}
+    return [group for group in (rest, projected) if group["params"]]
+
+
+def matches(targets: str | list[str], module_name: str) -> bool:
+    """Whether a module is a target: "all-linear", a pattern for the whole name, or one of several parts of it."""
+    if isinstance(targets, str):
+        return targets.replace("_", "-") == "all-linear" or re.fullmatch(targets, module_name) is not None
+    return any(target in module_name or re.fullmatch(target, module_name) for target in targets)
+
+
+_BITSANDBYTES = (
+    *(OptimizerNames.ADAMW_BNB, OptimizerNames.ADAMW_8BIT, OptimizerNames.PAGED_ADAMW, OptimizerNames.PAGED_ADAMW_8BIT),
+    *(OptimizerNames.ADEMAMIX, OptimizerNames.ADEMAMIX_8BIT, OptimizerNames.PAGED_ADEMAMIX),
+    *(OptimizerNames.PAGED_ADEMAMIX_8BIT, OptimizerNames.LION, OptimizerNames.LION_8BIT, OptimizerNames.PAGED_LION),
+    *(OptimizerNames.PAGED_LION_8BIT, OptimizerNames.RMSPROP_BNB, OptimizerNames.RMSPROP_8BIT),
+    OptimizerNames.RMSPROP_32BIT,
+)
+
+PACKAGED: Mapping[OptimizerNames, Callable[[OptimizerRequest], Served]] = {
+    **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
+    OptimizerNames.ADAMW_ANYPRECISION: _anyprecision,
+    OptimizerNames.ADAMW_TORCH_XLA: _xla,
+    OptimizerNames.ADAMW_TORCH_NPU_FUSED: _npu,
+    OptimizerNames.ADAMW_TORCH_4BIT: _torchao,
+    OptimizerNames.ADAMW_TORCH_8BIT: _torchao,
+    OptimizerNames.SCHEDULE_FREE_RADAM: _schedule_free,
+    OptimizerNames.SCHEDULE_FREE_ADAMW: _schedule_free,
+    OptimizerNames.SCHEDULE_FREE_SGD: _schedule_free,
+    OptimizerNames.GROKADAMW: _grokadamw,
+    OptimizerNames.STABLE_ADAMW: _stable_adamw,
+    OptimizerNames.LOMO: _lomo,
+    OptimizerNames.ADALOMO: _lomo,
+    OptimizerNames.GALORE_ADAMW: _galore,
+    OptimizerNames.GALORE_ADAMW_8BIT: _galore,
+    OptimizerNames.GALORE_ADAFACTOR: _galore,
+    OptimizerNames.APOLLO_ADAMW: _apollo,
+    OptimizerNames.GALORE_ADAMW_LAYERWISE: _layerwise,
+    OptimizerNames.GALORE_ADAMW_8BIT_LAYERWISE: _layerwise,
+    OptimizerNames.GALORE_ADAFACTOR_LAYERWISE: _layerwise,
+    OptimizerNames.APOLLO_ADAMW_LAYERWISE: _layerwise,
+}

@@ -1,0 +1,309 @@
+"""Learning-rate schedules: every one a factor on the optimizer's learning rate, as a function of the step.
+
+Steps count from 0; `warmup` and `total` are steps. The state of a schedule is its step count, plain JSON. Formulas are
+those of the transformers library, which cites big_vision for the inverse square root and MiniCPM (arXiv:2404.06395)
+for warm-up-stable-decay; cosine with restarts is SGDR (arXiv:1608.03983).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from trainer_lib.arguments.enums import SchedulerType
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.errors import ConfigError
+from trainer_lib.optim.greedy import GreedyLR
+
+Factor = Callable[[int], float]
+AnySchedule = LRScheduler | ReduceLROnPlateau | GreedyLR
+
+_SHAPES = ("linear", "cosine", "1-sqrt")
+
+
+class ScheduleArguments(Protocol):
+    """The arguments that choose a schedule."""
+
+    lr_scheduler_type: SchedulerType | str
+    lr_scheduler_kwargs: dict[str, Any] | None
+    greater_is_better: bool | None
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Steps of warm-up."""
+
+
+def linear(*, warmup: int, total: int) -> Factor:
+    """0 → 1 over the warm-up, then 1 → 0 on a straight line."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        return max(0.0, (total - step) / max(1, total - warmup))
+
+    return factor
+
+
+def constant() -> Factor:
+    """1 throughout."""
+    return lambda step: 1.0
+
+
+def constant_with_warmup(*, warmup: int) -> Factor:
+    """0 → 1 over the warm-up, then 1."""
+    return lambda step: step / max(1, warmup) if step < warmup else 1.0
+
+
+def cosine(*, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0.0) -> Factor:
+    """0 → 1 over the warm-up, then ½(1 + cos 2π·cycles·p) between 1 and `floor`, p = share of the rest."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        progress = (step - warmup) / max(1, total - warmup)
+        wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
+        return max(0.0, wave * (1.0 - floor) + floor)
+
+    return factor
+
+
+def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> Factor:
+    """0 → 1 over the warm-up, then `num_cycles` half cosines from 1 to 0, each starting anew (SGDR)."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        progress = (step - warmup) / max(1, total - warmup)
+        if progress >= 1.0:
+            return 0.0
+        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+
+    return factor
+
+
+def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
+    """0 → 1 over the warm-up, then (lr − lr_end)·(1 − p)^power + lr_end, as a factor on `lr`."""
+    if not lr > lr_end:
+        raise _refused("lr_end", lr_end, f"must be below the learning rate ({lr}).", "Lower it.")
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        if step > total:
+            return lr_end / lr
+        left = 1.0 - (step - warmup) / max(1, total - warmup)
+        return float(((lr - lr_end) * left**power + lr_end) / lr)
+
+    return factor
+
+
+def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
+    """0 → 1 over the warm-up, then 1/√((step + shift)/timescale), which continues it without a jump."""
+    scale = timescale or warmup or 10_000
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        return 1.0 / math.sqrt((step + scale - warmup) / scale)
+
+    return factor
+
+
+def cosine_with_min_lr(
+    *,
+    warmup: int,
+    total: int,
+    lr: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+) -> Factor:
+    """`cosine` down to `min_lr` (or to that share of the learning rate) instead of to 0."""
+    return cosine(warmup=warmup, total=total, num_cycles=num_cycles, floor=_floor(lr, min_lr, min_lr_rate))
+
+
+def cosine_warmup_with_min_lr(
+    *,
+    warmup: int,
+    total: int,
+    lr: float,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+) -> Factor:
+    """`cosine_with_min_lr` whose warm-up starts at `warmup_lr_rate` (1/warmup when not given), never at 0."""
+    floor = _floor(lr, min_lr, min_lr_rate)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            if warmup_lr_rate is None:
+                return (step + 1.0) / max(1.0, warmup)
+            return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
+        progress = (step - warmup + 1.0) / max(1.0, total - warmup)
+        wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
+        return max(0.0, wave * (1.0 - floor) + floor)
+
+    return factor
+
+
+def warmup_stable_decay(
+    *,
+    warmup: int,
+    total: int | None,
+    num_decay_steps: int,
+    num_stable_steps: int | None = None,
+    warmup_type: str = "linear",
+    decay_type: str = "cosine",
+    min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+) -> Factor:
+    """Warm-up, then 1, then a decay of `num_decay_steps` to `min_lr_ratio`; the stable part takes what is left."""
+    for name, shape in (("warmup_type", warmup_type), ("decay_type", decay_type)):
+        if shape not in _SHAPES:
+            raise _refused(name, shape, "is not one of the shapes.", suggestion(str(shape), _SHAPES))
+    if num_stable_steps is None and total is None:
+        raise _refused(
+            "num_stable_steps", "none", "follows from num_training_steps, which is not given.", "Give either."
+        )
+    stable = num_stable_steps if num_stable_steps is not None else (total or 0) - warmup - num_decay_steps
+
+    def between(share: float) -> float:
+        return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return between(_rise(warmup_type, step / max(1, warmup)))
+        if step < warmup + stable:
+            return 1.0
+        if step < warmup + stable + num_decay_steps:
+            return between(_fall(decay_type, (step - warmup - stable) / max(1, num_decay_steps), num_cycles))
+        return min_lr_ratio
+
+    return factor
+
+
+def _rise(shape: str, progress: float) -> float:
+    if shape == "linear":
+        return progress
+    if shape == "cosine":
+        return 0.5 * (1.0 - math.cos(math.pi * progress))
+    return 1.0 - math.sqrt(1.0 - progress)
+
+
+def _fall(shape: str, progress: float, cycles: float) -> float:
+    if shape == "linear":
+        return 1.0 - progress
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
+    return 1.0 - math.sqrt(progress)
+
+
+def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
+    if min_lr is not None and min_lr_rate is None:
+        return min_lr / lr
+    if min_lr is None and min_lr_rate is not None:
+        return min_lr_rate
+    raise _refused("min_lr", min_lr, "or min_lr_rate must be given, and only one of them.", "Give one of them.")
+
+
+def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        message, field=f"lr_scheduler_kwargs.{name}", value="none" if value is None else value, remedy=remedy
+    )
+
+
+FACTORS: Mapping[SchedulerType, Callable[..., Factor]] = {
+    SchedulerType.LINEAR: linear,
+    SchedulerType.COSINE: cosine,
+    SchedulerType.COSINE_WITH_RESTARTS: cosine_with_restarts,
+    SchedulerType.POLYNOMIAL: polynomial,
+    SchedulerType.CONSTANT: constant,
+    SchedulerType.CONSTANT_WITH_WARMUP: constant_with_warmup,
+    SchedulerType.INVERSE_SQRT: inverse_sqrt,
+    SchedulerType.COSINE_WITH_MIN_LR: cosine_with_min_lr,
+    SchedulerType.COSINE_WARMUP_WITH_MIN_LR: cosine_warmup_with_min_lr,
+    SchedulerType.WARMUP_STABLE_DECAY: warmup_stable_decay,
+}
+#: Schedules that step on an evaluation's metric instead of on the optimizer's step.
+METRIC_SCHEDULES: Mapping[SchedulerType, type[ReduceLROnPlateau] | type[GreedyLR]] = {
+    SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
+    SchedulerType.GREEDY: GreedyLR,
+}
+_GIVEN = ("warmup", "total", "lr", "floor", "optimizer", "self")
+
+
+def get_scheduler(
+    name: str | SchedulerType,
+    optimizer: Optimizer,
+    num_warmup_steps: int | None = None,
+    num_training_steps: int | None = None,
+    scheduler_specific_kwargs: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> AnySchedule:
+    """A schedule by name.
+
+    Args:
+        name: one of `SchedulerType`.
+        optimizer: whose learning rates it scales.
+        num_warmup_steps, num_training_steps: in optimizer steps; not needed by every schedule.
+        scheduler_specific_kwargs, kwargs: further settings of the schedule.
+
+    Returns:
+        a `LambdaLR`; for the two metric schedules one whose `step` takes the metric.
+
+    Raises:
+        ConfigError: unknown name, missing steps, or a setting that the schedule does not have.
+    """
+    try:
+        kind = SchedulerType(name)
+    except ValueError:
+        options = [each.value for each in SchedulerType]
+        remedy = suggestion(str(name), options)
+        raise ConfigError(
+            "is no schedule we know.", field="lr_scheduler_type", value=str(name), remedy=remedy
+        ) from None
+    settings = {**(scheduler_specific_kwargs or {}), **kwargs}
+    if kind in METRIC_SCHEDULES:
+        return METRIC_SCHEDULES[kind](optimizer, **_checked(METRIC_SCHEDULES[kind], settings, kind))
+    maker = FACTORS[kind]
+    parameters = inspect.signature(maker).parameters
+    given: dict[str, Any] = {
+        "warmup": num_warmup_steps,
+        "total": num_training_steps,
+        "lr": optimizer.defaults.get("lr"),
+    }
+    for parameter, text in (("warmup", "num_warmup_steps"), ("total", "num_training_steps")):
+        if parameter in parameters and given[parameter] is None and "None" not in str(parameters[parameter].annotation):
+            raise ConfigError(f"{kind} needs it.", field=text, value="none", remedy="Give a number of steps.")
+    fixed = {key: value for key, value in given.items() if key in parameters}
+    return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))
+
+
+def create_scheduler(args: ScheduleArguments, optimizer: Optimizer, num_training_steps: int) -> AnySchedule:
+    """The schedule that the arguments ask for.
+
+    The metric schedules watch for a larger metric when `greater_is_better`, unless their settings say otherwise.
+    """
+    kind = SchedulerType(args.lr_scheduler_type)
+    settings = dict(args.lr_scheduler_kwargs or {})
+    if kind in METRIC_SCHEDULES and args.greater_is_better is not None:
+        settings.setdefault("mode", "max" if args.greater_is_better else "min")
+    return get_scheduler(kind, optimizer, args.get_warmup_steps(num_training_steps), num_training_steps, settings)
+
+
+def _checked(maker: Callable[..., Any], settings: Mapping[str, Any], kind: SchedulerType) -> dict[str, Any]:
+    parameters = inspect.signature(maker).parameters
+    options = [name for name in parameters if name not in _GIVEN]
+    for name in settings:
+        if name not in options:
+            remedy = suggestion(name, options) if options else "It has none: remove it."
+            raise _refused(name, settings[name], f"is no setting of {kind}.", remedy)
+    for name in options:
+        if parameters[name].default is inspect.Parameter.empty and name not in settings:
+            raise _refused(name, None, f"is needed by {kind}.", "Give it in lr_scheduler_kwargs.")
+    return dict(settings)
