@@ -20,7 +20,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.launch import in_process, process, torchrun
 from trainer_lib.launch.devices import cores, devices
 from trainer_lib.launch.failures import failure
-from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate"]
@@ -171,7 +171,7 @@ def _attempt(
         command = torchrun.command(verb, run_dir.path, processes)
     else:
         command = process.command(verb, run_dir.path)
-    environment = worker_environment(config, env)
+    environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
     ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.

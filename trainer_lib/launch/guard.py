@@ -37,6 +37,7 @@ from typing import NamedTuple
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SNAPSHOT_S = 0.3
+LEFTOVERS_S = 3.0
 
 
 class Process(NamedTuple):
@@ -135,6 +136,7 @@ class Guard:
         self.seen: set[Process] = set()
         self.deadline: float | None = None  # when patience ends, once somebody asked for the end
         self.pipe_open = True
+        self._hurried = False
         self._pending = b""
 
     def run(self) -> int:
@@ -143,7 +145,7 @@ class Guard:
         self._start()
         while self._anybody_left():
             if self.status is not None:
-                self._stop()
+                self._end_leftovers()
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._kill()
             self._wait(wake)
@@ -217,18 +219,30 @@ class Guard:
             self.deadline = time.monotonic() + self.grace_s
             self._signal_workers(signal.SIGTERM)
 
+    def _end_leftovers(self) -> None:
+        """The command is done: workers get the usual grace, anything else that it left behind a short one."""
+        self._stop()
+        if not self._hurried and not self._workers():
+            self._hurried = True
+            self.deadline = min(self.deadline or 0.0, time.monotonic() + LEFTOVERS_S)
+            for process in self._living():
+                send(process, signal.SIGTERM)
+
     def _signal_workers(self, number: int) -> None:
         """Signal the workers themselves: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
 
         Before any worker has said who it is, everybody gets a SIGTERM (and nobody a SIGUSR1, which would end it).
         """
-        living = self._living()
-        recorded = {self._recorded(path) for path in self.run_dir.glob("worker-*.pid")}
-        workers = living & {process for process in recorded if process is not None}
+        workers = self._workers()
         if not workers and number == signal.SIGTERM:
-            workers = living
+            workers = self._living()
         for process in workers:
             send(process, number)
+
+    def _workers(self) -> set[Process]:
+        """The living descendants that have said that they are workers."""
+        recorded = {self._recorded(path) for path in self.run_dir.glob("worker-*.pid")}
+        return self._living() & {process for process in recorded if process is not None}
 
     @staticmethod
     def _recorded(path: Path) -> Process | None:

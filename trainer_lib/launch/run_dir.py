@@ -23,6 +23,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.launch.guard import Process, alive, send, start_time
 
 POLL_S = 0.1
+MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
 
 class RunDir:
@@ -47,10 +49,13 @@ class RunDir:
             ConfigError: the temporary folder belongs to somebody else.
             InfrastructureError: another living process is working on this output.
         """
-        base = _private_base()
         digest = hashlib.sha256(str(request.get("output", "")).encode()).hexdigest()[:16]
-        _sweep(base, digest, grace_s, should_cancel)
-        run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
+        while True:
+            base = _private_base()
+            _sweep(base, digest, grace_s, should_cancel)
+            with suppress(FileNotFoundError):  # another launch was the last to leave, and took the empty base along
+                run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
+                break
         run_dir.record_process("owner", os.getpid())
         run_dir.write_json("request.json", request)
         return run_dir
@@ -60,9 +65,19 @@ class RunDir:
         self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
 
     def processes(self) -> set[Process]:
-        """The living processes noted here, the owner left out."""
+        """The living processes of this launch: those noted here, and those that carry its mark in their environment.
+
+        The mark finds a worker's own children, too, when the guard is gone, which knew them all (Linux only).
+        """
         noted = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
-        return {process for process in noted if process is not None and alive(process)}
+        found = {process for process in noted if process is not None and alive(process)}
+        mark = f"{MARK}={self.path}".encode()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has just ended, or is somebody else's
+                if mark in environment.read_bytes().split(b"\0"):
+                    pid = int(environment.parent.name)
+                    found |= {Process(pid, start) for start in [start_time(pid)] if start is not None}
+        return found
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a file that is there as a whole or not at all."""
@@ -113,8 +128,10 @@ class RunDir:
         self._write("keep", "")
 
     def remove(self) -> None:
-        """Delete the folder."""
+        """Delete the folder, and the one around it when it was the last."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f"{name}.tmp"
@@ -149,7 +166,7 @@ def _private_base() -> Path:
 
 def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
     """Remove what killed launches left; wait for (then end) processes that still work on our output."""
-    for path in base.iterdir():
+    for path in list(base.iterdir()):
         if (path / "keep").exists():
             continue
         owner = read_process(path / "owner.pid")

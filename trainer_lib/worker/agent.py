@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
             *("--nproc-per-node", processes, "--max-restarts", "0", "--monitor-interval", "0.1"),
             *("--rdzv-backend", "static", "--master-addr", LOOPBACK, "--master-port", str(store.port)),
             *("--shutdown-timeout", str(int(float(os.environ.get("TRAINFLOW_GRACE_S", "60"))))),
+            *("--log-dir", str(run_dir.path / "torchelastic")),  # it makes one, used or not
             *("-m", "trainer_lib.worker", verb, path),
         ]
     )

@@ -6,7 +6,6 @@ import faulthandler
 import importlib
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 from trainer_lib import recipes
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
+from trainer_lib.launch.guard import descendants, send
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.worker.watch import ParentWatch
 
@@ -190,8 +190,8 @@ def _leave(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wo
     typed.rank = rank if typed.rank is None else typed.rank
     with suppress(OSError):  # the owner may be gone, and the run directory with it
         run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
-    for child in multiprocessing.active_children():
-        child.kill()
+    for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
+        send(process, signal.SIGKILL)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

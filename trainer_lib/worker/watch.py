@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from trainer_lib.launch.guard import Process, alive
+from trainer_lib.launch.guard import Process, alive, descendants, send
 
 POLL_S = 1.0
 
@@ -31,6 +31,8 @@ class ParentWatch(threading.Thread):
             if os.getppid() != self._parent or (self._guard is not None and not alive(self._guard)):
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._done.wait(self._grace_s):
+                    for process in descendants(os.getpid()):
+                        send(process, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return
 

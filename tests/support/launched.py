@@ -1,0 +1,152 @@
+"""An owner of a launch in a process of its own, so that a test can kill it, watch its tree and read its outcome."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A recipe that needs no torch: it says that it is there, leaves a grandchild in a session of its own, and waits.
+WAITING_RECIPE = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+folder = Path(__file__).parent
+rank = os.environ.get("RANK", "0")
+child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+mode = os.environ.get("MODE", "")
+if mode == "deaf":
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if mode == "raise" and rank == "1":
+    raise ValueError("rank one dislikes this")
+(folder / f"ready-{rank}").write_text(str(os.getpid()))
+print("waiting", flush=True)
+if mode != "through":
+    time.sleep(300)
+
+def prepare(options, out):
+    return {"train": [{"x": 1}]}
+
+def build_model(options, data):
+    raise NotImplementedError
+"""
+
+
+def request(folder: Path, recipe: str = WAITING_RECIPE, verb: str = "prepare", **fields: Any) -> dict[str, Any]:
+    """A request for a recipe written into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.py").write_text(recipe)
+    return {
+        "format": 1,
+        "verb": verb,
+        "recipe": {"path": str(folder / "recipe.py"), "root": str(folder)},
+        "options": {},
+        "output": str(folder / "out"),
+        "tracking": False,
+        "debug": False,
+        **fields,
+    }
+
+
+class Owner:
+    """A process that calls `launch` with a request and a configuration, and writes down how it ended."""
+
+    def __init__(self, folder: Path, request: dict[str, Any], **config: Any) -> None:
+        self._outcome = folder / "outcome.json"
+        (folder / "job.json").write_text(json.dumps({"request": request, "config": config}))
+        (folder / "tmp").mkdir(exist_ok=True)
+        self.process = psutil.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(folder)],
+            cwd=ROOT,
+            env={**_environment(), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+        )
+        self._seen: set[psutil.Process] = set()
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process below the owner, now or at an earlier call."""
+        if self.process.is_running():
+            self._seen |= set(self.process.children(recursive=True))
+        return [process for process in self._seen if _alive(process)]
+
+    def named(self, fragment: str) -> psutil.Process:
+        """The process of the tree that runs `fragment` (the guard's command line holds all of its command's)."""
+        found = [process for process in self.tree() if fragment in " ".join(process.cmdline()[:5])]
+        assert len(found) == 1, found
+        return found[0]
+
+    def wait_for(self, *files: Path, timeout: float = 60.0) -> None:
+        """Until the workers have written all `files`."""
+        wait_until(lambda: all(file.exists() for file in files), timeout)
+        self.tree()
+
+    def gone(self, timeout: float = 20.0) -> list[psutil.Process]:
+        """Those of the tree that are still alive after `timeout` seconds: none, if all is well."""
+        return list(psutil.wait_procs([*self.tree(), self.process], timeout=timeout)[1])
+
+    def outcome(self) -> dict[str, Any]:
+        """How `launch` ended: its result, or the record of what it raised."""
+        value: dict[str, Any] = json.loads(self._outcome.read_text())
+        return value
+
+    def close(self) -> None:
+        """End whatever a failed test left."""
+        for process in [*self.tree(), self.process]:
+            if process.is_running():
+                process.kill()
+        self.process.wait()
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+    """Poll until `condition` holds; AssertionError when it does not within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s"
+        time.sleep(0.05)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return dict(os.environ)
+
+
+def _main(folder: Path) -> None:
+    from trainer_lib.errors import from_exception
+    from trainer_lib.launch import LaunchConfig, launch
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
+    job = json.loads((folder / "job.json").read_text())
+    lines: list[str] = []
+    events: list[dict[str, Any]] = []
+    try:
+        result = launch(
+            job["request"], LaunchConfig(**job["config"]), env={}, on_line=lines.append, on_event=events.append
+        )
+        outcome = {"class": None, "result": result}
+    except BaseException as error:
+        outcome = from_exception(error).to_record()
+    temporary = folder / "outcome.tmp"
+    temporary.write_text(json.dumps({**outcome, "lines": lines, "events": events}))
+    temporary.replace(folder / "outcome.json")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
