@@ -1,7 +1,7 @@
 """Fixtures for the conformance suites: the same test over every kind of store.
 
-`any_url` and `any_store` run a test on a local folder, ``memory://``, a real S3 server and ``faulty://`` (without faults);
-`faults` gives the plan of the last. Everything is empty at the start and removed at the end.
+`any_url` and `any_store` run a test on a local folder, ``memory://``, a real S3 server and ``faulty://``; the last has
+no faults until `faults` is given a plan. Everything is empty at the start and removed at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.s3 import S3Server
 
 if TYPE_CHECKING:
     from tests.support.faulty import Faults
@@ -50,8 +52,11 @@ def faulty_url(faults: Faults) -> str:
 
 
 @pytest.fixture(params=["file", "memory", "s3", "faulty"])
-def any_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A folder that does not exist yet, on each kind of store in turn."""
+def any_url(request: pytest.FixtureRequest, tmp_path: Path, s3_server: S3Server) -> str:
+    """A folder that does not exist yet, on each kind of store in turn.
+
+    Names the server although only one kind uses it: a session's fixture must start before the leak police looks.
+    """
     if request.param == "file":
         return str(tmp_path / "store")
     return str(request.getfixturevalue(f"{request.param}_url"))

@@ -26,6 +26,10 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
         raise ConfigError(
             "A storage URL is empty or not text.", field=field, remedy="Give a path or a URL like s3://bucket/name."
         )
+    if "::" in text:
+        raise ConfigError(
+            "Chained URLs are not supported.", field=field, value=text, remedy="Give the store's own URL."
+        )
     match = _SCHEME.match(text)
     scheme = match.group(1).lower() if match else "file"
     rest = text[match.end() :] if match else text
@@ -36,10 +40,6 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
             )
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
         return "file", str(Path(rest).expanduser().absolute())
-    if "::" in text:
-        raise ConfigError(
-            "Chained URLs are not supported.", field=field, value=text, remedy="Give the store's own URL."
-        )
     if scheme not in known_implementations and scheme not in registry:
         raise ConfigError(f"Unknown URL scheme {scheme!r}.", field=field, value=text, remedy=_nearest(scheme))
     _refuse_secrets(scheme, rest, field)
