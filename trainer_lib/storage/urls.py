@@ -73,7 +73,8 @@ def _nearest(scheme: str) -> str:
 def relative_problem(rel: str) -> str | None:
     """Why `rel` must not be used as a path inside a store, or None when it is plain and stays inside.
 
-    Refused: empty, absolute, ``.``, ``..``, empty parts, backslashes, NUL and other control characters.
+    Refused: empty, absolute, ``.``, ``..``, empty parts, backslashes, NUL and other
+    control characters, and lone surrogates (they are no UTF-8).
     """
     if not isinstance(rel, str) or not rel:
         return "is empty"
@@ -81,8 +82,8 @@ def relative_problem(rel: str) -> str | None:
         return "is absolute"
     if "\\" in rel:
         return "has a backslash"
-    if any(ord(char) < 32 or ord(char) == 127 for char in rel):
-        return "has a control character"
+    if any(ord(char) < 32 or ord(char) == 127 or 0xD800 <= ord(char) <= 0xDFFF for char in rel):
+        return "has a control character or half a surrogate pair"
     if any(part in ("", ".", "..") for part in rel.split("/")):
         return "has an empty part, '.' or '..'"
     return None

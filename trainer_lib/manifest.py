@@ -1,0 +1,260 @@
+"""The commit protocol: a folder is complete if and only if it holds a valid ``COMMIT.json``.
+
+::
+
+    write every file under its final name      digests computed while writing, fsynced locally
+    sync, list once, compare sizes             a file that a store swallowed is found now, not when it is needed
+    guard()                                    is the folder still ours? (a lease's epoch)
+    create COMMIT.json                         exclusive where the store can, last, all or nothing
+    ...
+    withdraw: COMMIT.json first, then the rest
+
+The file is its own proof: it is written in one canonical form with a seal (a SHA-256 of everything else in it), so any
+changed byte is noticed, and it is small, typed and parsed strictly, because a folder may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer_lib.errors import DamagedError, LeaseLostError, StorageError
+from trainer_lib.storage import FileEntry, Store, relative_problem
+
+__all__ = ["COMMIT", "Commit", "FileEntry", "content_digest", "read_commit", "verify", "withdraw", "write_commit"]
+
+COMMIT = "COMMIT.json"
+"""Name of the commit file in its folder."""
+
+FORMAT = 1
+LIMIT = 64 * 2**20
+"""Bytes that are read of a commit file at most: some 300,000 files' worth."""
+
+_KINDS = ("stage", "checkpoint", "published")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FIELDS = {"format", "kind", "id", "created", "content_digest", "files", "meta", "seal"}
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a complete folder holds.
+
+    Attributes:
+        kind: ``stage``, ``checkpoint`` or ``published``.
+        files: sorted by path.
+        meta: whatever the kind needs to know; JSON.
+        created: ISO-8601, UTC.
+        content_digest: over the sorted paths, sizes and digests; neither times nor `meta` are in it.
+        id: unique to this commit, so that a writer whose answer got lost recognises its own.
+    """
+
+    kind: str
+    files: tuple[FileEntry, ...]
+    meta: dict[str, Any]
+    created: str
+    content_digest: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def entry(self, path: str) -> FileEntry | None:
+        """The committed file of that name, or None."""
+        return next((entry for entry in self.files if entry.path == path), None)
+
+
+def content_digest(files: Iterable[FileEntry]) -> str:
+    """SHA-256 over one line ``path NUL size NUL sha256`` per file, sorted by path: equal content, equal digest."""
+    digest = hashlib.sha256()
+    for entry in sorted(files, key=lambda entry: entry.path):
+        digest.update(f"{entry.path}\0{entry.size}\0{entry.sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def write_commit(
+    store: Store,
+    kind: str,
+    files: Iterable[FileEntry],
+    meta: dict[str, Any],
+    *,
+    guard: Callable[[], None] | None = None,
+) -> Commit:
+    """Declare the folder complete. Call it after every file in `files` is written.
+
+    Args:
+        store: the folder; it may hold other files, which the commit says nothing about.
+        kind: ``stage``, ``checkpoint`` or ``published``.
+        files: what was written, as the writers returned it.
+        meta: JSON.
+        guard: called right before the commit; raises (`LeaseLostError`) to prevent it.
+
+    Raises:
+        StorageError: a file is absent or has another size than was written; nothing is committed.
+        LeaseLostError: the folder is committed already, by somebody else.
+        ValueError: a bad kind, path or meta: a mistake of the caller.
+    """
+    entries = tuple(sorted(files, key=lambda entry: entry.path))
+    created = datetime.now(UTC).isoformat(timespec="microseconds")
+    commit = Commit(kind, entries, json.loads(json.dumps(meta)), created, content_digest(entries))
+    data = _render(commit)
+    _check_own(commit, data)
+    store.sync()
+    _check_arrived(store, commit)
+    if guard is not None:
+        guard()
+    # A put may succeed and its answer get lost: the id inside tells whether the commit that is there is ours.
+    if not store.create(COMMIT, data) and store.read_if_exists(COMMIT, limit=len(data)) != data:
+        raise LeaseLostError(
+            "Another process has committed this folder.",
+            field=f"{store.url}/{COMMIT}",
+            remedy="Run the command again: what the other process made is used if it is intact.",
+        )
+    return commit
+
+
+def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
+    """The commit of a folder; None when there is none, that is: when the folder is not complete.
+
+    Raises:
+        DamagedError: there is one, but it is too large, malformed, altered, of a newer format, or not of `kind`.
+    """
+    try:
+        data = store.read_if_exists(COMMIT, limit=LIMIT)
+    except DamagedError as error:
+        raise _damaged(store, f"has more than {LIMIT:,} bytes") from error
+    if data is None:
+        return None
+    commit = _parse(store, data)
+    if kind is not None and commit.kind != kind:
+        raise _damaged(store, f"is of a {commit.kind}, not of a {kind}")
+    return commit
+
+
+def verify(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
+    """What is wrong with a committed folder, one line per file; empty when it is intact.
+
+    Args:
+        store: the folder.
+        commit: its commit.
+        digests: read every byte; otherwise presence and sizes only (one listing).
+
+    Raises:
+        StorageError: the store cannot be read; that is no damage, and another try may help.
+    """
+    sizes = {info.path: info.size for info in store.list()}
+    problems = []
+    for entry in commit.files:
+        size = sizes.get(entry.path)
+        if size is None:
+            problems.append(f"{entry.path}: missing")
+        elif size != entry.size:
+            problems.append(f"{entry.path}: {size:,} bytes, committed {entry.size:,}")
+        elif digests and (found := store.digest(entry.path)) != entry.sha256:
+            problems.append(f"{entry.path}: digest {found[:12]}..., committed {entry.sha256[:12]}...")
+    return problems
+
+
+def withdraw(store: Store) -> None:
+    """Delete a folder. The commit goes first, so that a half-deleted folder never looks complete."""
+    store.delete(COMMIT)
+    store.delete_tree()
+
+
+def _check_arrived(store: Store, commit: Commit) -> None:
+    problems = verify(store, commit, digests=False)
+    if problems:
+        raise StorageError(
+            f"Not everything that was written is there: {'; '.join(problems[:5])}",
+            field=store.url,
+            remedy="Nothing was committed. If several machines take part, the storage must be one they share.",
+        )
+
+
+def _check_own(commit: Commit, data: bytes) -> None:
+    """A commit we would refuse to read must never be written."""
+    problem = f"{len(data):,} bytes are more than a commit may have" if len(data) > LIMIT else None
+    problem = problem or _entries_problem([entry.__dict__ for entry in commit.files])
+    if commit.kind not in _KINDS or problem:
+        raise ValueError(problem or f"kind {commit.kind!r} is none of {_KINDS}")
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def _render(commit: Commit) -> bytes:
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "kind": commit.kind,
+        "id": commit.id,
+        "created": commit.created,
+        "content_digest": commit.content_digest,
+        "files": [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in commit.files],
+        "meta": commit.meta,
+    }
+    seal = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return (json.dumps(record | {"seal": seal}, indent=1) + "\n").encode()
+
+
+def _parse(store: Store, data: bytes) -> Commit:
+    try:
+        record = json.loads(data)
+        problem = _record_problem(record)
+        if problem is None:
+            entries = tuple(FileEntry(**entry) for entry in record["files"])
+            texts = (record[name] for name in ("created", "content_digest", "id"))
+            commit = Commit(record["kind"], entries, record["meta"], *texts)
+            # One comparison covers the seal, the canonical form and every byte: whatever was altered, the text differs.
+            if commit.content_digest == content_digest(entries) and _render(commit) == data:
+                return commit
+            problem = "was altered after it was written"
+    except (ValueError, RecursionError):  # ValueError: malformed UTF-8, JSON or numbers
+        problem = "is not JSON that trainflow writes"
+    raise _damaged(store, problem)
+
+
+def _record_problem(record: object) -> str | None:
+    if not isinstance(record, dict):
+        return "is not an object"
+    version = record.get("format")
+    if type(version) is not int or version < 1:
+        return "names no format"
+    if version > FORMAT:
+        return f"has format {version}; this trainflow reads up to {FORMAT}, a newer one wrote it"
+    if set(record) != _FIELDS:
+        return f"has other fields than expected: {sorted(set(record) ^ _FIELDS)[:5]}"
+    texts = [record[name] for name in ("kind", "id", "created", "content_digest", "seal")]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(record["meta"], dict):
+        return "has a field of the wrong type"
+    if record["kind"] not in _KINDS:
+        return f"has the unknown kind {record['kind'][:40]!r}"
+    return _entries_problem(record["files"])
+
+
+def _entries_problem(entries: object) -> str | None:
+    if not isinstance(entries, list):
+        return "lists no files"
+    previous = ""
+    for entry in entries:
+        if not isinstance(entry, dict) or set(entry) != {"path", "size", "sha256"}:
+            return "has a malformed file entry"
+        path, size, sha256 = entry["path"], entry["size"], entry["sha256"]
+        problem = relative_problem(path)
+        if problem:
+            return f"lists a file whose path {problem}: {str(path)[:80]!r}"
+        if path == COMMIT or path <= previous:
+            return f"lists {path[:80]!r} out of order, twice, or itself"
+        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            return f"has a malformed size or digest for {path[:80]!r}"
+        previous = path
+    return None
+
+
+def _damaged(store: Store, reason: str) -> DamagedError:
+    return DamagedError(
+        f"The commit file {reason}.",
+        field=f"{store.url}/{COMMIT}",
+        remedy="The folder cannot be trusted: restore it from a copy, or remove it and run the command again.",
+    )
