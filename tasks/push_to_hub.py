@@ -1,0 +1,202 @@
+"""push-to-hub: the model with its card and metrics to a hub, once; publishing the same again makes nothing new."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tasks import _mlflow, _progress
+from tasks._keys import StageKey, stage_key, versions
+from tasks._manifests import KEY_FILE, StageManifest, look_up, stage_store
+from tasks._retry import stage_task
+from tasks._stage import StageContext, StageOutput, run_stage
+from tasks.configs import PublishConfig
+from trainer_lib.errors import ConfigError, StorageError, TrainflowError
+from trainer_lib.hub.base import Content, Source
+from trainer_lib.hub.card import Card, model_card, tidy_metrics
+from trainer_lib.hub.transport import open_hub, parse_target
+from trainer_lib.storage import FileEntry, Store
+
+STAGE = "push-to-hub"
+MODEL = "model/"
+_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json"}
+_KEY_BYTES = 16 << 20
+
+
+@stage_task(STAGE)
+def push_to_hub(
+    config: PublishConfig,
+    *,
+    name: str,
+    storage: str,
+    data: dict[str, Any],
+    model: dict[str, Any],
+    evaluation: dict[str, Any] | None = None,
+    tracking: dict[str, Any] | None = None,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Publish the model, unless just this content is published there already and still is.
+
+    Args:
+        name: the pipeline's name: default of the card's title and of the folder below `hub/`.
+        storage: the pipeline's storage root.
+        data, model, evaluation: the manifests of prepare-data, train and (when there is one) evaluate.
+        tracking: the MLflow run that is told where the model went (`RunHandle.to_dict()`).
+        force: publish even if the manifest of an earlier publication is there; a hub that has the content still
+            makes no new revision.
+
+    Returns:
+        The stage's manifest; its `meta` holds `published_url`, `revision`, `target` and `created`.
+    """
+    inputs = _inputs(data, model, evaluation)
+    content = _content(config, name, inputs)
+    to = config.to or Store.open(storage).child("hub", name).url
+    key = publish_key(config, name=name, data=data, model=model, evaluation=evaluation)
+
+    def work(context: StageContext) -> StageOutput:
+        hub = open_hub(to, revision=config.revision, private=config.private)
+        done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
+        facts = {
+            "target": done.target,
+            "published_url": done.url,
+            "revision": done.revision,
+            "published_digest": done.content_digest,
+            "created": done.created,
+        }
+        # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
+        files = [context.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
+        if tracking is not None:
+            tags = {"trainflow.published": done.url, "trainflow.published_digest": done.content_digest}
+            _mlflow.set_tags(_mlflow.RunHandle.from_dict(tracking), tags)
+        return StageOutput(files, meta=facts)
+
+    return run_stage(key, storage, work, retries=config.retries, force=force or _is_gone(config, storage, key, to))
+
+
+def publish_key(
+    config: PublishConfig,
+    *,
+    name: str,
+    data: Mapping[str, Any],
+    model: Mapping[str, Any],
+    evaluation: Mapping[str, Any] | None = None,
+) -> StageKey:
+    """push-to-hub: the target, what the card says, and the content digests and keys of the stages it stands on.
+
+    Raises:
+        ConfigError: the target's address is malformed.
+    """
+    inputs = _inputs(data, model, evaluation)
+    target = parse_target(config.to, revision=config.revision) if config.to else None
+    card = {key: getattr(config, key) for key in ("title", "description", "license", "tags", "base_model")}
+    return stage_key(
+        STAGE,
+        {
+            "name": name,
+            "to": target.url if target else f"hub/{name}",  # below the storage: no absolute path, which may move
+            "revision": target.revision if target else config.revision,
+            "card": card,
+            "inputs": {one.stage: one.content_digest for one in inputs},
+            "stage_keys": {one.stage: one.key for one in inputs},
+            "versions": versions(),
+        },
+    )
+
+
+def _inputs(
+    data: Mapping[str, Any], model: Mapping[str, Any], evaluation: Mapping[str, Any] | None
+) -> list[StageManifest]:
+    inputs = [StageManifest.from_dict(data), StageManifest.from_dict(model, stage="train")]
+    if evaluation is not None:
+        inputs.append(StageManifest.from_dict(evaluation, stage="evaluate"))
+    return inputs
+
+
+def _is_gone(config: PublishConfig, storage: str, key: StageKey, to: str) -> bool:
+    """Whether an earlier publication under this key has vanished from the hub, or was damaged there."""
+    manifest, _ = look_up(stage_store(storage, key))
+    if manifest is None:
+        return False
+    hub = open_hub(to, revision=config.revision, private=config.private)
+    try:
+        there = hub.holds(str(manifest.meta["revision"]), str(manifest.meta["published_digest"]))
+    except (StorageError, ConfigError) as error:  # out of reach now: the manifest's word stands
+        _warn(f"{to} could not be asked whether the publication is still there: {error.message}")
+        return False
+    if not there:
+        _warn(f"The publication {manifest.meta['published_url']} is gone or damaged; it is made again.")
+    return not there
+
+
+def _warn(message: str) -> None:
+    _progress.publish({"event": "warning", "stage": STAGE, "message": message})
+
+
+def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> Content:
+    data, model, *rest = inputs
+    files = {
+        entry.path.removeprefix(MODEL): Source(model.store(), entry)
+        for entry in model.files
+        if entry.path.startswith(MODEL) and entry.path.removeprefix(MODEL) not in _MADE_HERE
+    }
+    if not files:
+        raise ConfigError(
+            "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
+        )
+    for evaluation in rest:
+        files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in evaluation.files}
+    metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
+    card = Card(
+        title=config.title or name,
+        description=config.description,
+        license=config.license,
+        tags=config.tags,
+        base_model=config.base_model,
+        metrics=metrics,
+        data_name=name,
+        data_digest=data.content_digest,
+        rows=_rows(data),
+        stage_keys={one.stage: one.key for one in inputs},
+        stage_digests={one.stage: one.content_digest for one in inputs},
+        arguments=_arguments(model),
+        facts=_facts(model),
+        versions=versions(),
+        files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
+    )
+    texts = {"README.md": model_card(card).encode(), "metrics.json": _metrics_json(metrics)}
+    lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
+    return Content(files, texts, lineage)
+
+
+def _rows(data: StageManifest) -> dict[str, int]:
+    splits = data.meta.get("splits") or {}
+    return {split: int(facts["rows"]) for split, facts in splits.items() if isinstance(facts, Mapping)}
+
+
+def _facts(model: StageManifest) -> dict[str, Any]:
+    names = {"parameters": "Parameters", "global_step": "Optimizer steps", "global_samples": "Samples seen"}
+    return {label: model.meta[name] for name, label in names.items() if model.meta.get(name) is not None}
+
+
+def _arguments(model: StageManifest) -> dict[str, Any]:
+    """The arguments the model was trained with, from the key of its stage: those that differ from the defaults."""
+    from trainer_lib.arguments import TrainingArguments, numeric_fields
+
+    try:
+        record = json.loads(model.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))
+        used = dict(record["fields"]["args"])
+    except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
+        return {}
+    defaults = numeric_fields(TrainingArguments(), world_size=1)
+    always = ("global_batch_size", "learning_rate", "num_train_epochs", "max_steps", "optim", "seed")
+    return {name: value for name, value in used.items() if name in always or defaults.get(name, value) != value}
+
+
+def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:
+    strict = {
+        split: {name: value if math.isfinite(value) else str(value) for name, value in sorted(values.items())}
+        for split, values in metrics.items()
+    }
+    return json.dumps(strict, indent=2, allow_nan=False).encode() + b"\n"

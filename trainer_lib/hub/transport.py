@@ -1,0 +1,76 @@
+"""From a target's address to the hub behind it. No torch, no vendor: huggingface_hub is imported when it is used."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.hub.base import Content, Hub, Published
+from trainer_lib.hub.folder import FolderHub
+
+SCHEME = "hf://"
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,119}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parsed address: a repository on the Hub (`repo`), or a folder (`repo` is None)."""
+
+    url: str
+    repo: str | None
+    revision: str | None
+
+
+def parse_target(to: str, *, revision: str | None = None, field: str = "publish.to") -> Target:
+    """`hf://organisation/name[@revision]`, or any folder's path or URL.
+
+    Raises:
+        ConfigError: malformed, or `revision` differs from the one in the address.
+    """
+    if revision is not None and not _REVISION.fullmatch(revision):
+        raise ConfigError(
+            "Not a name a branch can have.", field="publish.revision", value=revision, remedy="Use a name like main."
+        )
+    if not to.startswith(SCHEME):
+        return Target(to, None, revision)
+    repo, _, named = to.removeprefix(SCHEME).partition("@")
+    if not _REPO.fullmatch(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
+        raise ConfigError(
+            "Not an address on the Hub.", field=field, value=to, remedy="Write hf://organisation/name, or …@branch."
+        )
+    if named and revision and named != revision:
+        raise ConfigError(
+            f"The address names another revision than publish.revision = {revision}.",
+            field=field,
+            value=to,
+            remedy="Name it once.",
+        )
+    return Target(to, repo, named or revision)
+
+
+def open_hub(to: str, *, revision: str | None = None, private: bool | None = None, field: str = "publish.to") -> Hub:
+    """The hub at an address. `private` is about a Hub repository that has to be made. Nothing is contacted yet."""
+    target = parse_target(to, revision=revision, field=field)
+    if target.repo is None:
+        return FolderHub(target.url, branch=target.revision, field=field)
+    from trainer_lib.hub.huggingface import HuggingFaceHub
+
+    return HuggingFaceHub(target.repo, branch=target.revision, private=private, field=field)
+
+
+def publish(
+    to: str,
+    content: Content,
+    *,
+    message: str,
+    revision: str | None = None,
+    private: bool | None = None,
+) -> Published:
+    """Make `content` the newest revision at an address; nothing new when it is that already.
+
+    Raises:
+        ConfigError: bad address, or the hub refuses us. StorageError: it is out of reach; the same call continues.
+    """
+    return open_hub(to, revision=revision, private=private).publish(content, message=message)
