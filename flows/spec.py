@@ -94,7 +94,8 @@ class _Source:
                 return "on the command line"
             if prefix in self.lines:
                 return f"{self.path}, line {self.lines[prefix]}"
-        return str(self.path)
+        below = any(name.startswith(f"{key}.") for name in self.overridden)
+        return "on the command line" if below else str(self.path)
 
     def locate(self, error: ConfigError) -> ConfigError:
         """The same error, saying where in the file the key stands."""

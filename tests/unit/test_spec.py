@@ -1,0 +1,295 @@
+"""Reading a spec: what is accepted, and how everything else is refused before any engine is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.spec import PipelineSpec, load_spec, parse_spec
+from tests.support.toy import project
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path) -> Path:
+    return project(tmp_path / "project")
+
+
+def refused(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(path, overrides)
+    return caught.value
+
+
+def test_paths_in_the_file_start_from_its_folder_and_overridden_ones_from_the_working_directory(
+    spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    spec = load_spec(spec_file, ["storage=./here", "publish.to=../hub"])
+    assert spec.recipe == str(spec_file.parent / "recipe.py")
+    assert spec.root == str(spec_file.parent)
+    assert spec.storage == str(elsewhere / "here")
+    assert spec.publish.to == str(tmp_path / "hub")
+    assert load_spec(spec_file).storage == str(spec_file.parent / "store")
+    monkeypatch.chdir("/")
+
+
+def test_urls_and_named_sources_are_left_as_they_are(spec_file: Path) -> None:
+    sources = ["package:numpy", "stdlib:json", str(spec_file)]
+    spec = load_spec(spec_file, ["storage=s3://bucket/x", f"prepare.sources={json.dumps(sources)}"])
+    assert spec.storage == "s3://bucket/x"
+    assert spec.prepare.sources == sources
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("5", 5),
+        ("true", True),
+        ("no", "no"),
+        ("null", None),
+        ("", None),
+        ("#fff", "#fff"),
+        ("a: b", "a: b"),
+        ('"5"', "5"),
+        ("[1, 2e-1, x]", [1, 0.2, "x"]),
+        ('{"a": {"b": 1}}', {"a": {"b": 1}}),
+        ("2026-01-01", "2026-01-01"),
+    ],
+)
+def test_an_override_is_a_yaml_scalar_or_json(spec_file: Path, text: str, value: object) -> None:
+    assert load_spec(spec_file, [f"train.model.x={text}"]).train.model == {"x": value}
+
+
+def test_the_file_follows_yaml_1_2(spec_file: Path) -> None:
+    with spec_file.open("a") as file:
+        file.write("root: .\n")
+    text = spec_file.read_text().replace(
+        "    seed: 1\n", "    seed: 1\n    eval_strategy: no\n    weight_decay: 1e-2\n"
+    )
+    spec_file.write_text(text)
+    spec = load_spec(spec_file)
+    assert spec.train.args["eval_strategy"] == "no"
+    assert spec.train.args["weight_decay"] == 0.01
+
+
+def test_json_specs_are_read(spec_file: Path) -> None:
+    path = spec_file.with_suffix(".json")
+    path.write_text(json.dumps({"name": "toy", "recipe": "recipe.py", "train": {"launch": "in_process"}}))
+    spec = load_spec(path)
+    assert spec.train.launch.kind == "in_process"
+    path.write_text('{"name": "toy", "name": "other"}')
+    assert "twice" in refused(path).message
+    path.write_text('{"name": }')
+    assert "line 1" in str(refused(path))
+
+
+def test_an_override_reaches_into_a_launcher_given_by_name(spec_file: Path) -> None:
+    spec_file.write_text("name: toy\nrecipe: recipe.py\ntrain:\n  launch: process\n")
+    launch = load_spec(spec_file, ["train.launch.threads=2"]).train.launch
+    assert (launch.kind, launch.threads) == ("process", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("train.args.lerning_rate=1", "train.args.lerning_rate", "learning_rate"),
+        ("tran.args.seed=1", "tran", "'train'"),
+        ("train.modle={}", "train.modle", "'model'"),
+        ("train.launch.proceses=2", "train.launch.proceses", "'processes'"),
+        ("train.launch.processes=9999", "train.launch.processes", "at most"),
+        ("evaluate.launch.processes=9999", "evaluate.launch.processes", "at most"),
+        ("train.launch.processes=many", "train.launch.processes", "auto"),
+        ("train.launch=tochrun", "train.launch", "torchrun"),
+        ("train.args.learning_rate=fast", "train.args.learning_rate", "number"),
+        ("train.args.output_dir=x", "train.args.output_dir", "remove it"),
+        ("train.args.eval_strategy=epoch", "train.eval_split", "validation"),
+        ("train=5", "train", "mapping|dictionary"),
+        ("name=a b", "name", "pattern"),
+        ("name=null", "name", "string"),
+        ("recipe=nowhere.py", "recipe", "no such file"),
+        ("predict.recipe=nowhere.py", "predict.recipe", "no such file"),
+        ("prepare.sources=[nowhere.csv]", "prepare.sources", "no such file"),
+        ("prepare.sources=[hf://datasets/x]", "prepare.sources", "not tracked"),
+        ("prepare.sources=[package:nunpy]", "prepare.sources", "numpy"),
+        ("storage=s4://bucket/x", "storage", "scheme"),
+        ("storage=memory://x", "storage", "in_process"),
+        ("publish.to=s4://bucket/x", "publish.to", "scheme"),
+        ("name.x=1", "name.x", "one value"),
+        ("evaluate.splits=[]", "evaluate.splits", "at least 1"),
+        ("no-equals-sign", "no-equals-sign", "key=value"),
+        ("train..args=1", "train..args", "key=value"),
+        ("train.model=[1,", "train.model", "Not a value"),
+    ],
+)
+def test_what_is_wrong_names_field_value_and_remedy(spec_file: Path, override: str, field: str, words: str) -> None:
+    error = refused(spec_file, override)
+    assert error.field == field
+    assert any(word in str(error) for word in words.split("|")), str(error)
+    assert error.remedy
+    assert error.exit_code == 2
+
+
+def test_the_line_in_the_file_is_named(spec_file: Path) -> None:
+    lines = spec_file.read_text().splitlines()
+    lines.insert(5, "  shard_row: 5")
+    spec_file.write_text("\n".join(lines))
+    error = refused(spec_file)
+    assert error.field == "prepare.shard_row"
+    assert f"{spec_file}, line {lines.index('  shard_row: 5') + 1}" in str(error)
+    assert "'shard_rows'" in str(error)
+
+
+def test_every_wrong_key_is_named_at_once(spec_file: Path) -> None:
+    error = refused(spec_file, "prepare.shard_rows=0", "tracking.uri=[1]")
+    assert "tracking.uri" in str(error)
+
+
+def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    assert "no such file" in refused(path).message
+    path.write_text("name: x\n")
+    error = refused(path)
+    assert (error.field, error.message.startswith("This key is required")) == ("recipe", True)
+    assert "folder" in refused(tmp_path).message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"name: [", "YAML"),
+        (b"name: a\nname: b\n", "twice"),
+        (b"- a\n", "mapping"),
+        (b"name: \xff\n", "UTF-8"),
+        (b"a: &a [x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\n", ""),
+        (b"x: " + b"[" * 5000, ""),
+        (b"x: &x [*x]\n", ""),
+        (b"!!python/object/apply:os.system ['true']\n", ""),
+        (b"x" * (2 << 20), "Larger"),
+    ],
+)
+def test_a_malformed_file_is_refused_without_a_traceback(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_bytes(content)
+    assert words in str(refused(path))
+
+
+def test_an_endless_expansion_of_aliases_is_refused(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    path = tmp_path / "pipeline.yaml"
+    path.write_text("\n".join(levels))
+    assert "aliases" in str(refused(path))
+
+
+@pytest.mark.parametrize(
+    ("override", "variable"),
+    [
+        ("train.args.hub_token=hf_abc", "HF_TOKEN"),
+        ("publish.token=abc", "HF_TOKEN"),
+        ("prepare.options.aws_secret_access_key=abc", "AWS_SECRET_ACCESS_KEY"),
+        ("prepare.options.db_password=abc", "DB_PASSWORD"),
+        ("train.model.name=hf_" + "a" * 34, "HF_TOKEN"),
+        ("train.launch.env={WANDB_API_KEY: abc}", "WANDB_API_KEY"),
+    ],
+)
+def test_a_secret_is_refused_without_being_repeated(spec_file: Path, override: str, variable: str) -> None:
+    error = refused(spec_file, override)
+    secret = override.rpartition("=")[2].rpartition(": ")[2].rstrip("}")
+    assert variable in str(error)
+    assert secret not in str(error)
+
+
+def test_a_password_in_a_url_is_refused_without_being_repeated(spec_file: Path) -> None:
+    error = refused(spec_file, "tracking.uri=http://me:pass123@host/")
+    assert "pass123" not in str(error)
+
+
+def test_words_that_only_look_like_secrets_are_accepted(spec_file: Path) -> None:
+    spec = load_spec(spec_file, ["train.model.pad_token=<pad>", "train.model.num_tokens=5", "train.model.secret=null"])
+    assert spec.train.model["pad_token"] == "<pad>"
+
+
+def test_an_extra_that_is_not_installed_is_named(spec_file: Path) -> None:
+    try:
+        load_spec(spec_file, ["storage=gs://bucket/x"])
+    except MissingExtraError as error:
+        assert "trainflow[gcs]" in str(error)
+        assert error.field == "storage"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("def prepare(options, out): ...\n", "build_model"),
+        ("def build_model(options, data): ...\n", "prepare"),
+        ("def prepare(:\n", "line 1"),
+        ("x = 'a\0b'\n", "Not valid Python"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused_before_it_is_run(spec_file: Path, recipe: str, words: str) -> None:
+    (spec_file.parent / "recipe.py").write_text(recipe)
+    error = refused(spec_file)
+    assert error.field == "recipe"
+    assert words in str(error)
+
+
+def test_a_recipe_may_take_its_functions_from_elsewhere(spec_file: Path) -> None:
+    (spec_file.parent / "mine.py").write_text("def prepare(o, d): ...\ndef build_model(o, d): ...\n")
+    (spec_file.parent / "recipe.py").write_text("from mine import prepare, build_model\n")
+    load_spec(spec_file)
+    (spec_file.parent / "recipe.py").write_text("from mine import *\n")
+    load_spec(spec_file)
+
+
+def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: Path) -> None:
+    spec = load_spec(spec_file, ["train.args.bf16=true", "predict.args.bf16=false", "predict.launch=in_process"])
+    assert spec.evaluate_config().args["bf16"] is True
+    assert spec.evaluate_config().launch == spec.train.launch
+    assert spec.predict_config().args["bf16"] is False
+    assert spec.predict_config().launch is not None
+    assert spec.predict_config().launch.kind == "in_process"  # type: ignore[union-attr]
+
+
+def test_a_resolved_spec_can_be_written_and_read_again(spec_file: Path) -> None:
+    spec = load_spec(spec_file)
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_every_field_is_described_for_the_form() -> None:
+    schema = PipelineSpec.model_json_schema()
+    for model in (schema, *schema["$defs"].values()):
+        for name, field in model["properties"].items():
+            assert field.get("description"), f"{model['title']}.{name}"
+        assert model["additionalProperties"] is False
+
+
+def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(spec_file: Path) -> None:
+    code = (
+        "import sys\n"
+        "from flows.spec import load_spec\n"
+        "load_spec(sys.argv[1])\n"
+        "try:\n"
+        "    load_spec(sys.argv[1], ['train.args.lerning_rate=1'])\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print(sorted({'prefect', 'mlflow', 'torch', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(spec_file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ""},
+        check=True,
+    )
+    message, modules = done.stdout.splitlines()
+    assert "learning_rate" in message
+    assert modules == "[]"
