@@ -13,11 +13,14 @@ from trainer_lib.arguments.enums import (
 )
 from trainer_lib.arguments.fields import arg, nearest, suggestion
 from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields, total_batch_size
+from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
 __all__ = [
+    "ArgumentParser",
     "DebugOption",
     "FSDPOption",
+    "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
     "OptimizerNames",

@@ -43,9 +43,9 @@ def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any
     """
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f"needs the package {package}.",
+            f"needs the package {package} ({error}).",
             field="optim",
             value=request.name.value,
             remedy=f'Install it: pip install "{package}".',

@@ -1,0 +1,311 @@
+"""Any dataclass as command-line arguments, on top of argparse.
+
+A field becomes `--name` (`--na-me` works too); its help shows unit and default. A truth value is a flag: `--flag`,
+`--flag false`, and `--no_flag` where the default is true. Lists take several words, mappings take JSON, `none` is None
+where None is allowed. Old names of `TrainingArguments` are understood, and left out of the help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer_lib.arguments import compat, io
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.fields import field_hints, suggestion
+from trainer_lib.arguments.training import TrainingArguments, constructor_names
+from trainer_lib.arguments.validation import check_bounds
+from trainer_lib.errors import ConfigError
+
+DataClass = Any
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Turns dataclass types into arguments and arguments into instances (also known as `HfArgumentParser`).
+
+    Args:
+        dataclass_types: one dataclass or several; no two may share a field's name.
+        kwargs: passed to `argparse.ArgumentParser`.
+
+    On a wrong argument the command line ends with a usage message and exit code 2; with `exit_on_error=False`, and in
+    the `parse_dict` family, a ConfigError is raised instead.
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(**kwargs)
+        if dataclass_types is None:
+            dataclass_types = ()
+        self.dataclass_types = (dataclass_types,) if isinstance(dataclass_types, type) else tuple(dataclass_types)
+        owners: dict[str, str] = {}
+        for cls in self.dataclass_types:
+            for field in _init_fields(cls):
+                if field.name in owners:
+                    raise ConfigError(
+                        f"is a field of both {owners[field.name]} and {cls.__name__}.",
+                        field=field.name,
+                        remedy="Rename one of them.",
+                    )
+                owners[field.name] = cls.__name__
+            self._add_fields(cls)
+
+    def _add_fields(self, cls: type) -> None:
+        group = self.add_argument_group(cls.__name__, (cls.__doc__ or "").strip().split("\n")[0] or None)
+        hints = field_hints(cls)
+        for field in _init_fields(cls):
+            _add_field(group, field, hints.get(field.name, Any))
+        if not issubclass(cls, TrainingArguments):
+            return
+        hidden: dict[str, Any] = {
+            "nargs": "?",
+            "const": "true",
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        for name in compat.OLD_NAMES:
+            if name not in constructor_names(cls):
+                group.add_argument(f"--{name}", **hidden)
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[DataClass, ...]:
+        """Instances of the dataclasses, in their order, then the namespace of arguments added by hand, if any.
+
+        Args:
+            args: words of the command line; `sys.argv` when not given.
+            return_remaining_strings: append the list of words that were not understood, instead of refusing them.
+            look_for_args_file: read words from `<script>.args` beside the script, if there is one.
+            args_filename: read words from this file first.
+            args_file_flag: name of an argument (`--args_file`) that names such files.
+
+        Raises:
+            ConfigError: only with `exit_on_error=False`.
+        """
+        try:
+            words = _from_files(
+                list(sys.argv[1:] if args is None else args), look_for_args_file, args_filename, args_file_flag
+            )
+            namespace, remaining = self.parse_known_args(words)
+            if remaining and not return_remaining_strings:
+                raise _unknown(remaining[0], [option for action in self._actions for option in action.option_strings])
+            outputs = self._instances(vars(namespace))
+        except argparse.ArgumentError as error:
+            refusal = error.__context__
+            if isinstance(refusal, _Refused):
+                raise refusal.error from None
+            raise ConfigError(str(error.message), field=error.argument_name, remedy="See --help.") from None
+        except ConfigError as error:
+            if self.exit_on_error:
+                self.error(str(error))
+            raise
+        return (*outputs, remaining) if return_remaining_strings else tuple(outputs)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with a usage message and exit code 2, or raise a ConfigError with `exit_on_error=False`."""
+        if self.exit_on_error:
+            super().error(message)
+        raise ConfigError(f"{message}.", remedy="See --help.")
+
+    def _instances(self, values: dict[str, Any]) -> list[DataClass]:
+        outputs: list[DataClass] = []
+        for cls in self.dataclass_types:
+            names = {field.name for field in _init_fields(cls)}
+            if issubclass(cls, TrainingArguments):
+                names |= {name for name in compat.OLD_NAMES if name in values}
+            given = {name: values.pop(name) for name in names if name in values}
+            outputs.append(cls(**given))
+        if values:
+            outputs.append(argparse.Namespace(**values))
+        return outputs
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
+        """Instances of the dataclasses from a mapping, in their order.
+
+        Args:
+            args: names and values; texts are coerced to the field's type.
+            allow_extra_keys: ignore names that are no field.
+
+        Raises:
+            ConfigError: a name that is no field (unless allowed), or a value that is refused.
+        """
+        unused = dict(args)
+        outputs: list[DataClass] = []
+        for cls in self.dataclass_types:
+            fields = {field.name: field for field in _init_fields(cls)}
+            old = set(compat.OLD_NAMES) if issubclass(cls, TrainingArguments) else set()
+            given = {name: unused.pop(name) for name in args if name in fields or name in old}
+            hints = field_hints(cls)
+            for name, value in given.items():
+                if name in fields:
+                    given[name] = _checked(fields[name], hints.get(name, Any), value)
+            _demand_all(cls, given)
+            outputs.append(cls(**given))
+        if unused and not allow_extra_keys:
+            names = [field.name for cls in self.dataclass_types for field in _init_fields(cls)]
+            raise _unknown(next(iter(unused)), names)
+        return tuple(outputs)
+
+    def parse_json_file(self, json_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
+        """`parse_dict` on a JSON file."""
+        return self.parse_dict(io.read_mapping(Path(json_file), field="json_file"), allow_extra_keys)
+
+    def parse_yaml_file(self, yaml_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
+        """`parse_dict` on a YAML file."""
+        return self.parse_dict(io.read_mapping(Path(yaml_file), field="yaml_file"), allow_extra_keys)
+
+
+HfArgumentParser = ArgumentParser
+
+
+def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError("is not a dataclass.", field="dataclass_types", value=cls.__name__, remedy="Decorate it.")
+    return [field for field in dataclasses.fields(cls) if field.init]
+
+
+def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+    options = [f"--{field.name}", *([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])]
+    options += field.metadata.get("aliases") or []
+    default = _default(field)
+    settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, default)}
+    settings["default"] = argparse.SUPPRESS  # what is not given is left to the dataclass
+    settings["required"] = default is dataclasses.MISSING
+    kinds = _kinds(hint)
+    parse = _parser(field, hint)
+    if kinds == [bool]:
+        group.add_argument(*options, nargs="?", const=True, type=parse, metavar="BOOL", **settings)
+        if default is True:
+            negative = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            names = (f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}")
+            group.add_argument(*names, action="store_const", const=False, **negative)
+        return
+    if any(typing.get_origin(kind) in (list, tuple, set) or kind in (list, tuple, set) for kind in kinds):
+        settings["nargs"] = "+"
+        settings["action"] = _Joined
+    group.add_argument(*options, type=str if "nargs" in settings else parse, metavar=field.name.upper(), **settings)
+    if "nargs" in settings:
+        group._group_actions[-1].convert = parse
+
+
+class _Refused(argparse.ArgumentTypeError):
+    """A value that a field refuses: argparse puts the argument's name before it."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(" ".join(part for part in (f"{error.value}:", error.message, error.remedy) if part))
+        self.error = error
+
+
+class _Joined(argparse.Action):
+    """Several words as one list; a single one as it is, so that `none` and `[…]` keep their meaning."""
+
+    convert: Callable[[Any], Any]
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        try:
+            setattr(namespace, self.dest, self.convert(values[0] if len(values) == 1 else list(values)))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def _parser(field: dataclasses.Field[Any], hint: Any) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        try:
+            return _checked(field, hint, value)
+        except ConfigError as error:
+            raise _Refused(error) from None
+
+    parse.__name__ = field.name
+    return parse
+
+
+def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    out = coerce(value, hint, field=field.name, secret=bool(field.metadata.get("secret")))
+    check_bounds(field.name, out, field.metadata)
+    return out
+
+
+def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
+    for field in _init_fields(cls):
+        if _default(field) is dataclasses.MISSING and field.name not in given:
+            raise ConfigError(f"is needed by {cls.__name__}.", field=field.name, value="none", remedy="Give it.")
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _kinds(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    return [hint]
+
+
+def _choices(field: dataclasses.Field[Any], hint: Any) -> list[str]:
+    choices = [str(choice) for choice in field.metadata.get("choices") or ()]
+    for kind in _kinds(hint):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            choices += [str(member.value) for member in kind]
+        elif typing.get_origin(kind) is typing.Literal:
+            choices += [str(option) for option in typing.get_args(kind)]
+    return choices
+
+
+def _help(field: dataclasses.Field[Any], hint: Any, default: Any) -> str:
+    parts = [str(field.metadata.get("help") or "")]
+    choices = _choices(field, hint)
+    if choices:
+        parts.append("One of: " + ", ".join(choices) + ".")
+    notes = [f"unit: {field.metadata['unit']}"] if field.metadata.get("unit") else []
+    if default is not dataclasses.MISSING and not field.metadata.get("secret"):
+        shown = default.value if isinstance(default, Enum) else default
+        notes.append(f"default: {'none' if shown is None else repr(shown) if shown == '' else shown}")
+    parts.append(f"[{'; '.join(notes)}]" if notes else "[required]" if default is dataclasses.MISSING else "")
+    return " ".join(part for part in parts if part).replace("%", "%%")
+
+
+def _from_files(words: list[str], beside_script: bool, filename: str | None, flag: str | None) -> list[str]:
+    """Words from files come first, so that the command line overrides them."""
+    files: list[Path] = []
+    if filename:
+        files.append(Path(filename))
+    elif beside_script and sys.argv and sys.argv[0]:
+        beside = Path(sys.argv[0]).with_suffix(".args")
+        files += [beside] if beside.is_file() else []
+    if flag:
+        name = flag if flag.startswith("-") else f"--{flag}"
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument(name, dest="files", type=str, action="append", default=[])
+        found, words = finder.parse_known_args(words)
+        files += [Path(each) for each in found.files]
+    read: list[str] = []
+    for file in files:
+        try:
+            read += file.read_text(encoding="utf-8").split()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot be read: {error.strerror}.", field="args_filename", value=str(file), remedy="Check the path."
+            ) from None
+    return read + words
+
+
+def _unknown(name: str, options: Sequence[str]) -> ConfigError:
+    bare = name.split("=")[0]
+    return ConfigError("is not an argument.", field=bare, remedy=suggestion(bare, options, listing=False))
