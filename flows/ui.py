@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from flows.spec import PipelineSpec, load_spec
@@ -174,6 +174,12 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         remedy="Run again with --debug for all it said.",
         details="\n".join(lines[-60:]),
     )
+
+
+def wait_forever() -> NoReturn:
+    """Until a signal ends it."""
+    while True:
+        time.sleep(3600)
 
 
 def page(address: str, experiment: str | None) -> str:

@@ -1,0 +1,277 @@
+"""The `trainflow` command: the front door.
+
+A bad spec is refused before Prefect, MLflow or torch is imported, so everything heavy is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flows import presentation, terminal
+from flows.engine import prefect_api, quiet_environment
+from flows.results import STAGES, PipelineResult, stage_name
+from flows.signals import stoppable
+from flows.spec import PipelineSpec, load_spec
+from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, TrainflowError
+
+app = typer.Typer(
+    name="trainflow",
+    help="From data and a model to a published, tracked, reproducible model: one resumable pipeline.",
+    epilog="Exit codes: 0 done, 2 bad input, 130 Ctrl-C, others by the kind of failure (docs/failures.md).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+checkpoints = typer.Typer(help="Look at the checkpoints of a training run.", no_args_is_help=True)
+app.add_typer(checkpoints, name="checkpoints")
+
+Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
+Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
+Interval = Annotated[float | None, typer.Option(min=1.0, help="Seconds from one scheduled run to the next.")]
+Timezone = Annotated[str | None, typer.Option(help="The time zone --cron is meant in (Europe/Berlin); UTC if unset.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the failure's documented code; no traceback unless ``--debug``."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug, as_json = "--debug" in given, "--json" in given
+    try:
+        app(args=given, prog_name="trainflow")
+    except TrainflowError as error:
+        if as_json:
+            _print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
+        terminal.show(presentation.failure(error, debug=debug), stderr=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        details = traceback.format_exc()
+        if as_json:
+            record = {"class": type(error).__name__, "message": str(error)}
+            _print_json({"ok": False, "exit_code": 1, "error": record})
+        terminal.show(presentation.unexpected(error, details, debug=debug), stderr=True)
+        sys.exit(1)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"trainflow {metadata.version('trainflow')}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    spec: Spec,
+    overrides: Overrides = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
+    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")] = None,
+    force: Annotated[list[str] | None, typer.Option(metavar="STAGE", help="Run this stage anew; repeatable.")] = None,
+    debug: Debug = False,
+    as_json: Json = False,
+) -> None:
+    """Run a pipeline: prepare, train, evaluate, predict, publish. What is committed already is not done again.
+
+    Interrupt it, kill it, pull the plug: the same command continues from the last commit.
+    """
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
+    forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
+    out = terminal.console(stderr=as_json)
+    command = ["trainflow", "run", str(spec), *(overrides or [])]
+    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(command)}"):
+        out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
+        result = _run(parsed, out, debug=debug, force=forced, **stages)
+    ui = _ui_command(spec, overrides or [])
+    if as_json:
+        code = result.error.exit_code if result.error is not None else 0
+        plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
+        _print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
+    else:
+        terminal.show(presentation.summary(result, ui))
+    if result.error is not None:
+        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
+        raise typer.Exit(result.error.exit_code)
+
+
+def _run(spec: PipelineSpec, out: Any, *, debug: bool, **choice: Any) -> PipelineResult:
+    from tasks._progress import subscribe
+
+    with contextlib.ExitStack() as stack:
+        with out.status("starting the workflow engine"):
+            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
+        display = stack.enter_context(terminal.progress(out))
+        stack.enter_context(terminal.logs(display, debug=debug))
+        stack.enter_context(subscribe(display))
+        from flows.pipeline import run_pipeline
+
+        return run_pipeline(spec, debug=debug, **choice)
+
+
+def _stage(name: str | None, option: str) -> str | None:
+    if name is None:
+        return None
+    if found := stage_name(name):
+        return found
+    near = get_close_matches(name, STAGES, n=1)
+    raise ConfigError(
+        f"There is no such stage; there are {', '.join(STAGES)}.",
+        field=option,
+        value=name,
+        remedy=f"Did you mean '{near[0]}'?" if near else "Name one of them.",
+    )
+
+
+def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
+    """The command that opens the UI on the store this run used: only overrides that decide where that is."""
+    deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in ("storage", "tracking", "name")]
+    return ["trainflow", "ui", str(spec), *deciding]
+
+
+@app.command()
+def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say, stage by stage, whether its result is there and intact, and if not, what is different. Runs nothing."""
+    parsed = load_spec(spec, overrides or [])
+    from flows.why import explain
+
+    reasons = explain(parsed)
+    if as_json:
+        _print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
+    else:
+        terminal.show(presentation.reasons(reasons))
+
+
+@app.command()
+def ui(
+    spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
+    overrides: Overrides = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; unset: a free one.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Browse the runs in MLflow's UI, on this machine only, until Ctrl-C."""
+    quiet_environment()
+    from flows import ui as mlflow_ui
+
+    place = mlflow_ui.find_place(spec, overrides or [], storage)
+    out = terminal.console()
+    with _until_stopped(), contextlib.ExitStack() as stack:
+        with out.status("starting MLflow"):
+            address = stack.enter_context(mlflow_ui.served(place, port))
+        out.print(f"MLflow: {mlflow_ui.page(address, place.experiment)}")
+        if place.server is None:
+            out.print("Ctrl-C ends it.")
+            mlflow_ui.wait_forever()
+
+
+@app.command()
+def serve(
+    spec: Spec,
+    overrides: Overrides = None,
+    cron: Cron = None,
+    interval: Interval = None,
+    timezone: Timezone = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a pipeline on a schedule, in this process, on this machine, until Ctrl-C."""
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows import serving
+
+    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
+    with _until_stopped():
+        serving.serve(parsed, schedule, name=name, say=terminal.console().print)
+
+
+@app.command()
+def deploy(
+    spec: Spec,
+    overrides: Overrides = None,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
+    create_pool: Annotated[bool, typer.Option("--create-pool", help="Make the pool if there is none.")] = False,
+    cron: Cron = None,
+    interval: Interval = None,
+    timezone: Timezone = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Hand a pipeline to a process work pool of a Prefect server, with or without a schedule."""
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows import serving
+
+    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
+    terminal.show(serving.deploy(parsed, schedule, pool=pool, create_pool=create_pool, name=name))
+
+
+@checkpoints.command("list")
+def list_checkpoints(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a stage's folder, or a storage.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List committed checkpoints, newest first."""
+    from flows import catalogue
+
+    found = catalogue.find(url)
+    if as_json:
+        _print_json({"ok": True, "exit_code": 0, "checkpoints": [catalogue.to_dict(info) for info in found]})
+    else:
+        terminal.show(catalogue.listing(found))
+
+
+@checkpoints.command("verify")
+def verify_checkpoints(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
+    from flows import catalogue
+
+    found = catalogue.find(url)
+    problems = catalogue.damage(found)
+    if as_json:
+        code = DamagedError.exit_code if any(problems.values()) else 0
+        _print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
+    else:
+        terminal.show(catalogue.verdict(problems))
+
+
+@contextlib.contextmanager
+def _until_stopped() -> Iterator[None]:
+    """For commands whose proper end is Ctrl-C or SIGTERM."""
+    with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
+        yield
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Pipelines on a schedule: `serve` (one machine, one process, nothing to operate) and `deploy` (a work pool's workers).
+
+The deployment's one parameter is the validated spec with absolute paths, and its entrypoint the installed module, so a
+run depends neither on a checkout nor on the folder it is started in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from rich.text import Text
+
+from flows.engine import prefect_api
+from flows.spec import PipelineSpec
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.schedules import Schedule as PrefectSchedule
+
+_POOL_TYPE = "process"
+# The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
+_RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a deployment runs by itself: by `cron`, every `interval_s` seconds, or never.
+
+    Raises:
+        ConfigError: both are given, or the time zone is unknown. (That `cron` can be read is checked by `prefect`.)
+    """
+
+    cron: str | None = None
+    interval_s: float | None = None
+    timezone: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cron is not None and self.interval_s is not None:
+            raise ConfigError(
+                "A schedule is either by cron or by interval.",
+                field="--interval",
+                value=self.interval_s,
+                remedy="Drop one.",
+            )
+        if self.timezone is not None:
+            try:
+                ZoneInfo(self.timezone)
+            except (ZoneInfoNotFoundError, ValueError) as error:
+                raise ConfigError(
+                    "There is no such time zone.",
+                    field="--timezone",
+                    value=self.timezone,
+                    remedy="Name one of the IANA database, such as Europe/Berlin.",
+                ) from error
+
+    def __str__(self) -> str:
+        if self.cron is not None:
+            return f"cron {self.cron} ({self.timezone or 'UTC'})"
+        return f"every {self.interval_s:g} s" if self.interval_s is not None else "no schedule"
+
+    def prefect(self) -> PrefectSchedule | None:
+        """The same as Prefect's own object; None without a schedule.
+
+        Raises:
+            ConfigError: `cron` cannot be read.
+        """
+        from prefect.client.schemas.schedules import CronSchedule
+        from prefect.schedules import Cron, Interval
+
+        if self.interval_s is not None:
+            return Interval(self.interval_s, timezone=self.timezone)
+        if self.cron is None:
+            return None
+        try:
+            CronSchedule(cron=self.cron)
+        except ValueError as error:
+            raise ConfigError(
+                "This is not a schedule in cron's notation.",
+                field="--cron",
+                value=self.cron,
+                remedy="Five fields: minute hour day-of-month month day-of-week, such as '0 3 * * *'.",
+            ) from error
+        return Cron(self.cron, timezone=self.timezone)
+
+
+def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Callable[[str], object]) -> None:
+    """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
+
+    The schedule is paused when the process ends: no runs pile up while nobody is there to run them.
+    """
+    when = schedule.prefect()
+    os.environ.update(_RUN_ENVIRONMENT)  # inherited by the process of each run
+    with prefect_api() as url:
+        from prefect.types.entrypoint import EntrypointType
+
+        from flows.pipeline import pipeline
+
+        name = name or spec.name
+        say(f"Serving {pipeline.name}/{name}: {schedule}. Ctrl-C ends it.")
+        say(f"A run now: PREFECT_API_URL={url} prefect deployment run {pipeline.name}/{name}")
+        pipeline.serve(
+            name=name,
+            schedule=when,
+            parameters=_parameters(spec),
+            description=_description(spec),
+            limit=1,
+            pause_on_shutdown=True,
+            print_starting_message=False,
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+
+
+def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bool, name: str | None) -> list[Text]:
+    """Register the pipeline with a work pool of the configured server; what to do next, in lines.
+
+    Raises:
+        ConfigError: no server is configured, or the pool is absent or not of processes on the worker's machine.
+    """
+    when = schedule.prefect()
+    _require_server()
+    with prefect_api():
+        from prefect.client.orchestration import get_client
+        from prefect.deployments.runner import RunnerDeployment
+        from prefect.types.entrypoint import EntrypointType
+
+        from flows.pipeline import pipeline
+
+        name = name or spec.name
+        with get_client(sync_client=True) as client:
+            _require_pool(client, pool, create=create_pool)
+        deployment = RunnerDeployment.from_flow(
+            pipeline,
+            name=name,
+            schedule=when,
+            parameters=_parameters(spec),
+            description=_description(spec),
+            work_pool_name=pool,
+            job_variables={"env": _RUN_ENVIRONMENT},
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+        deployment.apply()
+    return [
+        Text(f"Deployed {pipeline.name}/{name} to the work pool {pool}: {schedule}."),
+        Text(f"  a worker   prefect worker start --pool {pool}"),
+        Text(f"  a run now  prefect deployment run {pipeline.name}/{name}"),
+    ]
+
+
+def _require_server() -> None:
+    from prefect.settings import get_current_settings
+
+    if not get_current_settings().api.url:
+        raise ConfigError(
+            "A deployment needs a Prefect server that stays.",
+            field="PREFECT_API_URL",
+            remedy="Start one (prefect server start) and set PREFECT_API_URL; or use `trainflow serve` on one machine.",
+        )
+
+
+def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectNotFound
+    from prefect.workers.process import ProcessWorker
+
+    try:
+        found = client.read_work_pool(name)
+    except ObjectNotFound as error:
+        if not create:
+            raise ConfigError(
+                "There is no such work pool.",
+                field="--pool",
+                value=name,
+                remedy=f"Add --create-pool, or: prefect work-pool create --type {_POOL_TYPE} {name}",
+            ) from error
+        template = ProcessWorker.get_default_base_job_template()
+        client.create_work_pool(WorkPoolCreate(name=name, type=_POOL_TYPE, base_job_template=template))
+        return
+    if found.type != _POOL_TYPE:
+        raise ConfigError(
+            f"This work pool is of type {found.type}; trainflow deploys to {_POOL_TYPE} pools.",
+            field="--pool",
+            value=name,
+            remedy=f"Name another one: prefect work-pool create --type {_POOL_TYPE} NAME",
+        )
+
+
+def _parameters(spec: PipelineSpec) -> dict[str, Any]:
+    return {"spec": spec.model_dump(mode="json")}
+
+
+def _description(spec: PipelineSpec) -> str:
+    return f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}"

@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM, made into failures that say what to do next.
+
+Inside `stoppable` both end the work as KeyboardInterrupt, from the main thread: the launcher then asks its workers to
+save and stop, and ends what is left. Outside they are typed: `Interrupted` (exit code 130) and `Preempted` (19).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
+
+from trainer_lib.errors import Interrupted, Preempted
+
+_SAY = {
+    signal.SIGINT: "Stopping: running work is saved first. Ctrl-C again to end it at once.",
+    signal.SIGTERM: "Asked to stop (SIGTERM): running work is saved first.",
+    signal.SIGHUP: "The terminal is gone (SIGHUP): running work is saved first.",
+}
+_PATIENCE = 3  # the third signal does not wait for anything
+
+
+@contextlib.contextmanager
+def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP end the block in good order.
+
+    Args:
+        say: shows one line, at the first signal.
+        remedy: how to continue later.
+
+    Raises:
+        Interrupted: after Ctrl-C. Preempted: after one of the others.
+    """
+    received: list[int] = []
+
+    def receive(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) >= _PATIENCE:
+            _leave_at_once()
+        if len(received) == 1:
+            with contextlib.suppress(Exception):  # a terminal that is gone
+                say(_SAY[signal.Signals(number)])
+        raise KeyboardInterrupt
+
+    try:
+        with _handled(receive):
+            yield
+    except KeyboardInterrupt as interrupt:
+        if received and received[0] != signal.SIGINT:
+            name = signal.Signals(received[0]).name
+            raise Preempted(f"Asked to stop ({name}). What is committed stays.", remedy=remedy) from interrupt
+        raise Interrupted("Interrupted (Ctrl-C). What is committed stays.", remedy=remedy) from interrupt
+
+
+def _leave_at_once() -> NoReturn:
+    """What we started ends by itself: its guards see us go. A progress display had hidden the cursor."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
+    os._exit(Interrupted.exit_code)
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """The handlers are in place inside the block; one that was ignored from the start (nohup) stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SAY}
+    for number, old in before.items():
+        if old is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
