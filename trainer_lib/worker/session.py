@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ from trainer_lib.worker.watch import ParentWatch
 
 FORMAT = 1
 VERBS = ("prepare", "train", "evaluate", "predict")
+FAILED_EXIT_S = 10.0
+EXIT_S = 60.0
 
 
 class Events:
@@ -73,7 +76,7 @@ class Work:
 
 
 def main(argv: list[str]) -> int:
-    """Run one rank to its end. Returns the exit code: 0, or that of the failure (which ends the process at once)."""
+    """Run one rank to its end. Returns the exit code: 0, or that of the failure."""
     verb, path = argv
     run_dir = RunDir(Path(path))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -89,11 +92,14 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        _leave(run_dir, rank, world_size, error, work)
+        code = _fail(run_dir, rank, world_size, error, work)
+        _leave_within(FAILED_EXIT_S, code)
+        return code
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # done: there is nothing left to stop
     if rank == 0:
         run_dir.write_json("result.json", result)
     watch.close()
+    _leave_within(EXIT_S, 0)
     return 0
 
 
@@ -175,8 +181,8 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)
 
 
-def _leave(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work | None) -> NoReturn:
-    """Write why, then go without waiting for anybody: peers may hang in a collective that will never complete."""
+def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work | None) -> int:
+    """Write down why, end whatever this rank started, and return the exit code."""
     root = work.recipe.root if work is not None else run_dir.path
     secondary = world_size > 1 and _lost_contact(error)
     if secondary:
@@ -192,10 +198,21 @@ def _leave(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wo
         run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send(process, signal.SIGKILL)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(typed.exit_code)
+    return typed.exit_code
+
+
+def _leave_within(seconds: float, code: int) -> None:
+    """Let the interpreter end in order (trackers send what they hold), but not wait for a peer or a thread for ever."""
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def _lost_contact(error: BaseException) -> bool:

@@ -1,0 +1,105 @@
+"""Recipe + request -> Trainer: what the verbs train, evaluate and predict have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.numeric import total_batch_size
+from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.recipes import DataInfo
+from trainer_lib.storage import Store
+from trainer_lib.trainer import Trainer
+from trainer_lib.trainer.seeding import set_seed
+from trainer_lib.worker.events import EventsCallback
+from trainer_lib.worker.session import Work
+
+
+def arguments(work: Work, verb: str, output_dir: str) -> TrainingArguments:
+    """The request's training arguments, completed by what the worker decides.
+
+    Nobody sits before a worker: progress goes out as events, not as bars. With a tracked run, the training curve goes
+    to MLflow (the flow logs the other stages' results). A recipe that collates its rows itself gets all their columns.
+    """
+    given = dict(work.request["args"])
+    given["output_dir"] = output_dir
+    given.setdefault("disable_tqdm", True)
+    if work.recipe.collate is not None:
+        given.setdefault("remove_unused_columns", False)
+    args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
+    if verb == "train" and work.request.get("tracking") and os.environ.get("MLFLOW_RUN_ID"):
+        names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+        names = [name for name in names if name != "none"]
+        args.report_to = names if "mlflow" in names or "all" in names else [*names, "mlflow"]
+    return args
+
+
+def build_model(work: Work, args: TrainingArguments, data: DataInfo) -> nn.Module:
+    """The recipe's model. Its initial weights depend on the seed only: every rank and every retry has the same."""
+    set_seed(args.seed)
+    model = work.recipe.build_model(work.request["model"], data)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"build_model() must return a torch.nn.Module, got {type(model).__name__}.",
+            field="recipe",
+            value=str(work.recipe.path),
+            remedy="Return the model.",
+        )
+    return model
+
+
+def build_trainer(
+    work: Work,
+    args: TrainingArguments,
+    model: nn.Module,
+    callbacks: Sequence[Any],
+    **datasets: Any,
+) -> Any:
+    """The recipe's Trainer (or ours) around its functions and `callbacks`."""
+    recipe = work.recipe
+    return recipe.trainer_class(Trainer)(
+        model=model,
+        args=args,
+        data_collator=recipe.collate,
+        compute_loss_func=recipe.compute_loss_func,
+        compute_metrics=recipe.compute_metrics,
+        preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
+        callbacks=[*recipe.callbacks(work.request["options"]), *callbacks],
+        **datasets,
+    )
+
+
+def events_callback(work: Work, args: TrainingArguments) -> EventsCallback:
+    """Progress events for a Trainer with these arguments."""
+    return EventsCallback(work.events, total_batch_size(args, world_size=work.world_size))
+
+
+def load_weights(model: nn.Module, url: str) -> None:
+    """Put the exported weights at `url` into the model.
+
+    Raises:
+        DamagedError: weights are missing, left over, or of another shape: another model was exported there.
+    """
+    tensors = read_safetensors(Store.open(url), "model.safetensors")
+    try:
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise _other_model(url, str(error).splitlines()[-1].strip()) from error
+    loaded = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
+    untied = [name for name in missing if model.state_dict()[name].data_ptr() not in loaded]
+    if untied or unexpected:
+        raise _other_model(url, f"missing: {untied[:5]}, unknown: {list(unexpected)[:5]}")
+
+
+def _other_model(url: str, what: str) -> DamagedError:
+    return DamagedError(
+        f"does not hold this model's weights ({what}).",
+        field="model",
+        value=url,
+        remedy="Train again (--force train): the model or its options differ from what was exported.",
+    )

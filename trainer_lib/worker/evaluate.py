@@ -1,0 +1,72 @@
+"""The verb *evaluate*: metrics of a trained model on prepared splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer_lib import distributed
+from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipes import DataInfo
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
+from trainer_lib.worker.session import Work
+
+PREFIX = "eval"
+ARTIFACTS = "artifacts"
+OVERALL = "overall"  # what after_evaluate measured belongs to no split
+RETURNED = ("files", "metrics")
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Evaluate every split. Returns files and ``{"metrics": {split: {name: value}}}``; complete on rank 0."""
+    request = work.request
+    store = Store.open(request["output"], field="storage")
+    args = arguments(work, "evaluate", store.url)
+    data = DataInfo(request["data"])
+    splits = {name: ArrowSplit(request["data"], name) for name in request["splits"]}
+    model = build_model(work, args, data)
+    load_weights(model, request["model_url"])
+    trainer = build_trainer(work, args, model, [events_callback(work, args)])
+    metrics: dict[str, dict[str, float]] = {}
+    for name, split in splits.items():
+        work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
+        metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
+    files: list[FileEntry] = []
+    if work.rank == 0:  # should this raise, the others lose contact, which is reported as the consequence that it is
+        extra, files = _afterwards(work, store, trainer.model, data)
+        metrics |= {OVERALL: extra} if extra else {}
+        files.append(store.write_bytes("metrics.json", json.dumps(metrics, indent=2, sort_keys=True).encode()))
+    trainer.comm.barrier()
+    distributed.shutdown()
+    return {"files": [dataclasses.asdict(entry) for entry in files], "metrics": metrics}
+
+
+def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Without the Trainer's prefix: the split says what was evaluated."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name.removeprefix(f"{PREFIX}_"): float(value) for name, value in numbers.items()}
+
+
+def _afterwards(work: Work, store: Store, model: nn.Module, data: DataInfo) -> tuple[dict[str, float], list[FileEntry]]:
+    """The recipe's own measurements and files (samples, plots)."""
+    if work.recipe.after_evaluate is None:
+        return {}, []
+    work.events.emit("progress", message="after_evaluate")
+    model.eval()
+    given = dict(work.recipe.after_evaluate(model, data, work.request["options"]))
+    unknown = sorted(set(given) - set(RETURNED))
+    if unknown:
+        remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'
+        raise ConfigError("after_evaluate() returned unknown keys.", field="recipe", value=unknown, remedy=remedy)
+    files = [_artifact(store, name, content) for name, content in given.get("files", {}).items()]
+    return {str(name): float(value) for name, value in given.get("metrics", {}).items()}, files
+
+
+def _artifact(store: Store, name: str, content: bytes | str) -> FileEntry:
+    return store.write_bytes(f"{ARTIFACTS}/{name}", content.encode() if isinstance(content, str) else bytes(content))

@@ -1,0 +1,70 @@
+"""The verb *predict*: a split's predictions as Parquet parts, each exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from trainer_lib import distributed
+from trainer_lib.data.shards import ArrowSplit, PredictionWriter
+from trainer_lib.evaluation.spool import Spool
+from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.recipes import DataInfo
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_weights
+from trainer_lib.worker.events import QUIET_S
+from trainer_lib.worker.session import Work
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Predict one split. Returns files and the number of rows; complete on rank 0."""
+    request = work.request
+    store = Store.open(request["output"], field="storage")
+    args = arguments(work, "predict", store.url)
+    data = DataInfo(request["data"])
+    split = ArrowSplit(request["data"], request["split"])
+    model = build_model(work, args, data)
+    load_weights(model, request["model_url"])
+    trainer = build_trainer(work, args, model, [])
+    rows_per_file = int(request.get("rows_per_file", 10_000))
+    writer = PredictionWriter(store, request["split"], rows=len(split), rows_per_file=rows_per_file)
+    parts = {part: _part(work, writer, part, trainer, split, data) for part in writer.parts(work.rank, work.world_size)}
+    gathered = trainer.comm.gather_json([[part, dataclasses.asdict(entry)] for part, entry in parts.items()])
+    files = [entry for _, entry in sorted(pair for rank in gathered or [] for pair in rank)]
+    trainer.comm.barrier()
+    distributed.shutdown()
+    return {"files": files, "rows": len(split)}
+
+
+def _part(
+    work: Work, writer: PredictionWriter, part: int, trainer: Any, split: ArrowSplit, data: DataInfo
+) -> FileEntry:
+    """The finished part of an earlier run, or a new one. Memory holds the outputs of one part (on disk when large)."""
+    finished = writer.finished(part)
+    if finished is not None:
+        return finished
+    start, stop = writer.row_range(part)
+    spool = Spool(None)
+    told = 0.0
+    try:
+        for rows, outputs in stream_predictions(trainer, split, start=start, stop=stop):
+            spool.append(outputs)
+            if time.monotonic() - told >= QUIET_S:
+                told = time.monotonic()
+                message = f"predicting: row {int(rows[-1]) + 1:,} of {len(split):,}"
+                work.events.emit("progress", step=int(rows[-1]) + 1, max_steps=len(split), message=message)
+        outputs = spool.tree()
+        columns = work.recipe.prediction_columns(_single(outputs), data)
+        return writer.write(part, split.row_ids(start, stop), columns)
+    finally:
+        spool.close()
+
+
+def _single(outputs: Any) -> Any:
+    """The array where the model gives one; several outputs stay the tree that they are."""
+    if isinstance(outputs, dict | list | tuple) and len(outputs) == 1:
+        return next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+    return np.asarray(outputs) if isinstance(outputs, np.ndarray) else outputs

@@ -1,0 +1,66 @@
+"""The verb *train*: from the newest good checkpoint, or the start, to an exported model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from trainer_lib import distributed
+from trainer_lib.arguments.numeric import total_batch_size
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.recipes import DataInfo
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.session import Work
+
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+HISTORY = "history.json"
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Train and export. The result is complete on rank 0.
+
+    Raises:
+        Preempted: stopped by SIGTERM, at a step that is saved.
+        TrainflowError: as the Trainer and the recipe give them.
+    """
+    request = work.request
+    output = Store.open(request["output"], field="storage")
+    args = arguments(work, "train", output.child(CHECKPOINTS).url)
+    data = DataInfo(request["data"])
+    train_set = ArrowSplit(request["data"], request["train_split"])
+    eval_set = ArrowSplit(request["data"], request["eval_split"]) if request.get("eval_split") else None
+    events = events_callback(work, args)
+    model = build_model(work, args, data)
+    trainer = build_trainer(work, args, model, [events], train_dataset=train_set, eval_dataset=eval_set)
+    trained = trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model(output.child(MODEL).url)
+    trainer.comm.barrier()
+    result: dict[str, Any] = {}
+    if work.rank == 0:
+        output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
+        result = {
+            "files": [dataclasses.asdict(entry) for entry in _exported(work, output)],
+            "metrics": {name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
+            "global_step": trainer.state.global_step,
+            "global_samples": trainer.state.global_step * total_batch_size(args, world_size=work.world_size),
+            "world_size": work.world_size,
+            "resumed_from": events.resumed_from,
+            "checkpoints": [info.name for info in list_checkpoints(output.child(CHECKPOINTS))],
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
+    trainer.comm.barrier()
+    distributed.shutdown()
+    return result
+
+
+def _exported(work: Work, output: Store) -> list[FileEntry]:
+    """The model's files, with a config.json that says how to build it unless the model wrote its own."""
+    store = output.child(MODEL)
+    if not store.exists("config.json"):
+        config = {"recipe": work.recipe.path.name, "build_model": work.request["model"]}
+        store.write_bytes("config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+    return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
