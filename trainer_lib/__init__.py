@@ -1,1 +1,127 @@
-"""HOUSE: a PyTorch trainer library that knows no orchestrator. Importing it imports no torch."""
+"""HOUSE: a PyTorch trainer library that knows no orchestrator. Importing it imports no torch.
+
+Public names are listed once in `_NAMES`, by the module that has them, and imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import (
+        ArgumentParser,
+        HfArgumentParser,
+        HubStrategy,
+        IntervalStrategy,
+        OptimizerNames,
+        SaveStrategy,
+        SchedulerType,
+        Seq2SeqTrainingArguments,
+        TrainingArguments,
+    )
+    from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
+    from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+    from trainer_lib.callbacks.flow import DefaultFlowCallback
+    from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+    from trainer_lib.data.collators import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        DataCollatorWithPadding,
+        default_data_collator,
+    )
+    from trainer_lib.state import (
+        BestRun,
+        EvalLoopOutput,
+        EvalPrediction,
+        ExportableState,
+        ModelOutput,
+        PredictionOutput,
+        TrainerControl,
+        TrainerState,
+        TrainOutput,
+    )
+    from trainer_lib.trainer import Trainer
+    from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+
+_NAMES = {
+    "ArgumentParser": "trainer_lib.arguments",
+    "BestRun": "trainer_lib.state",
+    "CallbackHandler": "trainer_lib.callbacks.base",
+    "DataCollatorForLanguageModeling": "trainer_lib.data.collators",
+    "DataCollatorForSeq2Seq": "trainer_lib.data.collators",
+    "DataCollatorWithPadding": "trainer_lib.data.collators",
+    "DefaultFlowCallback": "trainer_lib.callbacks.flow",
+    "EarlyStoppingCallback": "trainer_lib.callbacks.early_stopping",
+    "EvalLoopOutput": "trainer_lib.state",
+    "EvalPrediction": "trainer_lib.state",
+    "ExportableState": "trainer_lib.state",
+    "HfArgumentParser": "trainer_lib.arguments",
+    "HubStrategy": "trainer_lib.arguments",
+    "IntervalStrategy": "trainer_lib.arguments",
+    "ModelOutput": "trainer_lib.state",
+    "OptimizerNames": "trainer_lib.arguments",
+    "PredictionOutput": "trainer_lib.state",
+    "PrinterCallback": "trainer_lib.callbacks.progress",
+    "ProgressCallback": "trainer_lib.callbacks.progress",
+    "SaveStrategy": "trainer_lib.arguments",
+    "SchedulerType": "trainer_lib.arguments",
+    "Seq2SeqTrainingArguments": "trainer_lib.arguments",
+    "TrainOutput": "trainer_lib.state",
+    "Trainer": "trainer_lib.trainer",
+    "TrainerCallback": "trainer_lib.callbacks.base",
+    "TrainerControl": "trainer_lib.state",
+    "TrainerState": "trainer_lib.state",
+    "TrainingArguments": "trainer_lib.arguments",
+    "default_data_collator": "trainer_lib.data.collators",
+    "enable_full_determinism": "trainer_lib.trainer.seeding",
+    "set_seed": "trainer_lib.trainer.seeding",
+}
+
+__all__ = [
+    "ArgumentParser",
+    "BestRun",
+    "CallbackHandler",
+    "DataCollatorForLanguageModeling",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorWithPadding",
+    "DefaultFlowCallback",
+    "EarlyStoppingCallback",
+    "EvalLoopOutput",
+    "EvalPrediction",
+    "ExportableState",
+    "HfArgumentParser",
+    "HubStrategy",
+    "IntervalStrategy",
+    "ModelOutput",
+    "OptimizerNames",
+    "PredictionOutput",
+    "PrinterCallback",
+    "ProgressCallback",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "TrainOutput",
+    "Trainer",
+    "TrainerCallback",
+    "TrainerControl",
+    "TrainerState",
+    "TrainingArguments",
+    "default_data_collator",
+    "enable_full_determinism",
+    "set_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module, once."""
+    module = _NAMES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -223,6 +223,42 @@ def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     return states
 
 
+class ModelOutput(dict[str, Any]):
+    """What a model's forward may return: a dictionary whose values are attributes and positions too.
+
+    `output.loss`, `output["loss"]` and `output[0]` are the same; entries that are None do not exist for keys and
+    positions. Subclasses may be dataclasses, whose fields give the order.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None or name in self:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._rebuilt, (dict(self),)
+
+    @classmethod
+    def _rebuilt(cls, values: dict[str, Any]) -> Self:
+        return cls(**values)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values that are not None, in the order of the fields (or of insertion, for no dataclass)."""
+        names = [each.name for each in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list(self)
+        return tuple(dict.__getitem__(self, name) for name in names if name in self)
+
+
 class EvalPrediction:
     """What `compute_metrics` gets; unpacks as `predictions, label_ids[, inputs][, losses]`.
 
