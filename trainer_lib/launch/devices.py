@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+DEVICE_FILES = Path("/dev")
+
 
 def cores() -> int:
     """CPU cores this process may run on (its affinity, not the machine's total)."""
@@ -25,7 +27,7 @@ def devices(environment: Mapping[str, str]) -> int:
     """
     if not _torch_has_cuda():
         return 0
-    present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    present = sum(1 for path in DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
