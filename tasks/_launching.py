@@ -53,7 +53,7 @@ def run_verb(
         env=RunHandle.from_dict(tracking).worker_env() if tracking is not None else {},
         on_line=context.progress.line,
         on_event=context.progress.event,
-        should_cancel=_cancelled_in_prefect(),
+        should_cancel=_any(context.is_lost, _cancelled_in_prefect()),
     )
 
 
@@ -78,8 +78,12 @@ def model_request(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_url": f"{manifest['url']}/model", "model": manifest["meta"]["model"]}
 
 
-def _cancelled_in_prefect() -> Callable[[], bool] | None:
-    """A question, cheap to repeat: was the flow run cancelled in Prefect's UI? None outside a flow run.
+def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: any(question() for question in questions)
+
+
+def _cancelled_in_prefect() -> Callable[[], bool]:
+    """A question, cheap to repeat: was the flow run cancelled in Prefect's UI? Never, outside a flow run.
 
     A run started on the command line has no Prefect runner that would carry a cancel out.
     """
@@ -87,7 +91,7 @@ def _cancelled_in_prefect() -> Callable[[], bool] | None:
 
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
-        return None
+        return lambda: False
     flow_run_id = context.flow_run.id
     asked = time.monotonic()
     cancelled = False

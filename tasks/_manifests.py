@@ -30,7 +30,7 @@ _KEY_BYTES = 16 << 20
 _READ_BACK_BYTES = 256 << 20
 """On a remote store digests are checked up to this many bytes, beyond it the sizes: a hit must not download a model."""
 _TRUST_S = 60.0
-"""A run looks at each result twice, for its plan and in the stage: digests read back this lately (seconds) still hold."""
+"""A run looks at each result twice, for its plan and in the stage: digests read back this many seconds ago hold."""
 
 _verified: dict[tuple[str, str, str], float] = {}
 

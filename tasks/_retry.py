@@ -179,7 +179,7 @@ R = TypeVar("R")
 
 
 def stage_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """`prefect.task` as every stage wants it: without Prefect's cache (the manifest is the truth), retried as decided."""
+    """`prefect.task` as stages want it: without Prefect's cache (the manifest is the truth), retried as decided."""
     from prefect import task
     from prefect.cache_policies import NO_CACHE
 

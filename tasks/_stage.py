@@ -43,6 +43,8 @@ class StageContext:
     rung: int
     """How often the micro-batch has to be halved, because memory ran out before."""
     progress: _progress.StageProgress
+    is_lost: Callable[[], bool]
+    """Whether another process has taken the folder over: work should stop, for it cannot be committed."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,12 @@ def _attempt(
     progress = _progress.StageProgress(key.stage)
     _tell(key.stage, "started", reason, attempt=number)
     try:
-        output = work(StageContext(key.stage, store, number, rung, progress))
+        output = work(StageContext(key.stage, store, number, rung, progress, lambda: lease.lost))
         manifest = _commit(key, store, lease, output, {"reason": reason, "attempt": number, "rung": rung})
     except BaseException as error:
         _failed(key.stage, ledger, number, error, retries=retries, lower_rung=rung < rungs)
+        if lease.lost and isinstance(error, Exception):
+            lease.check()  # says who has taken over; what the stopped work said of it is a consequence
         raise
     finally:
         progress.close()

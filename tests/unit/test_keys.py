@@ -1,0 +1,139 @@
+"""Content keys: what changes them, what does not, and how a difference is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import _keys
+from tasks._keys import Difference, differences, stage_key
+from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, PrepareConfig, TrainConfig
+from tests.support.toy import project
+from trainer_lib.errors import ConfigError
+
+DATA, MODEL = "d" * 64, "m" * 64
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return str(project(tmp_path / "project").with_name("recipe.py"))
+
+
+def train_digest(recipe: str, processes: int = 1, data: str = DATA, **changes: Any) -> str:
+    args = {"per_device_train_batch_size": 8, **changes.pop("args", {})}
+    launch = LaunchSettings(kind="auto", processes=processes)
+    return _keys.train_key(TrainConfig(args=args, launch=launch, **changes), recipe, None, data).digest
+
+
+def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Path) -> None:
+    recipes = [str(project(tmp_path / name).with_name("recipe.py")) for name in ("one", "two")]
+    assert train_digest(recipes[0]) == train_digest(recipes[1])
+    keys = [_keys.prepare_key(PrepareConfig(sources=[recipe]), recipe, None) for recipe in recipes]
+    assert keys[0].digest == keys[1].digest
+    assert str(tmp_path) not in json.dumps(keys[0].fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"args": {"learning_rate": 1e-3}},
+        {"args": {"per_device_train_batch_size": 4}},
+        {"args": {"seed": 7}},
+        {"args": {"max_steps": 5}},
+        {"model": {"width": 3}},
+        {"options": {"x": 1}},
+        {"train_split": "other"},
+        {"data": "e" * 64},
+    ],
+)
+def test_what_changes_the_model_changes_the_train_key(recipe: str, changes: dict[str, Any]) -> None:
+    assert train_digest(recipe, **changes) != train_digest(recipe)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"args": {"logging_steps": 7}},
+        {"args": {"save_steps": 7}},
+        {"args": {"save_total_limit": 1}},
+        {"args": {"report_to": "none"}},
+        {"args": {"dataloader_num_workers": 2}},
+        {"args": {"learning_rate": "5e-5"}},  # the default, spelt as text
+        {"args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
+        {"args": {"per_device_train_batch_size": 2, "global_batch_size": 8}},
+        {"processes": 2, "args": {"per_device_train_batch_size": 4}},
+        {"retries": 0},
+        {"eval_split": "test"},  # evaluating while training changes no weight
+    ],
+)
+def test_what_does_not_change_the_model_does_not_change_the_train_key(recipe: str, changes: dict[str, Any]) -> None:
+    assert train_digest(recipe, **changes) == train_digest(recipe)
+
+
+def test_the_evaluated_split_counts_where_it_chooses_the_model(recipe: str) -> None:
+    args = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}
+    one, other = (train_digest(recipe, args=args, eval_split=split) for split in ("a", "b"))
+    assert one != other
+
+
+def test_versions_that_change_numerics_count(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = train_digest(recipe)
+    monkeypatch.setattr(_keys, "NUMERICS", _keys.NUMERICS + 1)
+    assert train_digest(recipe) != before
+    fields = _keys.train_key(TrainConfig(), recipe, None, DATA).fields
+    assert set(fields["versions"]) == {"python", "torch", "numpy", "trainer_lib"}
+    assert "versions" not in _keys.prepare_key(PrepareConfig(), recipe, None).fields
+
+
+def test_evaluate_and_predict_ignore_how_the_work_is_cut_up(recipe: str) -> None:
+    def key(**args: Any) -> tuple[str, str]:
+        one = _keys.evaluate_key(EvaluateConfig(args=args), recipe, None, DATA, MODEL)
+        other = _keys.predict_key(PredictConfig(args=args), recipe, None, DATA, MODEL)
+        return one.digest, other.digest
+
+    assert key(per_device_eval_batch_size=3, learning_rate=1.0, num_train_epochs=9) == key()
+    assert all(a != b for a, b in zip(key(bf16_full_eval=True), key(), strict=True))
+
+
+def test_a_stage_with_a_recipe_of_its_own_does_not_follow_the_pipelines(recipe: str) -> None:
+    own = Path(recipe).with_name("metrics.py")
+    own.write_text("def compute_metrics(p): return {}\n")
+    config = EvaluateConfig(recipe=str(own))
+    before = _keys.evaluate_key(config, recipe, None, DATA, MODEL).digest
+    Path(recipe).write_text(Path(recipe).read_text() + "\nx = 1\n")
+    assert _keys.evaluate_key(config, recipe, None, DATA, MODEL).digest == before
+
+
+def test_differences_are_told_by_field() -> None:
+    old = {"args": {"lr": 1e-3, "seed": 1}, "recipe": {"recipe.py": "a" * 64, "old.py": "b" * 64}, "gone": 1}
+    new = {"args": {"lr": 1e-4, "seed": 1}, "recipe": {"recipe.py": "c" * 64, "new.py": "b" * 64}, "splits": ["a"]}
+    found = {str(difference) for difference in differences(old, new)}
+    assert found == {
+        "args.lr: 0.001 -> 0.0001",
+        "recipe.recipe.py changed",
+        "recipe.new.py added",
+        "recipe.old.py removed",
+        "gone: 1 -> unset",
+        'splits: unset -> ["a"]',
+    }
+
+
+def test_equal_keys_have_no_differences_and_order_does_not_matter() -> None:
+    assert differences({"a": 1, "b": [1, 2]}, {"b": [1, 2], "a": 1}) == []
+    assert stage_key("x", {"a": 1, "b": 2}).digest == stage_key("x", {"b": 2, "a": 1}).digest
+    assert stage_key("x", {"a": 1}).digest != stage_key("y", {"a": 1}).digest
+    assert stage_key("x", {"a": 1}).digest != stage_key("x", {"a": True}).digest
+
+
+def test_lists_of_mappings_are_compared_item_by_item() -> None:
+    old = {"sources": [{"source": "a.csv", "digest": "a" * 64}]}
+    new = {"sources": [{"source": "a.csv", "digest": "b" * 64}]}
+    assert differences(old, new) == [Difference("sources[0].digest", "a" * 64, "b" * 64)]
+
+
+def test_a_key_holds_plain_data_only() -> None:
+    with pytest.raises(ConfigError, match="object"):
+        stage_key("mine", {"x": object()})

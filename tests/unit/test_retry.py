@@ -1,0 +1,140 @@
+"""Which failures are tried again, what they are charged, and what memory running out lowers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import _retry
+from tasks._retry import DELAYS_S, Ledger, decide, lower_evaluation, lower_training, rungs_of
+from trainer_lib import errors
+from trainer_lib.arguments import TrainingArguments, numeric_fields
+from trainer_lib.storage import Store
+
+RETRIED = {"StorageError", "InfrastructureError", "OutOfMemoryError", "Preempted"}
+
+
+@pytest.mark.parametrize("cls", list(errors._CLASSES.values()))
+def test_a_retry_is_made_only_where_the_error_says_it_is_worth_it(cls: type[errors.TrainflowError]) -> None:
+    decision = decide(cls("x"), retries=3, used=0, lower_rung=True)
+    assert decision.retry is (cls.__name__ in RETRIED)
+    assert decision.reason
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), ValueError("a bug of ours")])
+def test_what_is_not_typed_is_never_retried(error: BaseException) -> None:
+    assert not decide(error, retries=3, used=0, lower_rung=True).retry
+
+
+def test_the_budget_ends(tmp_path: Path) -> None:
+    error = errors.StorageError("throttled")
+    assert decide(error, retries=2, used=1, lower_rung=False).retry
+    assert not decide(error, retries=2, used=2, lower_rung=False).retry
+    assert decide(errors.Preempted("stop"), retries=0, used=9, lower_rung=False).retry
+    assert decide(errors.OutOfMemoryError("full"), retries=0, used=9, lower_rung=True).retry
+    assert not decide(errors.OutOfMemoryError("full"), retries=9, used=0, lower_rung=False).retry
+
+
+def attempt(ledger: Ledger, error: BaseException | None, rung: int = 0) -> int:
+    number = ledger.begin(reason="test", rung=rung)
+    ledger.end(number, "failed" if error else "committed", error=error)
+    return number
+
+
+def test_the_ledger_charges_failures_but_not_preemptions_or_rungs(tmp_path: Path) -> None:
+    ledger = Ledger(Store.open(tmp_path))
+    numbers = [
+        attempt(ledger, error)
+        for error in (
+            errors.StorageError("a"),
+            errors.Preempted("b"),
+            errors.OutOfMemoryError("c"),
+            errors.InfrastructureError("d"),
+        )
+    ]
+    assert numbers == [1, 2, 3, 4]
+    assert ledger.used() == 2
+
+
+def test_a_new_command_has_a_new_budget_but_remembers_what_memory_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(Store.open(tmp_path))
+    attempt(ledger, errors.StorageError("a"))
+    attempt(ledger, errors.OutOfMemoryError("b"))
+    attempt(ledger, errors.OutOfMemoryError("c"), rung=1)
+    monkeypatch.setattr(_retry, "_INVOCATION", "another process")
+    assert (ledger.used(), ledger.rung()) == (0, 2)
+
+
+def test_an_attempt_that_died_silently_or_a_torn_record_does_not_stop_the_next(tmp_path: Path) -> None:
+    ledger = Ledger(Store.open(tmp_path))
+    ledger.begin(reason="first", rung=0)
+    (tmp_path / "attempts" / "0002.json").write_text("{torn")
+    assert ledger.begin(reason="third", rung=0) == 3
+    assert (ledger.used(), ledger.rung()) == (0, 0)
+
+
+def test_records_keep_the_failure_but_not_endless_details(tmp_path: Path) -> None:
+    ledger = Ledger(Store.open(tmp_path))
+    attempt(ledger, errors.StorageError("why", details="x" * 100_000))
+    text = (tmp_path / "attempts" / "0001.end.json").read_text()
+    assert '"why"' in text
+    assert len(text) < 20_000
+
+
+def global_batch(args: dict[str, Any], world_size: int) -> int:
+    parsed = TrainingArguments.from_dict(args)
+    return int(numeric_fields(parsed, world_size=world_size)["global_batch_size"])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 5, "global_batch_size": 30},
+        {"per_gpu_train_batch_size": 4},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_lower_rung_halves_the_micro_batch_and_keeps_the_global_batch(args: dict[str, Any]) -> None:
+    before = TrainingArguments.from_dict(args).per_device_train_batch_size
+    for rung in range(rungs_of(before) + 2):
+        lowered = lower_training(args, rung, world_size=2)
+        parsed = TrainingArguments.from_dict(lowered)
+        assert parsed.per_device_train_batch_size == max(1, before >> rung)
+        assert global_batch(lowered, 2) == global_batch(args, 2)
+        same = numeric_fields(parsed, world_size=2) == numeric_fields(TrainingArguments.from_dict(args), world_size=2)
+        assert same  # the content key does not move
+
+
+def test_evaluation_halves_its_batch() -> None:
+    assert lower_evaluation({"per_device_eval_batch_size": 6}, 2)["per_device_eval_batch_size"] == 1
+    assert lower_evaluation({"seed": 1}, 0) == {"seed": 1}
+
+
+@pytest.mark.parametrize(("size", "rungs"), [(1, 0), (2, 1), (3, 1), (8, 3), (9, 3)])
+def test_the_ladder_ends_at_one_sample(size: int, rungs: int) -> None:
+    assert rungs_of(size) == rungs
+    assert size >> rungs == 1
+
+
+def test_delays_grow_to_minutes() -> None:
+    assert DELAYS_S[0] <= 1
+    assert sorted(DELAYS_S) == DELAYS_S
+    assert DELAYS_S[-1] == 300
+
+
+def test_prefect_is_told_what_was_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Run:
+        id = "a-task-run"
+
+    monkeypatch.setattr(_retry, "_task_run_id", lambda: Run.id)
+    ask: Callable[..., bool] = _retry.should_retry
+    _retry.remember(decide(errors.StorageError("x"), retries=1, used=0, lower_rung=False))
+    assert ask(None, Run, None) is True
+    assert ask(None, Run, None) is False

@@ -1,0 +1,167 @@
+"""Declared sources: what changes their digests, and what is refused."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tasks._sources import check, fingerprints
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.storage import Store
+
+
+def digest(source: str | Path, memory: Path | None = None, root: Path | None = None) -> str:
+    [found] = fingerprints([str(source)], memory=memory, root=root)
+    return found["digest"]
+
+
+def test_a_file_counts_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("1,2\n")
+    before = digest(path)
+    path.touch()
+    assert digest(path) == before
+    path.write_text("1,3\n")
+    assert digest(path) != before
+
+
+def test_a_folder_counts_by_names_and_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_text("x")
+    (folder / "sub" / "b").write_text("y")
+    before = digest(folder)
+    (folder / "sub" / "b").rename(folder / "sub" / "c")
+    renamed = digest(folder)
+    (folder / "new").write_text("")
+    assert len({before, renamed, digest(folder)}) == 3
+
+
+def test_labels_hold_no_absolute_path(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("x")
+    inside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path)
+    outside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path / "elsewhere")
+    assert (inside[0]["source"], outside[0]["source"]) == ("data/a.csv", "a.csv")
+
+
+def test_digests_are_remembered_until_the_file_changes(tmp_path: Path) -> None:
+    path, memory = tmp_path / "a.csv", tmp_path / "memory.json"
+    path.write_text("one")
+    os.utime(path, (1, 1))
+    before = digest(path, memory)
+    entries = json.loads(memory.read_text())
+    entries[str(path)][3] = "remembered"
+    memory.write_text(json.dumps(entries))
+    assert digest(path, memory) != before  # not read again: what is remembered is used
+    path.write_text("two")
+    os.utime(path, (2, 2))
+    fresh = digest(path, memory)
+    assert fresh == digest(path)
+    memory.write_text("{torn")
+    assert digest(path, memory) == fresh
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
+    path, memory = tmp_path / "a.csv", tmp_path / "memory.json"
+    path.write_text("one")
+    digest(path, memory)
+    assert not memory.exists()
+
+
+def test_installed_packages_and_the_standard_library_count_by_their_files() -> None:
+    found = fingerprints(["package:numpy", "package:numpy/numpy/version.py", "stdlib:json", "stdlib:json/decoder.py"])
+    assert len({one["digest"] for one in found}) == 4
+    assert found == fingerprints(
+        ["package:numpy", "package:numpy/numpy/version.py", "stdlib:json", "stdlib:json/decoder.py"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("package:nunpy", "numpy"),
+        ("package:numpy/nowhere", "no such files"),
+        ("stdlib:nowhere", "No such part"),
+        ("hf://datasets/x", "not tracked"),
+        ("ftp://host/x", "not tracked"),
+        ("/nowhere/at/all", "no such file"),
+    ],
+)
+def test_what_cannot_be_tracked_is_refused(source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        fingerprints([source])
+    assert caught.value.field == "prepare.sources"
+    assert caught.value.remedy
+
+
+def test_checking_reads_nothing(tmp_path: Path) -> None:
+    check([str(tmp_path), "package:numpy", "stdlib:", "s3://nowhere/x", "https://nowhere.invalid/x"])
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    tags: ClassVar[dict[str, str | None]] = {}
+
+    def do_HEAD(self) -> None:
+        if self.path not in self.tags:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        tag = self.tags[self.path]
+        if tag is not None:
+            self.send_header("ETag", tag)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Not on the tests' output."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    _Server.tags = {"/a": '"one"', "/none": None}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_a_url_counts_by_its_etag(server: str) -> None:
+    before = digest(f"{server}/a")
+    _Server.tags["/a"] = 'W/"one"'
+    assert digest(f"{server}/a") == before
+    _Server.tags["/a"] = '"two"'
+    assert digest(f"{server}/a") != before
+    with pytest.raises(ConfigError, match="no ETag"):
+        digest(f"{server}/none")
+    with pytest.raises(ConfigError, match="404"):
+        digest(f"{server}/missing")
+
+
+def test_a_server_that_is_away_is_a_storage_failure() -> None:
+    with pytest.raises(StorageError, match="cannot be reached"):
+        digest("http://127.0.0.1:9/x")
+
+
+def test_objects_count_by_the_stores_own_tags(s3_url: str) -> None:
+    store, elsewhere = Store.open(s3_url), Store.open(f"{s3_url}-other")
+    store.write_bytes("a.csv", b"one")
+    store.write_bytes("sub/b.csv", b"two")
+    elsewhere.write_bytes("x.csv", b"three")
+    folder, file = digest(f"{s3_url}/"), digest(f"{s3_url}/a.csv")
+    elsewhere.write_bytes("x.csv", b"changed")
+    assert digest(s3_url) == folder
+    store.write_bytes("sub/b.csv", b"TWO")
+    assert digest(s3_url) != folder
+    assert digest(f"{s3_url}/a.csv") == file
+    with pytest.raises(ConfigError, match="nothing there"):
+        digest(f"{s3_url}/nowhere")
