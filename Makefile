@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("trainflow needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install the venv module of $(PYTHON) (on Debian: apt install python3-venv)."; rm -rf $(VENV); exit 1; }
 	@echo "Installing trainflow and its pinned dependencies into $(VENV) (once; a few minutes) …"
-	@$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	@$(PIP) install -qq --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 demo: install  ## Train, evaluate, predict and publish the digits example (the second time everything is cached)

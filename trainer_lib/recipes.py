@@ -89,11 +89,16 @@ class PrepareOutput:
 
 
 class DataInfo:
-    """What a recipe knows of the prepared data: `info`, `splits` (name -> rows) and the files `prepare` wrote."""
+    """What a recipe knows of the prepared data: `info`, `splits` (name -> rows) and the files `prepare` wrote.
+
+    Attributes:
+        history: in `after_evaluate`, what the training that made the model logged (`TrainerState.log_history`).
+    """
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.info: dict[str, Any] = dict(data["info"])
         self.splits: dict[str, int] = {name: int(split["rows"]) for name, split in data["splits"].items()}
+        self.history: list[dict[str, Any]] = []
         self.url = str(data["url"])
         self._files = {str(file["path"]): file for file in data["files"]}
 

@@ -16,6 +16,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.session import Work
+from trainer_lib.worker.train import HISTORY
 
 PREFIX = "eval"
 ARTIFACTS = "artifacts"
@@ -39,12 +40,19 @@ def run(work: Work) -> dict[str, Any]:
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
     files: list[FileEntry] = []
     if work.rank == 0:  # should this raise, the others lose contact, which is reported as the consequence that it is
+        data.history = _history(request["model_url"])
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
         files.append(store.write_bytes("metrics.json", json.dumps(metrics, indent=2, sort_keys=True).encode()))
     trainer.comm.barrier()
     distributed.shutdown()
     return {"files": [dataclasses.asdict(entry) for entry in files], "metrics": metrics}
+
+
+def _history(model_url: str) -> list[dict[str, Any]]:
+    """What the train stage logged, from beside the model it exported; nothing for a model from elsewhere."""
+    stage = Store.open(model_url.rstrip("/").rpartition("/")[0])
+    return list(json.loads(stage.read_bytes(HISTORY))) if stage.exists(HISTORY) else []
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
