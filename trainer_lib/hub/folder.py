@@ -59,7 +59,7 @@ class FolderHub:
 
     def publish(self, content: Content, *, message: str) -> Published:
         """Copy the files into a new revision and commit it, unless the newest one holds the same content, intact."""
-        lease = acquire(self._root.child("lease"))
+        lease = acquire(self._root)
         if lease is None:  # only a `wait` that says so gives up
             raise StorageError("Another process is publishing there.", field=self.target, remedy="Try again.")
         with lease:

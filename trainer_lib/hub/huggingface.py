@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 RECORD = "trainflow.json"  # what we published last: files and lineage. Written for people and for deletions only
 RECORD_BYTES = 16 << 20
 MAIN = "main"
+_HTTP_CLIENTS = {"httpx", "httpx2", "httpcore", "requests"}  # of huggingface_hub's versions
 IN_MEMORY_BYTES = 1 << 20  # files of a remote store up to this size are sent from memory, larger ones through the disk
 
 
@@ -196,9 +197,10 @@ class HuggingFaceHub:
             raise typed from error
 
     def _typed_error(self, error: Exception) -> TrainflowError | None:
-        import httpx
         from huggingface_hub.errors import HfHubHTTPError
 
+        if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # a failed upload is wrapped
         where: dict[str, Any] = {"field": self._field, "value": self.target}
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         if isinstance(error, HfHubHTTPError):
@@ -209,7 +211,7 @@ class HuggingFaceHub:
             if status in {400, 422}:
                 return ConfigError(f"The Hub does not accept it: {reason}", remedy="See the reason given.", **where)
             return StorageError(f"The Hub failed ({status}): {reason}", remedy="Run the same command again.", **where)
-        if isinstance(error, httpx.HTTPError | OSError):
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hub"
             remedy = f"Check the connection to {endpoint}, then run the same command again."
             return StorageError(f"The Hub is out of reach: {reason}", remedy=remedy, **where)
