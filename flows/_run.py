@@ -266,9 +266,11 @@ class Run:
             _mlflow.finish(self.handle, status)
 
     def _report(self) -> None:
-        text = render_report({**self.result.to_dict(), "started": self._started}, self._history())
+        url = f"{self.folder.url}/report.html"  # its links are relative to where it lies
+        result = {**self.result.to_dict(), "report_url": url, "started": self._started}
+        text = render_report(result, self._history())
         self.folder.write_bytes("report.html", text.encode())
-        self.result.report_url = f"{self.folder.url}/report.html"
+        self.result.report_url = url
         _mlflow.log_file(self.handle, text, "report.html")
 
     def _history(self) -> list[dict[str, Any]]:

@@ -53,8 +53,8 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
     """The report as HTML text.
 
     Args:
-        result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `mlflow_url`, `started`
-            (ISO time) and `versions` (package to version).
+        result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
+            and `versions` (package to version).
         history: the trainer's log, one mapping per entry with its `step` (`TrainerState.log_history`).
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
@@ -210,7 +210,7 @@ def _places(result: Mapping[str, Any]) -> list[dict[str, str | None]]:
     add("Prepared data", manifests.get("prepare-data", {}).get("url"))
     run_id = result.get("mlflow_run_id")
     if run_id:
-        add("MLflow run", result.get("mlflow_url"))
+        add("MLflow run", result.get("run_url"))
         places.append({"what": "MLflow run id", "text": str(run_id), "link": None})
         add("MLflow store", result.get("tracking_uri"))
     add("Storage", result.get("storage"))

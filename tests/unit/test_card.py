@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import yaml
@@ -37,7 +38,7 @@ def _head(text: str) -> dict[str, object]:
 
 
 def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
-    data = ModelCard(model_card(CARD)).data
+    data: Any = ModelCard(model_card(CARD)).data
     assert (data.license, data.base_model, data.library_name) == ("apache-2.0", "org/base", "trainflow")
     assert data.tags == ["trainflow", "vision"]
     results = {(one.dataset_split, one.metric_type): one.metric_value for one in data.eval_results or []}
