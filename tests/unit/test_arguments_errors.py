@@ -1,0 +1,174 @@
+"""Every refused argument names its field, its value and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer_lib.arguments import OptimizerNames, Seq2SeqTrainingArguments, TrainingArguments
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.errors import ConfigError
+
+Given = dict[str, Any]
+
+REFUSED: list[tuple[Given, str, str]] = [
+    ({"learning_rate": "abc"}, "learning_rate", "abc"),
+    ({"learning_rate": True}, "learning_rate", "True"),
+    ({"learning_rate": float("nan")}, "learning_rate", "nan"),
+    ({"learning_rate": -1.0}, "learning_rate", "-1.0"),
+    ({"learning_rate": [1]}, "learning_rate", "[1]"),
+    ({"num_train_epochs": 0}, "num_train_epochs", "0.0"),
+    ({"num_train_epochs": None}, "num_train_epochs", "none"),
+    ({"max_steps": 0}, "max_steps", "0"),
+    ({"max_steps": 2.5}, "max_steps", "2.5"),
+    ({"seed": -1}, "seed", "-1"),
+    ({"seed": "x"}, "seed", "x"),
+    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size", "0"),
+    ({"global_batch_size": 0}, "global_batch_size", "0"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "0"),
+    ({"warmup_steps": -1}, "warmup_steps", "-1"),
+    ({"warmup_steps": 2.5}, "warmup_steps", "2.5"),
+    ({"warmup_steps": 20, "max_steps": 10}, "warmup_steps", "20"),
+    ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
+    ({"adam_beta1": 1.0}, "adam_beta1", "1.0"),
+    ({"label_smoothing_factor": 1}, "label_smoothing_factor", "1.0"),
+    ({"optim": "adamw_troch"}, "optim", "adamw_troch"),
+    ({"optim": 3}, "optim", "3"),
+    ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type", "cosin"),
+    ({"lr_scheduler_kwargs": "num_cycles=2"}, "lr_scheduler_kwargs", "num_cycles=2"),
+    ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, "lr_scheduler_kwargs", "{num_cycles: 2}"),
+    ({"fp16": True, "bf16": True}, "fp16", "True"),
+    ({"fp16_full_eval": True, "bf16_full_eval": True}, "fp16_full_eval", "True"),
+    ({"bf16": "maybe"}, "bf16", "maybe"),
+    ({"logging_steps": 0}, "logging_steps", "0"),
+    ({"logging_steps": 1.5}, "logging_steps", "1.5"),
+    ({"save_steps": -1}, "save_steps", "-1"),
+    ({"save_steps": 0}, "save_steps", "0"),
+    ({"eval_strategy": "step"}, "eval_strategy", "step"),
+    ({"eval_strategy": True}, "eval_strategy", "True"),
+    ({"save_strategy": "never"}, "save_strategy", "never"),
+    ({"save_strategy": "best", "eval_strategy": "epoch"}, "metric_for_best_model", "none"),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy", "best"),
+    ({"load_best_model_at_end": True}, "load_best_model_at_end", "True"),
+    ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "save_strategy", "steps"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 10}, "save_steps", "10"),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1, "save_steps": 10},
+        "save_steps",
+        "10",
+    ),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.2, "save_steps": 0.5},
+        "save_steps",
+        "0.5",
+    ),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "reduce_lr_on_plateau"),
+    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type", "greedy"),
+    ({"save_total_limit": 0}, "save_total_limit", "0"),
+    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor", "2"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers", "True"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers", "-1"),
+    ({"dataloader_multiprocessing_context": "thread"}, "dataloader_multiprocessing_context", "thread"),
+    ({"train_sampling_strategy": "by_length"}, "train_sampling_strategy", "by_length"),
+    ({"include_for_metrics": ["input"]}, "include_for_metrics", "input"),
+    ({"include_num_input_tokens_seen": "some"}, "include_num_input_tokens_seen", "some"),
+    ({"log_level": "loud"}, "log_level", "loud"),
+    ({"report_to": "mflow"}, "report_to", "mflow"),
+    ({"debug": "overflow"}, "debug", "overflow"),
+    ({"fsdp": "full_shrad"}, "fsdp", "full_shrad"),
+    ({"fsdp": "offload"}, "fsdp", "offload"),
+    ({"fsdp": "full_shard", "deepspeed": "ds.json"}, "fsdp", "full_shard"),
+    ({"accelerator_config": {"even_batchs": True}}, "accelerator_config", "even_batchs"),
+    (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        "accelerator_config",
+        "gradient_accumulation_kwargs.num_steps",
+    ),
+    ({"deepspeed": ""}, "deepspeed", '""'),
+    ({"ddp_backend": "glue"}, "ddp_backend", "glue"),
+    ({"ddp_timeout": 0}, "ddp_timeout", "0"),
+    ({"hub_strategy": "always"}, "hub_strategy", "always"),
+    ({"run_name": 2024}, "run_name", "2024"),
+    ({"output_dir": 3}, "output_dir", "3"),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "value"), REFUSED, ids=[str(case[0]) for case in REFUSED])
+def test_a_refusal_names_field_value_and_remedy(given: Given, field: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(**{"output_dir": "out", **given})
+    error = caught.value
+    assert (error.field, error.value) == (field, value)
+    assert error.remedy
+    assert error.exit_code == 2
+    assert field in str(error)
+    assert value in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, field in field_map(TrainingArguments).items() if field.metadata["bounds"]]
+)
+def test_every_bound_is_kept(name: str) -> None:
+    for sign, bound in field_map(TrainingArguments)[name].metadata["bounds"].items():
+        beyond = {"ge": bound - 1, "gt": bound, "le": bound + 1, "lt": bound}[sign]
+        with pytest.raises(ConfigError) as caught:
+            TrainingArguments("out", **{name: beyond})
+        assert caught.value.field == name
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments("out", learning_rat=1.0)
+    assert caught.value.field == "learning_rat"
+    assert caught.value.remedy == 'Did you mean "learning_rate"?'
+    with pytest.raises(ConfigError, match="Remove it"):
+        TrainingArguments("out", zzz=1)
+
+
+def test_from_dict_puts_the_place_before_the_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments.from_dict({"learning_rate": "abc"})
+    assert caught.value.field == "train.args.learning_rate"
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments.from_dict({"warmpu_steps": 1}, prefix="sweep.args")
+    assert caught.value.field == "sweep.args.warmpu_steps"
+    assert "warmup_steps" in (caught.value.remedy or "")
+
+
+def test_a_secret_is_never_shown() -> None:
+    args = TrainingArguments("out", hub_token="s3cr3t")
+    shown = [repr(args), str(args), args.to_json_string(), str(args.to_sanitized_dict())]
+    assert not any("s3cr3t" in text for text in shown)
+    assert args.hub_token == "s3cr3t"
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments("out", hub_token=["s3cr3t"])
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json: cannot be read"):
+        TrainingArguments.from_file(tmp_path / "nowhere.json")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("learning_rate: [1")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: cannot be parsed"):
+        TrainingArguments.from_file(broken)
+    broken.write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match="holds no mapping"):
+        TrainingArguments.from_file(broken)
+    broken.write_text("learning_rate: fast\n")
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments.from_file(broken)
+    assert caught.value.field == "broken.yaml.learning_rate"
+
+
+def test_an_optimizer_is_found_by_its_value_before_any_others_name() -> None:
+    # "lion" is a value of ours; LION is the reference's member name of "lion_32bit"
+    assert TrainingArguments("out", optim="lion").optim is OptimizerNames.LION_TORCH
+    assert TrainingArguments("out", optim="ADAMW_TORCH").optim is OptimizerNames.ADAMW_TORCH
+
+
+def test_sequence_to_sequence_arguments_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="generation_num_beams = 0"):
+        Seq2SeqTrainingArguments("out", generation_num_beams=0)

@@ -1,0 +1,86 @@
+"""What belongs in a content key, and what does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from trainer_lib.arguments import TrainingArguments, evaluation_matters, numeric_fields, total_batch_size
+
+
+def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
+    return numeric_fields(TrainingArguments("out", **given), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learning_rate": 1e-3},
+        {"seed": 1},
+        {"optim": "sgd"},
+        {"bf16": True},
+        {"num_train_epochs": 4},
+        {"per_device_train_batch_size": 16},
+        {"train_sampling_strategy": "sequential"},
+        {"lr_scheduler_kwargs": {"a": 1}},
+        {"dataloader_drop_last": True},
+        {"load_best_model_at_end": True, "eval_strategy": "steps"},
+    ],
+)
+def test_what_can_change_the_weights_changes_the_fields(change: dict[str, Any]) -> None:
+    assert _fields(**change) != _fields()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logging_steps": 3},
+        {"report_to": "jsonl"},
+        {"run_name": "x"},
+        {"dataloader_num_workers": 4},
+        {"save_steps": 3},
+        {"eval_strategy": "steps", "eval_steps": 3},
+        {"push_to_hub": True, "hub_token": "t"},
+        {"gradient_checkpointing": True},
+        {"fsdp": "full_shard"},
+        {"per_device_eval_batch_size": 1},
+        {"use_cpu": True},
+        {"ddp_backend": "gloo"},
+    ],
+)
+def test_what_cannot_change_the_weights_is_left_out(change: dict[str, Any]) -> None:
+    assert _fields(**change) == _fields()
+
+
+def test_only_the_global_batch_counts() -> None:
+    one = _fields(per_device_train_batch_size=16)
+    assert one["global_batch_size"] == 16
+    assert _fields(per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=2) == one
+    assert _fields(global_batch_size=16, per_device_train_batch_size=1, world_size=3) == one
+    assert total_batch_size(TrainingArguments("out", global_batch_size=48), world_size=5) == 48
+
+
+def test_evaluation_counts_when_it_can_choose_the_weights() -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    assert _fields(**best, eval_steps=5, save_steps=5) != _fields(**best, eval_steps=10, save_steps=10)
+    assert not evaluation_matters(TrainingArguments("out", eval_strategy="epoch"))
+    assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", metric_for_best_model="loss"))
+    assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau"))
+
+
+def test_epochs_do_not_count_when_steps_override_them() -> None:
+    assert _fields(max_steps=10, num_train_epochs=1) == _fields(max_steps=10, num_train_epochs=2)
+
+
+def test_only_the_numeric_part_of_a_deepspeed_configuration_counts() -> None:
+    offload = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    plain = {"zero_optimization": {"stage": 1}}
+    assert _fields(deepspeed=offload) == _fields(deepspeed=plain)
+    assert _fields(deepspeed={**plain, "optimizer": {"type": "Adam"}}) != _fields(deepspeed=plain)
+
+
+def test_the_fields_are_plain_json() -> None:
+    fields = _fields(load_best_model_at_end=True, eval_strategy="steps")
+    assert json.loads(json.dumps(fields)) == fields

@@ -1,0 +1,300 @@
+"""Arguments survive JSON, YAML, dictionaries and the command line unchanged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_lib.arguments import (
+    ArgumentParser,
+    HfArgumentParser,
+    OptimizerNames,
+    SchedulerType,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.errors import ConfigError
+
+_names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12).filter(
+    lambda text: text.lower() not in ("none", "null", "~") and not text.startswith("-")
+)
+_changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "run_name": _names,
+        "learning_rate": st.floats(1e-9, 10),
+        "num_train_epochs": st.floats(0.01, 100),
+        "warmup_steps": st.one_of(st.integers(0, 10**6), st.floats(0, 0.99)),
+        "max_steps": st.integers(10**7, 10**8),
+        "save_steps": st.one_of(st.integers(1, 10**6), st.floats(0.001, 0.99)),
+        "optim": st.sampled_from([each.value for each in OptimizerNames]),
+        "lr_scheduler_type": st.sampled_from(["linear", "cosine", "inverse_sqrt"]),
+        "lr_scheduler_kwargs": st.dictionaries(
+            st.from_regex(r"[a-z]{1,8}", fullmatch=True),
+            st.one_of(st.integers(), st.booleans(), st.floats(-1e6, 1e6)),
+            max_size=3,
+        ),
+        "bf16": st.booleans(),
+        "tf32": st.one_of(st.none(), st.booleans()),
+        "logging_nan_inf_filter": st.booleans(),
+        "eval_strategy": st.sampled_from(["no", "steps", "epoch"]),
+        "label_names": st.one_of(
+            st.none(), st.lists(_names.filter(lambda t: "," not in t and "[" not in t), min_size=1, max_size=3)
+        ),
+        "report_to": st.lists(st.sampled_from(["jsonl", "mlflow", "wandb"]), unique=True, min_size=1),
+        "fsdp": st.sampled_from(["", "full_shard auto_wrap"]),
+        "resume_from_checkpoint": st.sampled_from([None, True, "auto", "s3://bucket/run/checkpoint-10"]),
+        "debug": st.sampled_from(["", "underflow_overflow"]),
+        "save_total_limit": st.one_of(st.none(), st.integers(1, 100)),
+    },
+)
+
+
+@settings(max_examples=40)
+@given(_changes)
+def test_json_and_dictionaries(changes: dict[str, Any]) -> None:
+    args = TrainingArguments("out", **changes)
+    assert TrainingArguments.from_dict(args.to_dict()) == args
+    assert TrainingArguments.from_dict(json.loads(args.to_json_string())) == args
+
+
+@settings(max_examples=40)
+@given(_changes)
+def test_yaml(changes: dict[str, Any]) -> None:
+    args = TrainingArguments("out", **changes)
+    assert TrainingArguments.from_dict(yaml.safe_load(yaml.safe_dump(args.to_dict()))) == args
+
+
+@settings(max_examples=40)
+@given(_changes)
+def test_the_command_line(changes: dict[str, Any]) -> None:
+    args = TrainingArguments("out", **changes)
+    words = ["--output_dir", "out"]
+    for name, value in changes.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *value]
+        else:
+            words += [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"]
+    (parsed,) = ArgumentParser(TrainingArguments, exit_on_error=False).parse_args_into_dataclasses(words)
+    assert parsed == args
+
+
+def test_files(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments("out", learning_rate=1e-3, predict_with_generate=True)
+    (tmp_path / "args.json").write_text(args.to_json_string())
+    (tmp_path / "args.yaml").write_text(yaml.safe_dump(args.to_dict()))
+    assert Seq2SeqTrainingArguments.from_file(tmp_path / "args.json") == args
+    assert Seq2SeqTrainingArguments.from_file(str(tmp_path / "args.yaml")) == args
+
+
+@pytest.mark.parametrize(
+    ("text", "field_name", "expected"),
+    [
+        ("learning_rate: 1e-3", "learning_rate", 1e-3),  # YAML 1.1 reads 1e-3 as text
+        ("eval_strategy: no", "eval_strategy", "no"),  # and a bare no as False
+        ("save_strategy: no", "save_strategy", "no"),
+        ("include_num_input_tokens_seen: no", "include_num_input_tokens_seen", "no"),
+        ("include_num_input_tokens_seen: true", "include_num_input_tokens_seen", "all"),
+        ('bf16: "true"', "bf16", True),
+        ('max_steps: "1e3"', "max_steps", 1000),
+        ("num_train_epochs: 3", "num_train_epochs", 3.0),
+        ("save_steps: 100.0", "save_steps", 100),
+        ('tf32: "none"', "tf32", None),
+        ("run_name: none", "run_name", None),
+        ("report_to: none", "report_to", []),
+        ("report_to: jsonl, mlflow", "report_to", ["jsonl", "mlflow"]),
+        ("label_names: [a, b]", "label_names", ["a", "b"]),
+        ("label_names: a", "label_names", ["a"]),
+        ("lr_scheduler_kwargs: '{\"num_cycles\": 2}'", "lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("deepspeed: ds.json", "deepspeed", "ds.json"),
+        ("fsdp: true", "fsdp", "full_shard"),
+        ("fsdp: [full_shard, offload]", "fsdp", "full_shard offload"),
+        ('resume_from_checkpoint: "true"', "resume_from_checkpoint", True),
+        ("resume_from_checkpoint: auto", "resume_from_checkpoint", "auto"),
+        ("lr_scheduler_type: COSINE", "lr_scheduler_type", SchedulerType.COSINE),
+        ("hub_token: <HUB_TOKEN>", "hub_token", None),
+    ],
+)
+def test_what_files_hold_becomes_what_was_meant(text: str, field_name: str, expected: Any) -> None:
+    value = getattr(TrainingArguments.from_dict({"output_dir": "out", **yaml.safe_load(text)}), field_name)
+    assert value == expected
+    assert type(value) is type(expected) or isinstance(value, str)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    import numpy as np
+
+    args = TrainingArguments("out", learning_rate=np.float32(0.5), seed=np.int64(3), warmup_steps=np.float64(0.1))
+    assert (type(args.learning_rate), type(args.seed), type(args.warmup_steps)) == (float, int, float)
+    json.loads(args.to_json_string())
+
+
+def test_sanitized_values_are_numbers_truth_values_or_texts() -> None:
+    values = TrainingArguments("out", label_names=["a"], lr_scheduler_kwargs={"a": 1}).to_sanitized_dict()
+    assert all(isinstance(value, (bool, int, float, str)) for value in values.values())
+    assert values["train_batch_size"] == 8
+
+
+def test_an_object_with_to_dict_is_written_as_its_dictionary() -> None:
+    class Generation:
+        def to_dict(self) -> dict[str, Any]:
+            return {"num_beams": 4}
+
+    assert Seq2SeqTrainingArguments("out", generation_config=Generation()).to_dict()["generation_config"] == {
+        "num_beams": 4
+    }
+    converted = coerce(Generation(), dict[str, Any] | None, field="accelerator_config")
+    assert converted == {"num_beams": 4}
+
+
+# ------------------------------------------------------------------------------------------- the parser
+@dataclass
+class ModelChoice:
+    """Which model."""
+
+    name: str
+    size: Literal["small", "large"] = "small"
+    width: int | None = None
+    layers: list[int] = field(default_factory=lambda: [1, 2])
+    tie: bool = True
+    notes: dict[str, Any] | None = None
+    path: Path | None = None
+
+
+def _parse(text: str, *types: type) -> Any:
+    return ArgumentParser(types or (ModelChoice,), exit_on_error=False).parse_args_into_dataclasses(text.split())
+
+
+def test_any_dataclass_becomes_arguments() -> None:
+    (model,) = _parse("--name x --size large --width none --layers 3 4 --no_tie --path a/b")
+    assert model == ModelChoice("x", "large", None, [3, 4], False, None, Path("a/b"))
+    assert _parse("--name x --tie false")[0].tie is False
+    assert _parse("--name x --tie")[0].tie is True
+    assert _parse("--name x --layers [5]")[0].layers == [5]
+    (args, model) = _parse("--name x --learning-rate 3e-5 --fp16", TrainingArguments, ModelChoice)
+    assert (args.learning_rate, args.fp16, model.name) == (3e-5, True, "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--name x --size medium", "size = medium: is not one of the choices. Choose one of: small, large."),
+        ("--name x --width wide", "width = wide: is not a whole number."),
+        ("--name x --layers 1 two", "layers = two: is not a whole number."),
+        ("--name x --widht 3", '--widht: is not an argument. Did you mean "--width"?'),
+        ("", "the following arguments are required: --name"),
+        ("--name x --tie maybe", "tie = maybe: is not a yes or no."),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(words: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _parse(words)
+    assert expected in str(caught.value)
+
+
+def test_the_command_line_ends_with_usage_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser(TrainingArguments, prog="train.py")
+    for words in (["--learning_rate", "abc"], ["--fp16", "--bf16"], ["--learning_rat", "1"]):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args_into_dataclasses(words)
+        assert caught.value.code == 2
+        shown = capsys.readouterr().err
+        assert "usage: train.py" in shown
+        assert "Traceback" not in shown
+
+
+def test_help_shows_meaning_unit_choices_and_default() -> None:
+    text = " ".join(ArgumentParser(TrainingArguments).format_help().split())
+    assert "Longest" not in text
+    assert "Samples that one process trains on at a time (the micro-batch). [unit: samples; default: 8]" in text
+    assert "When to evaluate during training. One of: no, steps, epoch. [default: no]" in text
+    assert "--evaluation_strategy" not in text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_names_work_on_the_command_line() -> None:
+    (args,) = _parse(
+        "--evaluation_strategy epoch --no_cuda --warmup_ratio 0.1 --per_gpu_train_batch_size 4", TrainingArguments
+    )
+    assert (args.eval_strategy, args.use_cpu, args.warmup_steps, args.per_device_train_batch_size) == (
+        "epoch",
+        True,
+        0.1,
+        4,
+    )
+
+
+def test_arguments_added_by_hand_come_back_in_a_namespace() -> None:
+    parser = HfArgumentParser(ModelChoice)
+    parser.add_argument("--verbose", action="store_true")
+    model, rest = parser.parse_args_into_dataclasses(["--name", "x", "--verbose"])
+    assert (model.name, rest.verbose) == ("x", True)
+    model, rest, remaining = parser.parse_args_into_dataclasses(
+        ["--name", "x", "--else", "1"], return_remaining_strings=True
+    )
+    assert remaining == ["--else", "1"]
+
+
+def test_words_come_from_files_too(tmp_path: Path) -> None:
+    (tmp_path / "a.args").write_text("--name from-file\n--width 3\n")
+    parser = ArgumentParser(ModelChoice, exit_on_error=False)
+    (model,) = parser.parse_args_into_dataclasses(["--width", "4"], args_filename=str(tmp_path / "a.args"))
+    assert (model.name, model.width) == ("from-file", 4)
+    words = ["--args_file", str(tmp_path / "a.args")]
+    assert parser.parse_args_into_dataclasses(words, args_file_flag="args_file")[0].width == 3
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parser.parse_args_into_dataclasses([], args_filename=str(tmp_path / "none.args"))
+
+
+def test_mappings_and_files_become_instances(tmp_path: Path) -> None:
+    parser = ArgumentParser((TrainingArguments, ModelChoice))
+    values = {"output_dir": "o", "learning_rate": "1e-2", "name": "x", "layers": "3,4"}
+    args, model = parser.parse_dict(values)
+    assert (args.learning_rate, model.layers) == (1e-2, [3, 4])
+    (tmp_path / "v.json").write_text(json.dumps(values))
+    (tmp_path / "v.yaml").write_text(yaml.safe_dump(values))
+    assert (
+        parser.parse_json_file(tmp_path / "v.json") == parser.parse_yaml_file(str(tmp_path / "v.yaml")) == (args, model)
+    )
+    with pytest.raises(ConfigError, match=r'nmae: is not an argument\. Did you mean "name"'):
+        parser.parse_dict({**values, "nmae": "y"})
+    assert parser.parse_dict({**values, "nmae": "y"}, allow_extra_keys=True)[1].name == "x"
+    with pytest.raises(ConfigError, match="name = none: is needed by ModelChoice"):
+        parser.parse_dict({})
+
+
+def test_two_dataclasses_may_not_share_a_name() -> None:
+    with pytest.raises(ConfigError, match="size: is a field of both"):
+        ArgumentParser((ModelChoice, dataclasses.make_dataclass("Other", [("size", int, 3)])))
+    with pytest.raises(ConfigError, match="is not a dataclass"):
+        ArgumentParser(int)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        ("3", int | float, 3),
+        ("0.5", int | float, 0.5),
+        ("a,b", list[str], ["a", "b"]),
+        ("[1, 2]", list[int], [1, 2]),
+        ((1, "2"), tuple[int, ...], (1, 2)),
+        ("none", str | None, None),
+        ("1", bool, True),
+        (None, int | None, None),
+        ("anything", Any, "anything"),
+        ("false", str | Literal[False] | None, False),
+    ],
+)
+def test_coercion_by_type(value: Any, hint: Any, expected: Any) -> None:
+    result = coerce(value, hint, field="x")
+    assert result == expected
+    assert type(result) is type(expected)

@@ -1,0 +1,244 @@
+"""Every argument of the reference exists here, with its default, its meaning and its unit."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.surface import SURFACE
+from trainer_lib.arguments import (
+    HubStrategy,
+    IntervalStrategy,
+    OptimizerNames,
+    SaveStrategy,
+    SchedulerType,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
+from trainer_lib.arguments.compat import OLD_NAMES
+from trainer_lib.arguments.fields import field_hints, field_map
+from trainer_lib.arguments.groups import ArgumentGroups
+from trainer_lib.arguments.validation import REPORTERS
+from trainer_lib.errors import ConfigError
+
+#: Where our default differs from the reference's, and why.
+DIFFERENT = {
+    "enable_jit_checkpoint": True,  # a stop request saves by default
+    "fsdp": "",  # text or nothing, as in the documents of all ages
+}
+#: Arguments that only we have, or that the newest reference has dropped and we keep as fields.
+OURS = {
+    "global_batch_size",
+    *("overwrite_output_dir", "logging_dir", "include_tokens_per_second", "past_index", "use_legacy_prediction_loop"),
+}
+
+
+def test_every_argument_of_the_reference_exists_with_its_default() -> None:
+    fields = field_map(TrainingArguments)
+    for name, default in SURFACE["TrainingArguments"].items():
+        assert name in fields, name
+        factory = fields[name].default_factory
+        ours = factory() if factory is not dataclasses.MISSING else fields[name].default
+        assert ours == DIFFERENT.get(name, default), name
+    assert set(fields) - set(SURFACE["TrainingArguments"]) == OURS
+
+
+def test_every_sequence_to_sequence_argument_exists_with_its_default() -> None:
+    fields = field_map(Seq2SeqTrainingArguments)
+    for name, default in SURFACE["Seq2SeqTrainingArguments_extra"].items():
+        assert fields[name].default == default, name
+
+
+def test_every_public_member_exists() -> None:
+    args = TrainingArguments("out", use_cpu=True)
+    for name in SURFACE["TrainingArguments_public_members"]:
+        assert getattr(args, name) is not None, name
+
+
+@pytest.mark.parametrize(
+    ("name", "enum"),
+    [
+        ("OptimizerNames", OptimizerNames),
+        ("SchedulerType", SchedulerType),
+        ("IntervalStrategy", IntervalStrategy),
+        ("SaveStrategy", SaveStrategy),
+        ("HubStrategy", HubStrategy),
+    ],
+)
+def test_every_choice_of_the_reference_exists(name: str, enum: Any) -> None:
+    assert set(SURFACE[name]) <= {member.value for member in enum}
+
+
+def test_every_tracker_of_the_reference_is_known() -> None:
+    assert set(SURFACE["report_to"]) <= set(REPORTERS)
+
+
+def test_every_old_argument_is_a_field_or_an_old_name() -> None:
+    known = {*field_map(TrainingArguments), *OLD_NAMES}
+    assert set(SURFACE["old_args"]) <= known
+
+
+def test_groups_are_small_and_every_field_says_what_it_means() -> None:
+    groups = [base for base in ArgumentGroups.__mro__[1:-1] if dataclasses.is_dataclass(base)]
+    assert len(groups) == 10
+    for group in groups:
+        own = dataclasses.fields(group)
+        assert len(own) <= 20, group.__name__
+        for field in own:
+            assert field.metadata["help"].rstrip().endswith((".", "…")), field.name
+            assert field.metadata["affects"] in ("weights", "evaluation", "nothing"), field.name
+
+
+def test_every_number_has_a_unit() -> None:
+    for cls in (TrainingArguments, Seq2SeqTrainingArguments):
+        hints = field_hints(cls)
+        for name, field in field_map(cls).items():
+            kinds = typing.get_args(hints[name]) or (hints[name],)
+            if int in kinds or float in kinds:
+                assert field.metadata["unit"], name
+
+
+def test_output_dir_comes_first() -> None:
+    assert dataclasses.fields(TrainingArguments)[0].name == "output_dir"
+    assert TrainingArguments("here").output_dir == "here"
+    assert Seq2SeqTrainingArguments("here").output_dir == "here"
+
+
+def test_replace_subclass_assignment_and_copy_work_as_for_any_dataclass() -> None:
+    @dataclass
+    class Mine(TrainingArguments):
+        extra: int = 3
+        group_by_length: bool = False  # an old name, now this class's own field
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.doubled = self.extra * 2
+
+    mine = Mine("out", extra=4, learning_rate=1e-3, group_by_length=True)
+    assert (mine.doubled, mine.group_by_length, mine.train_sampling_strategy) == (8, True, "random")
+    other = dataclasses.replace(mine, learning_rate="3e-4")
+    assert isinstance(other, Mine)
+    assert (other.learning_rate, other.extra) == (3e-4, 4)
+    mine.learning_rate = 2e-3
+    mine.validate()
+    assert copy.deepcopy(mine) == mine
+    assert "extra" in mine.to_dict()
+    with pytest.raises(ConfigError, match=r"^extr: .*extra"):
+        Mine("out", extr=1)
+
+
+def test_assignment_is_checked_again_by_validate() -> None:
+    args = TrainingArguments("out")
+    args.per_device_train_batch_size = 0
+    with pytest.raises(ConfigError, match="per_device_train_batch_size = 0"):
+        args.validate()
+
+
+def test_what_was_filled_in_follows_a_later_assignment() -> None:
+    args = TrainingArguments("out", eval_strategy="steps", load_best_model_at_end=True, save_steps=20, logging_steps=10)
+    assert (args.eval_steps, args.metric_for_best_model, args.greater_is_better, args.do_eval) == (
+        10,
+        "loss",
+        False,
+        True,
+    )
+    args.metric_for_best_model = "accuracy"
+    args.logging_steps = 5
+    args.validate()
+    assert (args.eval_steps, args.greater_is_better) == (5, True)
+    args.greater_is_better = False
+    args.validate()
+    assert args.greater_is_better is False
+
+
+def test_both_names_of_gradient_checkpointing_mean_the_same() -> None:
+    assert TrainingArguments("out", activation_checkpointing=True).gradient_checkpointing is True
+    assert TrainingArguments("out", gradient_checkpointing=True).activation_checkpointing is True
+    with pytest.raises(ConfigError, match="contradicts activation_checkpointing"):
+        TrainingArguments("out", gradient_checkpointing=True, activation_checkpointing=False)
+
+
+def test_construction_reads_no_environment_and_touches_no_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "nonsense")
+    TrainingArguments("out", fp16=True, bf16_full_eval=True, deepspeed="missing.json", push_to_hub=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = TrainingArguments("out")
+    assert (args.world_size, args.process_index, args.local_process_index, args.parallel_mode) == (
+        1,
+        0,
+        0,
+        "not_parallel",
+    )
+    assert args.should_save
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert (args.world_size, args.process_index, args.local_process_index, args.parallel_mode) == (
+        4,
+        3,
+        1,
+        "distributed",
+    )
+    assert not args.should_save
+    assert not args.should_log
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert args.should_log
+    assert not args.should_save
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ConfigError, match="environment variable RANK = x"):
+        _ = args.process_index
+
+
+def test_log_levels_differ_between_main_and_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    args = TrainingArguments("out", log_level_replica="error")
+    assert args.get_process_log_level() == logging.INFO
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    assert args.get_process_log_level() == logging.ERROR
+
+
+def test_warmup_is_a_number_of_steps_or_a_share() -> None:
+    assert TrainingArguments("out", warmup_steps=10).get_warmup_steps(1000) == 10
+    assert TrainingArguments("out", warmup_steps=0.03).get_warmup_steps(101) == 4
+    assert TrainingArguments("out", warmup_steps=10.0).warmup_steps == 10
+
+
+def test_the_cpu_is_used_when_asked_for() -> None:
+    args = TrainingArguments("out", use_cpu=True, per_device_train_batch_size=3, ddp_timeout=7)
+    assert args.device.type == "cpu"
+    assert (args.n_gpu, args.train_batch_size, args.ddp_timeout_delta.total_seconds()) == (0, 3, 7)
+    with args.main_process_first(desc="nothing"):
+        pass
+
+
+def test_setters_set_check_and_chain() -> None:
+    args = TrainingArguments("out")
+    chained = (
+        args.set_training(learning_rate=1e-3, batch_size=4, num_epochs=2)
+        .set_evaluate("steps", steps=50, batch_size=2)
+        .set_save("steps", steps=100, total_limit=2)
+        .set_logging(steps=10, report_to=["jsonl"])
+        .set_optimizer("sgd", learning_rate=0.1, args="momentum=0.9")
+        .set_lr_scheduler("cosine", warmup_steps=0.1)
+        .set_dataloader(train_batch_size=16, num_workers=2, sampler_seed=7)
+        .set_push_to_hub("me/it", token="secret")
+        .set_testing(batch_size=32)
+    )
+    assert chained is args
+    assert (args.learning_rate, args.optim, args.lr_scheduler_type, args.warmup_steps) == (0.1, "sgd", "cosine", 0.1)
+    assert (args.per_device_train_batch_size, args.per_device_eval_batch_size, args.data_seed) == (16, 32, 7)
+    assert (args.do_train, args.do_eval, args.do_predict, args.push_to_hub) == (True, True, True, True)
+    before = args.to_dict()
+    with pytest.raises(ConfigError):
+        args.set_training(batch_size=-1)
+    assert args.to_dict() == before
