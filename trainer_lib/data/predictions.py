@@ -19,6 +19,8 @@ from trainer_lib.data.parts import finished_part, record_part
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
+Values = Sequence[Any] | np.ndarray  # one per row
+
 
 class PredictionWriter:
     """Writes the predictions for one split.
@@ -55,7 +57,7 @@ class PredictionWriter:
         found = finished_part(self._store, self._path(part), self._settings(part))
         return None if found is None else found.entry
 
-    def write(self, part: int, row_ids: np.ndarray, columns: Mapping[str, Sequence[Any]]) -> FileEntry:
+    def write(self, part: int, row_ids: np.ndarray, columns: Mapping[str, Values]) -> FileEntry:
         """Write a part: its row ids, int64 [rows], and the columns of its predictions.
 
         Raises:
@@ -74,7 +76,7 @@ class PredictionWriter:
         record_part(self._store, entry, self._settings(part), {})
         return entry
 
-    def _array(self, name: str, values: Sequence[Any]) -> pa.Array:
+    def _array(self, name: str, values: Values) -> pa.Array:
         if name == ROW_ID:
             raise self._refuse(name, "the name is taken by the row's own id")
         nested = any(np.ndim(value) > 1 for value in values[:1])

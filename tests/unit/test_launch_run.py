@@ -1,0 +1,190 @@
+"""One launch after the other with real processes: what comes back, what is heard, what is left."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launched import request
+from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, Interrupted
+from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.run_dir import RunDir
+
+ROWS = """
+def prepare(options, out):
+    return {"train": [{"x": 1}, {"x": 2}]}
+
+def build_model(options, data):
+    raise NotImplementedError
+"""
+
+
+@dataclass
+class Heard:
+    lines: list[str] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def launch(
+        self,
+        request: dict[str, Any],
+        *,
+        env: dict[str, str] | None = None,
+        should_cancel: Callable[[], bool] | None = None,
+        on_line: Callable[[str], None] | None = None,
+        **config: Any,
+    ) -> dict[str, Any]:
+        return launch(
+            request,
+            LaunchConfig(**{"kind": "process", "grace_s": 2.0, **config}),
+            env=env or {},
+            on_line=on_line or self.lines.append,
+            on_event=self.events.append,
+            should_cancel=should_cancel,
+        )
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+def nothing_left() -> bool:
+    return not [path for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("trainflow-")]
+
+
+def test_result_lines_and_events_come_back(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import os\nprint('first'); print('carriage\\rreturn', end=''); print('é', os.environ['SECRET'])\n" + ROWS
+    result = heard.launch(request(tmp_path, recipe), env={"SECRET": "from the caller"})
+    assert result["splits"]["train"]["rows"] == 2
+    assert heard.lines == ["first", "carriage", "returné from the caller"]
+    assert [event["event"] for event in heard.events] == ["start", "progress"]
+    assert nothing_left()
+
+
+def test_lines_arrive_while_the_work_goes_on(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import time; print('hello'); time.sleep(300)\n" + ROWS
+    with pytest.raises(Interrupted, match="Cancelled"):
+        heard.launch(request(tmp_path, recipe), should_cancel=lambda: heard.lines == ["hello"])
+
+
+def test_what_the_recipe_raises_comes_back_typed_and_cut_to_its_frames(heard: Heard, tmp_path: Path) -> None:
+    recipe = "def helper():\n    raise KeyError('gone')\n\ndef prepare(options, out):\n    helper()\n"
+    recipe += "build_model = prepare\n"
+    with pytest.raises(CodeError, match="KeyError: 'gone'") as caught:
+        heard.launch(request(tmp_path, recipe))
+    error = caught.value
+    assert (error.exit_code, error.rank) == (10, 0)
+    assert error.value == f"{tmp_path}/recipe.py:2 in helper"
+    assert error.details is not None
+    assert error.details.count('File "') == 2
+    assert "trainer_lib" not in error.details
+    assert heard.lines == []
+    assert nothing_left()
+
+
+def test_a_killed_worker_is_named_with_its_signal(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import os; print('here'); os.kill(os.getpid(), 9)\n" + ROWS
+    with pytest.raises(InfrastructureError, match=r"rank 0 was killed by SIGKILL \(9\)") as caught:
+        heard.launch(request(tmp_path, recipe))
+    assert caught.value.details == "here"
+
+
+def test_restarts_go_on_after_a_lost_worker_but_not_after_a_bug(heard: Heard, tmp_path: Path) -> None:
+    lose = "import os\nfrom pathlib import Path\nmark = Path(__file__).with_name('mark')\n"
+    lose += "if not mark.exists():\n    mark.touch(); os.kill(os.getpid(), 9)\n"
+    assert heard.launch(request(tmp_path, lose + ROWS), max_restarts=1)["splits"]["train"]["rows"] == 2
+    assert [event["message"] for event in heard.events if event["event"] == "warning"] == [
+        "rank 0 was killed by SIGKILL (9). Starting again (1 of 1)."
+    ]
+    bug = "from pathlib import Path\nPath(__file__).with_name('runs').open('a').write('x')\nraise ValueError\n"
+    with pytest.raises(CodeError):
+        heard.launch(request(tmp_path, bug), max_restarts=3)
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+def test_a_hang_ends_with_the_stacks(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import time\ndef stuck_here():\n    time.sleep(300)\nstuck_here()\n"
+    with pytest.raises(InfrastructureError, match="no progress for") as caught:
+        heard.launch(request(tmp_path, recipe), timeout_s=1.5)
+    assert "in stuck_here" in (caught.value.details or "")
+
+
+def test_a_callback_that_raises_ends_the_workers(heard: Heard, tmp_path: Path) -> None:
+    def refuse(line: str) -> None:
+        raise LookupError(line)
+
+    recipe = "import time; print('one'); time.sleep(300)\n" + ROWS
+    begun = time.monotonic()
+    with pytest.raises(LookupError, match="one"):
+        heard.launch(request(tmp_path, recipe), on_line=refuse)
+    assert time.monotonic() - begun < 100
+    assert nothing_left()
+
+
+def test_run_files_are_private_and_kept_only_for_debugging(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import os, sys\nfrom pathlib import Path\nrun = Path(os.environ['TRAINFLOW_RUN_DIR'])\n"
+    recipe += "print(*(oct(folder.stat().st_mode & 0o777) for folder in (run, run.parent)))\n"
+    heard.launch(request(tmp_path, recipe + ROWS, debug=True), env={"TOKEN": "hf_secret"})
+    assert heard.lines[0] == "0o700 0o700"
+    kept = Path(heard.lines[-1].rpartition(": ")[2])
+    assert not any(b"hf_secret" in file.read_bytes() for file in kept.iterdir() if file.is_file())
+    heard.launch(request(tmp_path, ROWS))
+    assert kept.exists()
+    RunDir(kept).remove()
+    assert nothing_left()
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"trainflow-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o777)
+    with pytest.raises(ConfigError, match="not private"):
+        RunDir.create({}, 1.0, lambda: False)
+    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o700)
+    assert stat.S_IMODE(RunDir.create({}, 1.0, lambda: False).path.stat().st_mode) == 0o700
+
+
+def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
+    first.record_process("worker-0", os.getpid())
+    with pytest.raises(InfrastructureError, match="already at work"):
+        RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
+    other = RunDir.create({"output": "s3://bucket/b"}, 1.0, lambda: False)
+    assert first.path.exists()
+    first.remove()
+    other.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_in_process_gives_the_same_and_restores_the_environment(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import os\nassert os.environ['GIVEN'] == 'yes'\n" + ROWS
+    result = heard.launch(request(tmp_path, recipe), kind="in_process", env={"GIVEN": "yes"})
+    assert result["splits"]["train"]["rows"] == 2
+    assert "GIVEN" not in os.environ
+    assert [event["event"] for event in heard.events] == ["start", "progress"]
+    with pytest.raises(CodeError, match="AssertionError"):
+        heard.launch(request(tmp_path, recipe), kind="in_process", env={"GIVEN": "no"})
+
+
+def test_torchrun_listens_on_loopback_only_and_says_who_speaks(heard: Heard, tmp_path: Path) -> None:
+    recipe = (
+        "import os, psutil\n"
+        "agent = psutil.Process(os.getppid())\n"
+        "listening = {c.laddr.ip for c in agent.net_connections('tcp') if c.status == psutil.CONN_LISTEN}\n"
+        "print('listens on', sorted(listening), os.environ['MASTER_ADDR'])\n" + ROWS
+    )
+    heard.launch(request(tmp_path, recipe), kind="torchrun", processes=2)
+    said = "listens on ['127.0.0.1'] 127.0.0.1"
+    assert sorted(heard.lines) == [f"[rank 1] {said}", said]
+    assert nothing_left()

@@ -1,0 +1,217 @@
+"""Recipes: loaded from where they lie, filled up with defaults, and their errors cut to what the user wrote."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer_lib import recipes
+from trainer_lib.errors import CodeError, ConfigError, DataError, OutOfMemoryError
+from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
+from trainer_lib.storage import Store
+
+MINIMAL = (
+    "def prepare(options, out):\n    return {'train': [{'x': 1}]}\n\ndef build_model(options, data):\n    return 7\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def _module_path() -> Iterator[None]:
+    before, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = before
+    for name in set(sys.modules) - modules:
+        if name.startswith("_trainflow_recipe_") or name in ("tasks_of_mine", "helper_of_mine"):
+            del sys.modules[name]
+
+
+def written(folder: Path, text: str, name: str = "recipe.py") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def loaded(folder: Path, text: str) -> Recipe:
+    return load(written(folder, text), folder)
+
+
+def data(url: str = "", **fields: Any) -> DataInfo:
+    return DataInfo({"url": url, "splits": {}, "info": {}, "files": [], **fields})
+
+
+def test_defaults_of_a_minimal_recipe(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, MINIMAL)
+    assert recipe.build_model({}, data()) == 7
+    assert recipe.collate is recipe.compute_metrics is recipe.compute_loss_func is recipe.after_evaluate is None
+    assert recipe.preprocess_logits_for_metrics is None
+    assert recipe.callbacks({}) == []
+    assert recipe.trainer_class(dict) is dict
+
+
+def test_what_a_recipe_defines_is_used(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "def collate(rows):\n    return len(rows)\n"
+        "def callbacks(options):\n    return [options['one']]\n"
+        "def prediction_columns(predictions, data):\n    return {'twice': predictions * 2}\n"
+        "class Trainer(dict):\n    pass\n"
+    )
+    recipe = loaded(tmp_path, text)
+    assert recipe.collate is not None
+    assert recipe.collate([1, 2]) == 2
+    assert recipe.callbacks({"one": 1}) == [1]
+    assert list(recipe.prediction_columns(np.array([1, 2]), data())["twice"]) == [2, 4]
+    assert recipe.trainer_class(dict).__name__ == "Trainer"
+    assert recipe.trainer_class(ModuleType) is ModuleType  # not a subclass: some other Trainer it imported
+
+
+def test_hooks_travel_to_spawned_data_workers(tmp_path: Path) -> None:
+    collate = loaded(tmp_path, MINIMAL + "def collate(rows):\n    return len(rows)\n").collate
+    assert pickle.loads(pickle.dumps(collate))([1, 2, 3]) == 3
+
+
+@pytest.mark.parametrize("name", ["prepare", "build_model"])
+def test_a_missing_function_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no function {name}\(\)") as caught:
+        loaded(tmp_path, MINIMAL.replace(name, "something_else"))
+    assert (caught.value.field, caught.value.value) == ("recipe", str(tmp_path / "recipe.py"))
+
+
+def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="collate is not a function"):
+        loaded(tmp_path, MINIMAL + "collate = 3\n")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file") as caught:
+        load(tmp_path / "nowhere.py", tmp_path)
+    assert caught.value.field == "recipe"
+
+
+def test_a_syntax_error_is_the_users_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(CodeError, match="SyntaxError") as caught:
+        loaded(tmp_path, "x = 1\ndef prepare(:\n")
+    assert caught.value.value == f"{tmp_path}/recipe.py:2 in the file itself"
+
+
+def test_an_error_while_loading_has_the_users_frames_only(tmp_path: Path) -> None:
+    with pytest.raises(CodeError, match="ZeroDivisionError") as caught:
+        loaded(tmp_path, "def half():\n    return 1 / 0\nhalf()\n")
+    assert caught.value.value == f"{tmp_path}/recipe.py:2 in half"
+    assert "recipes.py" not in (caught.value.details or "")
+
+
+def test_an_error_deep_in_a_library_is_pinned_to_the_users_line(tmp_path: Path) -> None:
+    recipe = loaded(tmp_path, MINIMAL.replace("return 7", "import json; return json.loads('{')"))
+    with pytest.raises(CodeError, match="JSONDecodeError") as caught:
+        recipe.build_model({}, data())
+    assert caught.value.value == f"{tmp_path}/recipe.py:5 in build_model"
+    assert "json/decoder.py" not in (caught.value.details or "")
+
+
+def test_an_error_of_a_row_generator_is_typed(tmp_path: Path) -> None:
+    text = "def prepare(options, out):\n    def rows():\n        yield {'x': 1}\n        raise RuntimeError('dry')\n"
+    recipe = loaded(tmp_path, text + "    return {'train': rows()}\ndef build_model(options, data): ...\n")
+    rows = iter(recipe.prepare({}, PrepareOutput(Store.open(tmp_path)))["train"])
+    assert next(rows) == {"x": 1}
+    with pytest.raises(CodeError, match="dry"):
+        next(rows)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [("import sys; sys.exit(3)", CodeError, "sys.exit"), ("raise MemoryError('big')", OutOfMemoryError, "big")],
+)
+def test_other_ways_to_fail(tmp_path: Path, body: str, kind: type[Exception], text: str) -> None:
+    recipe = loaded(tmp_path, MINIMAL.replace("return 7", body))
+    with pytest.raises(kind, match=text):
+        recipe.build_model({}, data())
+
+
+def test_an_error_told_by_a_data_worker_is_read_from_its_message(tmp_path: Path) -> None:
+    told = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        f'  File "/x/site-packages/torch/fetch.py", line 5, in fetch\n    data = f()\n'
+        f'  File "{tmp_path}/recipe.py", line 9, in collate\n    raise ValueError("odd")\nValueError: odd\n'
+    )
+    error = recipes.user_error(ValueError(told), tmp_path)
+    assert (error.message, error.value) == ("ValueError: odd", f"{tmp_path}/recipe.py:9 in collate")
+
+
+def test_an_error_that_is_not_the_recipes_says_so(tmp_path: Path) -> None:
+    error = recipes.user_error(ValueError("inside"), tmp_path)
+    assert isinstance(error, CodeError)
+    assert "not raised in the recipe" in (error.remedy or "")
+
+
+def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
+    written(tmp_path / "project", "VALUE = 5\n", "helper_of_mine.py")
+    written(tmp_path / "project", "raise RuntimeError('shadowed')\n", "json.py")
+    text = "import json\nfrom helper_of_mine import VALUE\n" + MINIMAL.replace("7", "VALUE")
+    recipe = load(written(tmp_path / "project" / "deep", text), tmp_path / "project")
+    assert recipe.build_model({}, data()) == 5
+    assert sys.path[-1] == str(tmp_path / "project")
+
+
+def test_a_project_may_have_a_folder_called_tasks(tmp_path: Path) -> None:
+    written(tmp_path / "tasks", "VALUE = 5\n", "__init__.py")
+    assert loaded(tmp_path, MINIMAL).build_model({}, data()) == 7
+    with pytest.raises(CodeError, match="VALUE") as caught:
+        loaded(tmp_path, "from tasks import VALUE\n" + MINIMAL)
+    assert str(tmp_path / "tasks") in (caught.value.remedy or "")
+
+
+def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "flows", "", "__init__.py")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flows"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="hides trainflow's own package 'flows'") as caught:
+        loaded(tmp_path / "project", MINIMAL)
+    assert caught.value.value == str(tmp_path / "flows")
+
+
+@pytest.mark.parametrize("given", [None, [], {}, [{"x": 1}]])
+def test_prepare_must_name_its_splits(tmp_path: Path, given: object) -> None:
+    recipe = loaded(tmp_path, MINIMAL.replace("{'train': [{'x': 1}]}", repr(given)))
+    with pytest.raises(DataError, match="mapping from split names"):
+        recipe.prepare({}, PrepareOutput(Store.open(tmp_path)))
+
+
+def test_what_prepare_writes_is_what_data_reads(tmp_path: Path) -> None:
+    out = PrepareOutput(Store.open(tmp_path))
+    out.write_file("tokenizer/vocab.txt", b"one")
+    out.write_file("tokenizer/vocab.txt", b"two")
+    out.info["classes"] = ["a", "b"]
+    files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in out.files()]
+    info = data(str(tmp_path), files=files, info=out.checked_info(), splits={"train": {"rows": 3}})
+    assert (len(files), info.read_file("tokenizer/vocab.txt")) == (1, b"two")
+    assert (info.info, info.splits) == ({"classes": ["a", "b"]}, {"train": 3})
+    with pytest.raises(ConfigError, match="no such file") as caught:
+        info.read_file("other.txt")
+    assert "tokenizer/vocab.txt" in (caught.value.remedy or "")
+    (tmp_path / "assets/tokenizer/vocab.txt").write_bytes(b"2wo")
+    with pytest.raises(DataError, match="differs"):
+        info.read_file("tokenizer/vocab.txt")
+
+
+@pytest.mark.parametrize("value", [np.float32(1), float("nan"), object()])
+def test_info_must_be_json(tmp_path: Path, value: object) -> None:
+    out = PrepareOutput(Store.open(tmp_path))
+    out.info["x"] = value
+    with pytest.raises(DataError, match="JSON"):
+        out.checked_info()
+
+
+def test_default_prediction_columns() -> None:
+    scores = np.array([[0.1, 0.9], [0.8, 0.2]])
+    columns = default_prediction_columns(scores, data())
+    assert list(columns["prediction"]) == [1, 0]
+    assert np.array_equal(np.array(columns["scores"]), scores)
+    assert list(default_prediction_columns(np.array([1.5, 2.5]), data())["prediction"]) == [1.5, 2.5]
