@@ -19,9 +19,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import OutOfMemoryError, Preempted, TrainflowError
 from trainer_lib.storage import Store
@@ -173,26 +173,6 @@ def rungs_of(batch_size: int) -> int:
 
 
 # -- Prefect asks -----------------------------------------------------------------------------------------------------
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def stage_task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """`prefect.task` as stages want it: without Prefect's cache (the manifest is the truth), retried as decided."""
-    from prefect import task
-    from prefect.cache_policies import NO_CACHE
-
-    return task(
-        name=name,
-        cache_policy=NO_CACHE,
-        persist_result=False,
-        retries=MAX_TRIES,
-        retry_delay_seconds=list(DELAYS_S),
-        retry_jitter_factor=JITTER,
-        retry_condition_fn=should_retry,
-    )
-
 
 _decisions: dict[str, Decision] = {}
 _lock = threading.Lock()

@@ -7,9 +7,9 @@ from typing import Any
 
 from tasks._keys import prepare_key
 from tasks._launching import entries, run_verb
-from tasks._retry import stage_task
 from tasks._sources import memory
 from tasks._stage import StageContext, StageOutput, run_stage
+from tasks._task import stage_task
 from tasks.configs import PrepareConfig
 
 

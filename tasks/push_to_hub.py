@@ -10,8 +10,8 @@ from typing import Any
 from tasks import _mlflow, _progress
 from tasks._keys import StageKey, stage_key, versions
 from tasks._manifests import KEY_FILE, StageManifest, look_up, stage_store
-from tasks._retry import stage_task
 from tasks._stage import StageContext, StageOutput, run_stage
+from tasks._task import stage_task
 from tasks.configs import PublishConfig
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Source

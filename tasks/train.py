@@ -6,8 +6,9 @@ from typing import Any
 
 from tasks._keys import train_key, world_size
 from tasks._launching import data_request, entries, run_verb
-from tasks._retry import lower_training, rungs_of, stage_task
+from tasks._retry import lower_training, rungs_of
 from tasks._stage import StageContext, StageManifest, StageOutput, run_stage
+from tasks._task import stage_task
 from tasks.configs import TrainConfig
 from trainer_lib.arguments import TrainingArguments
 

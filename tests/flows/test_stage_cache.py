@@ -1,0 +1,365 @@
+"""A stage runs once: its committed result is verified and used; what is wrong with it is said, and it runs again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import _manifests, _progress, _task
+from tasks._manifests import StageManifest, explain_miss, look_up, stage_store
+from tasks._stage import StageContext, StageOutput, run_stage, stage_key
+from tasks._task import stage_task
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    InfrastructureError,
+    LeaseLostError,
+    OutOfMemoryError,
+    Preempted,
+    StorageError,
+    TrainflowError,
+)
+
+Work = Callable[[StageContext], StageOutput]
+
+
+class Toy:
+    """Work that counts itself, writes two files, and fails as told."""
+
+    def __init__(self, *failures: BaseException) -> None:
+        self.failures = list(failures)
+        self.contexts: list[StageContext] = []
+
+    def __call__(self, context: StageContext) -> StageOutput:
+        self.contexts.append(context)
+        half = context.store.write_bytes("out/a.txt", b"alpha")
+        if self.failures:
+            raise self.failures.pop(0)
+        files = [half, context.store.write_bytes("b.txt", b"beta")]
+        return StageOutput(files, metrics={"rows": 2}, meta={"note": "x"})
+
+    @property
+    def runs(self) -> int:
+        return len(self.contexts)
+
+
+@pytest.fixture
+def storage(any_url: str) -> str:
+    _manifests._verified.clear()
+    return any_url
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> str:
+    _manifests._verified.clear()
+    return str(tmp_path)
+
+
+KEY = stage_key("toy", {"x": 1})
+
+
+def run(storage: str, work: Work, key: Any = KEY, **more: Any) -> dict[str, Any]:
+    return run_stage(key, storage, work, **more)
+
+
+def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
+    toy = Toy()
+    first = run(storage, toy)
+    assert run(storage, toy) == first
+    assert toy.runs == 1
+    manifest = StageManifest.from_dict(first)
+    assert [entry.path for entry in manifest.files] == ["b.txt", "out/a.txt"]
+    assert manifest.metrics == {"rows": 2}
+    assert manifest.meta["reason"] == "never run before"
+    assert manifest.store().read_bytes("b.txt") == b"beta"
+    assert json.loads(json.dumps(first)) == first
+
+
+def test_another_key_runs_and_says_what_differs(storage: str) -> None:
+    toy = Toy()
+    run(storage, toy)
+    other = run(storage, toy, stage_key("toy", {"x": 2}))
+    assert toy.runs == 2
+    assert other["meta"]["reason"] == "x: 1 -> 2"
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda folder: (folder / "b.txt").write_bytes(b"bet"), "b.txt: 3 bytes, committed 4"),
+        (lambda folder: (folder / "b.txt").write_bytes(b"BETA"), "b.txt: digest"),
+        (lambda folder: (folder / "b.txt").unlink(), "b.txt: missing"),
+        (lambda folder: (folder / "COMMIT.json").write_bytes(b"{}"), "damaged"),
+    ],
+)
+def test_a_damaged_result_is_reported_withdrawn_and_made_again(
+    local: str, harm: Callable[[Path], None], words: str
+) -> None:
+    toy = Toy()
+    first = run(local, toy)
+    folder = Path(first["url"])
+    _manifests._verified.clear()  # as in a new process
+    harm(folder)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "kept").write_text("x")
+    again = run(local, toy)
+    assert toy.runs == 2
+    assert words in again["meta"]["reason"]
+    assert again["content_digest"] == first["content_digest"]
+    assert (folder / "checkpoints" / "kept").exists()
+    assert run(local, toy)["meta"] == again["meta"]
+
+
+def test_a_truncated_file_is_noticed_even_right_after_a_look(local: str) -> None:
+    first = run(local, Toy())
+    run(local, Toy())
+    Path(first["url"], "b.txt").write_bytes(b"bet")
+    assert "3 bytes" in run(local, Toy())["meta"]["reason"]
+
+
+def test_force_discards_the_result_and_what_was_kept_for_continuing(local: str) -> None:
+    toy = Toy()
+    folder = Path(run(local, toy)["url"])
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "old").write_text("x")
+    again = run(local, toy, force=True)
+    assert toy.runs == 2
+    assert again["meta"]["reason"] == "forced"
+    assert not (folder / "checkpoints").exists()
+    assert again["meta"]["attempt"] == 2
+
+
+def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage: str) -> None:
+    def messy(context: StageContext) -> StageOutput:
+        context.store.write_bytes("out/half.txt", b"half")
+        context.store.write_bytes("checkpoints/c1", b"kept")
+        raise InfrastructureError("died")
+
+    with pytest.raises(InfrastructureError):
+        run(storage, messy)
+    manifest, problem = look_up(stage_store(storage, KEY))
+    assert (manifest, problem) == (None, None)
+    assert explain_miss(storage, KEY).reason == "an earlier attempt did not finish"
+    first = run(storage, Toy())
+    paths = {info.path for info in StageManifest.from_dict(first).store().list()}
+    assert "out/half.txt" not in paths
+    assert "checkpoints/c1" in paths
+    assert first["meta"]["attempt"] == 2
+
+
+def test_a_result_that_names_a_missing_file_is_not_committed(local: str) -> None:
+    def forgetful(context: StageContext) -> StageOutput:
+        entry = context.store.write_bytes("a", b"x")
+        context.store.delete("a")
+        return StageOutput([entry])
+
+    with pytest.raises(TrainflowError):
+        run(local, forgetful)
+    assert look_up(stage_store(local, KEY)) == (None, None)
+
+
+def test_ctrl_c_is_recorded_and_passed_on(local: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(local, Toy(KeyboardInterrupt()))
+    [record] = Path(local).glob("stages/toy/*/attempts/0001.end.json")
+    assert json.loads(record.read_text())["outcome"] == "interrupted"
+    run(local, Toy())
+
+
+def test_events_tell_what_happens(local: str) -> None:
+    told: list[dict[str, Any]] = []
+    with _progress.subscribe(told.append):
+        run(local, Toy())
+        run(local, Toy())
+        with pytest.raises(CodeError):
+            run(local, Toy(CodeError("oops")), stage_key("toy", {"x": 9}))
+    assert [event["status"] for event in told] == ["started", "committed", "cached", "started", "failed"]
+    assert told[-1]["message"] == "oops"
+
+
+def test_a_display_that_breaks_does_not_end_the_work(local: str) -> None:
+    def broken(_: dict[str, Any]) -> None:
+        raise ValueError("no terminal")
+
+    told: list[dict[str, Any]] = []
+    with _progress.subscribe(broken), _progress.subscribe(told.append):
+        run(local, Toy())
+    assert len(told) == 2
+
+
+def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -> None:
+    working, go_on = threading.Event(), threading.Event()
+    told: list[dict[str, Any]] = []
+
+    def slow(context: StageContext) -> StageOutput:
+        working.set()
+        assert go_on.wait(20)
+        return Toy()(context)
+
+    results: list[dict[str, Any]] = []
+    first = threading.Thread(target=lambda: results.append(run(local, slow)))
+    first.start()
+    assert working.wait(20)
+    second_toy = Toy()
+    with _progress.subscribe(lambda event: (told.append(event), event.get("status") == "waiting" and go_on.set())):
+        second = run(local, second_toy)
+    first.join()
+    assert second_toy.runs == 0
+    assert results == [second]
+    assert "waiting" in [event["status"] for event in told]
+
+
+CRASH = """
+import os, signal, sys
+from tasks._stage import StageOutput, run_stage, stage_key
+
+def work(context):
+    context.store.write_bytes("checkpoints/c1", b"kept")
+    print("working", flush=True)
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+run_stage(stage_key("toy", {"x": 1}), sys.argv[1], work)
+"""
+
+
+def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, local, "die"], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    begun = time.monotonic()
+    first = run(local, Toy())
+    assert time.monotonic() - begun < 10  # not the lease's time to live
+    assert first["meta"]["attempt"] == 2
+    assert Path(first["url"], "checkpoints", "c1").exists()
+
+
+def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
+    from trainer_lib.lease import _take
+
+    def overtaken(context: StageContext) -> StageOutput:
+        _take(context.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # another process, a moment ago
+        return Toy()(context)
+
+    with pytest.raises(LeaseLostError):
+        run(local, overtaken)
+    assert look_up(stage_store(local, KEY)) == (None, None)
+
+
+# -- as Prefect tasks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries without the wait."""
+    monkeypatch.setattr(_task, "DELAYS_S", [0.0])
+
+
+def as_task(local: str, toy: Toy, **more: Any) -> Any:
+    @stage_task("toy")
+    def toy_stage() -> dict[str, Any]:
+        return run_stage(KEY, local, toy, **more)
+
+    return toy_stage
+
+
+def in_flow(function: Callable[[], Any]) -> Any:
+    from prefect import flow
+
+    return flow(name="test")(function)()
+
+
+def test_prefect_sees_a_cached_stage_as_cached(prefect_server: str, local: str, quick: None) -> None:
+    toy = Toy()
+    stage = as_task(local, toy)
+
+    def twice() -> Any:
+        return [stage(return_state=True), stage(return_state=True), stage()]
+
+    def body() -> None:
+        first, second, plain = twice()
+        assert stage.with_options(name="other")() == stage.submit().result() == plain
+        assert (first.name, second.name) == ("Completed", "Cached")
+        assert first.result() == second.result() == plain
+
+    in_flow(body)
+    assert toy.runs == 1
+
+
+def test_failures_worth_it_are_retried_and_come_out_typed(prefect_server: str, local: str, quick: None) -> None:
+    toy = Toy(StorageError("a"), Preempted("b"), InfrastructureError("c"))
+    stage = as_task(local, toy, retries=2)
+    in_flow(lambda: stage())
+    assert toy.runs == 4
+    assert [context.attempt for context in toy.contexts] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [CodeError("bug", details="their frames"), ConfigError("bad", field="x")])
+def test_the_users_own_failures_are_not_retried(
+    prefect_server: str, local: str, quick: None, error: TrainflowError
+) -> None:
+    toy = Toy(error)
+    with pytest.raises(type(error)) as caught:
+        in_flow(as_task(local, toy))
+    assert caught.value is error
+    assert toy.runs == 1
+
+
+def test_a_used_up_budget_ends_the_stage(prefect_server: str, local: str, quick: None) -> None:
+    toy = Toy(*(StorageError(str(number)) for number in range(9)))
+    with pytest.raises(StorageError):
+        in_flow(as_task(local, toy, retries=2))
+    assert toy.runs == 3
+
+
+def test_memory_running_out_lowers_the_rung_until_nothing_is_left(prefect_server: str, local: str, quick: None) -> None:
+    toy = Toy(OutOfMemoryError("a"), OutOfMemoryError("b"))
+    manifest = in_flow(as_task(local, toy, retries=0, rungs=2))
+    assert [context.rung for context in toy.contexts] == [0, 1, 2]
+    assert manifest["meta"]["rung"] == 2
+    with pytest.raises(OutOfMemoryError):
+        in_flow(as_task(local + "/other", Toy(OutOfMemoryError("a"), OutOfMemoryError("b")), rungs=1))
+
+
+def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str, quick: None) -> None:
+    run(local, Toy())
+    toy = Toy(StorageError("a"))
+
+    def keep(context: StageContext) -> StageOutput:
+        if context.attempt == 3:
+            assert context.store.exists("checkpoints/c")
+        context.store.write_bytes("checkpoints/c", b"x")
+        return toy(context)
+
+    @stage_task("toy")
+    def forced() -> dict[str, Any]:
+        return run_stage(KEY, local, keep, force=True)
+
+    in_flow(forced)
+    assert toy.runs == 2
+
+
+def test_typed_failures_are_logged_in_one_line(
+    prefect_server: str, local: str, quick: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with _progress.quiet_failures(), pytest.raises(CodeError):
+        in_flow(as_task(local, Toy(CodeError("the recipe raised"))))
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_a_stage_runs_alone_without_a_flow(prefect_server: str, local: str) -> None:
+    toy = Toy()
+    stage = as_task(local, toy)
+    assert stage() == stage()
+    assert toy.runs == 1
+    assert os.getpid() == json.loads(next(Path(local).glob("stages/toy/*/attempts/0001.json")).read_text())["pid"]
