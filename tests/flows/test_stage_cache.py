@@ -211,7 +211,13 @@ def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -
     first.start()
     assert working.wait(20)
     second_toy = Toy()
-    with _progress.subscribe(lambda event: (told.append(event), event.get("status") == "waiting" and go_on.set())):
+
+    def listen(event: dict[str, Any]) -> None:
+        told.append(event)
+        if event["status"] == "waiting":
+            go_on.set()
+
+    with _progress.subscribe(listen):
         second = run(local, second_toy)
     first.join()
     assert second_toy.runs == 0

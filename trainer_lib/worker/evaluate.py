@@ -12,6 +12,7 @@ from torch import nn
 from trainer_lib import distributed
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
+from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
@@ -43,7 +44,9 @@ def run(work: Work) -> dict[str, Any]:
         data.history = _history(request["model_url"])
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
-        files.append(store.write_bytes("metrics.json", json.dumps(metrics, indent=2, sort_keys=True).encode()))
+        # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
+        lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
+        files.append(store.write_bytes("metrics.json", lasting.encode()))
     trainer.comm.barrier()
     distributed.shutdown()
     return {"files": [dataclasses.asdict(entry) for entry in files], "metrics": metrics}
