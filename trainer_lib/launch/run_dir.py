@@ -31,6 +31,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.launch.guard import Process, alive, send, start_time
 
 POLL_S = 0.1
+HALF_MADE_S = 3600.0  # a folder without an owner is young, or was left by a crash in the very moment
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
 
@@ -167,20 +168,23 @@ def _private_base() -> Path:
 def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
     """Remove what killed launches left; wait for (then end) processes that still work on our output."""
     for path in list(base.iterdir()):
-        if (path / "keep").exists():
-            continue
-        owner = read_process(path / "owner.pid")
-        same_output = path.name.startswith(f"{digest}-")
-        leftover = RunDir(path)
-        if owner is not None and alive(owner):
-            if same_output and leftover.processes():
-                raise InfrastructureError(
-                    f"process {owner.pid} is already at work on this output.",
-                    remedy="Wait for it, or end it; then run the same command again.",
-                )
-            continue
-        if same_output:
-            leftover.end_processes(grace_s, should_cancel)
-        half_made = owner is None and time.time() - path.stat().st_mtime < 3600
-        if not leftover.processes() and not half_made:
-            leftover.remove()
+        with suppress(FileNotFoundError):  # its owner has just removed it
+            _sweep_one(path, path.name.startswith(f"{digest}-"), grace_s, should_cancel)
+
+
+def _sweep_one(path: Path, same_output: bool, grace_s: float, should_cancel: Callable[[], bool]) -> None:
+    if (path / "keep").exists():
+        return
+    owner, leftover = read_process(path / "owner.pid"), RunDir(path)
+    if owner is not None and alive(owner):
+        if same_output and leftover.processes():
+            raise InfrastructureError(
+                f"process {owner.pid} is already at work on this output.",
+                remedy="Wait for it, or end it; then run the same command again.",
+            )
+        return
+    if same_output:
+        leftover.end_processes(grace_s, should_cancel)
+    half_made = owner is None and time.time() - path.stat().st_mtime < HALF_MADE_S
+    if not half_made and not leftover.processes():
+        leftover.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import subprocess
 import sys
 import time
@@ -97,7 +97,10 @@ class Supervisor:
             start_new_session=True,
             bufsize=0,
         )
+        self._selector = selectors.DefaultSelector()
         try:
+            if self._guard.stdout is not None:
+                self._selector.register(self._guard.stdout, selectors.EVENT_READ)
             self._run_dir.record_process("guard", self._guard.pid)
             hung_s = self._watch(oom)
         except BaseException:
@@ -139,11 +142,12 @@ class Supervisor:
         if output is None or output.closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guard.wait(timeout)
-        elif select.select([output], [], [], timeout)[0]:
+        elif self._selector.select(timeout):
             data = os.read(output.fileno(), LINE_BYTES)
             if data:
                 self._split(data)
             else:
+                self._selector.unregister(output)
                 output.close()
         for event in self._run_dir.new_events():
             self._progressed = time.monotonic()
@@ -203,6 +207,7 @@ class Supervisor:
             self._run_dir.end_processes(0)
 
     def _close(self) -> None:
+        self._selector.close()
         for pipe in (self._guard.stdin, self._guard.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
