@@ -1,0 +1,325 @@
+"""One process at a time works on a folder; a dead or stopped one is replaced, and cannot commit afterwards.
+
+A lease is a file ``lease/<epoch>.json``, created exclusively; the highest epoch holds the folder. Its holder renews
+``lease/<epoch>.beat`` from a thread and writes ``lease/<epoch>.released`` at the end. Another process takes epoch + 1
+
+- at once, when the holder has released, or lived on this machine and is gone (pid free, or with another start time);
+- otherwise when it has itself watched the beat stand still for the time-to-live: no two clocks are ever compared.
+
+A holder that was stopped and wakes up later finds the higher epoch in `Lease.check`, which is called right before a
+commit. On stores without exclusive create (see `Store.exclusive`) two processes that take an epoch in the same
+milliseconds may both believe they have it; `check` lets only the one whose file stayed commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
+from trainer_lib.storage import Store
+
+__all__ = ["Holder", "Lease", "acquire"]
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"(\d{8})\.(json|beat|released)")
+_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Which process holds something, well enough to tell whether it still lives.
+
+    Attributes:
+        id: unique to this holding.
+        machine: host name, boot and pid namespace: where a pid means the same thing.
+        pid, started: the process; `started` tells it from a later one with the same pid.
+        since: ISO-8601, UTC, for people.
+        ttl_s: seconds without a beat after which others may take over.
+    """
+
+    id: str
+    machine: str
+    pid: int
+    started: str
+    since: str
+    ttl_s: float
+
+    @classmethod
+    def this_process(cls, ttl_s: float = 0.0) -> Holder:
+        """A new holding by this process."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        pid = os.getpid()
+        return cls(uuid.uuid4().hex, _machine(), pid, _started(pid) or "", since, ttl_s)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Holder | None:
+        """What `to_bytes` made; None for anything else."""
+        try:
+            record: dict[str, Any] = json.loads(data)
+            holder = cls(**record)
+            texts = (holder.id, holder.machine, holder.started, holder.since)
+            sane = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
+            return holder if sane and isinstance(holder.pid, int) else None
+        except (ValueError, TypeError, RecursionError):
+            return None
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    def is_gone(self) -> bool:
+        """Whether it certainly ended: it lived on this machine and its process is no more. False when unknown."""
+        return bool(self.started) and self.machine == _machine() and _started(self.pid) != self.started
+
+    def __str__(self) -> str:
+        host = self.machine.partition("/")[0]
+        return f"process {self.pid} on {host}, since {self.since}"
+
+
+class Lease:
+    """A folder held by this process until `release`; best used in a ``with`` block.
+
+    Attributes:
+        epoch: counts the holders of this folder, from 1.
+        lost: whether another process is known to have taken over; updated at every beat. Work should stop then.
+    """
+
+    def __init__(self, folder: Store, epoch: int, holder: Holder) -> None:
+        self.epoch = epoch
+        self.lost = False
+        self._folder = folder
+        self._holder = holder
+        self._stop = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._keep_beating, name=f"trainflow-lease-{epoch}", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """Make sure that the folder is still ours.
+
+        Raises:
+            LeaseLostError: another process has taken over, or this lease was released.
+            StorageError: the store cannot be asked; then nothing may be committed either.
+        """
+        if not self._stop.is_set() and self._is_ours():
+            return
+        self.lost = True
+        newest = _newest(self._folder)
+        other = _read_holder(self._folder, newest) if newest != self.epoch else None
+        raise LeaseLostError(
+            f"Another process has taken this folder over: {other or 'unknown'}; our work on it must not be committed.",
+            field=self._folder.url,
+            remedy="Nothing is lost: the other process finishes the work. Run the command again to get its result.",
+        )
+
+    def release(self) -> None:
+        """Stop the beat and let others in; never raises, for it runs while errors are on their way up."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        if self.lost:
+            return
+        try:
+            self._folder.write_bytes(_name(self.epoch, "released"), b"")
+        except StorageError as error:
+            _LOG.warning("A lease could not be released; it runs out by itself: %s", error)
+            _forget(self._folder, self.epoch, self._holder)
+
+    def _is_ours(self) -> bool:
+        if _newest(self._folder) != self.epoch:
+            return False
+        return self._folder.read_if_exists(_name(self.epoch, "json"), limit=_LIMIT) == self._holder.to_bytes()
+
+    def _beat(self) -> None:
+        self._folder.write_bytes(_name(self.epoch, "beat"), uuid.uuid4().hex.encode())
+
+    def _keep_beating(self) -> None:
+        while not self._stop.wait(self._holder.ttl_s / 3):
+            try:
+                if not self._is_ours():
+                    self.lost = True
+                    return
+                self._beat()
+            except TrainflowError as error:  # the next beat may get through; if none does, `check` will say so
+                _LOG.warning("A lease could not be renewed: %s", error)
+
+
+def acquire(
+    store: Store,
+    *,
+    ttl_s: float = 30.0,
+    wait: Callable[[], bool] | None = None,
+    on_wait: Callable[[Holder | None], None] | None = None,
+    poll_s: float = 0.5,
+) -> Lease | None:
+    """Hold a folder; wait for whoever holds it now.
+
+    Args:
+        store: the folder.
+        ttl_s: seconds without a beat after which others may take over from us.
+        wait: asked while waiting: True means the work is done (a manifest appeared) and the lease not needed any more.
+        on_wait: told once per holder we wait for (None when its record cannot be read).
+        poll_s: seconds between looks.
+
+    Returns:
+        The lease, or None when `wait` said that the work is done.
+    """
+    folder = store.child("lease")
+    watch = _Watch(folder, ttl_s)
+    waited = False
+    while True:
+        newest = _newest(folder)
+        if watch.is_free(newest):
+            lease = _take(folder, newest + 1, ttl_s)
+            if lease is not None:
+                if waited and wait is not None and wait():
+                    lease.release()
+                    return None
+                return lease
+            continue  # somebody was faster: look again who
+        if wait is not None and wait():
+            return None
+        if on_wait is not None and watch.is_new():
+            on_wait(watch.holder)
+        waited = True
+        time.sleep(poll_s)
+
+
+class _Watch:
+    """What one waiting process has seen of the holder, by its own clock."""
+
+    def __init__(self, folder: Store, ttl_s: float) -> None:
+        self.holder: Holder | None = None
+        self._folder = folder
+        self._ttl_s = ttl_s
+        self._epoch = 0
+        self._beat: bytes | None = None
+        self._since = 0.0
+        self._told = False
+
+    def is_free(self, epoch: int) -> bool:
+        """Whether the newest epoch's holder has released, is gone, or has been silent for too long."""
+        if epoch == 0 or self._folder.exists(_name(epoch, "released")):
+            return True
+        beat = self._folder.read_if_exists(_name(epoch, "beat"), limit=_LIMIT)
+        if epoch != self._epoch or beat != self._beat:
+            self._told = self._told and epoch == self._epoch
+            self._epoch, self._beat, self._since = epoch, beat, time.monotonic()
+            self.holder = _read_holder(self._folder, epoch)
+        if self.holder is not None and self.holder.is_gone():
+            return True
+        ttl_s = self._ttl_s if self.holder is None else self.holder.ttl_s
+        return time.monotonic() - self._since >= ttl_s
+
+    def is_new(self) -> bool:
+        """True once per holder."""
+        new, self._told = not self._told, True
+        return new
+
+
+def _take(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
+    holder = Holder.this_process(ttl_s)
+    name, data = _name(epoch, "json"), holder.to_bytes()
+    try:
+        # The read covers a create that succeeded and whose answer got lost.
+        if not folder.create(name, data) and folder.read_if_exists(name, limit=_LIMIT) != data:
+            return None
+        if _newest(folder) != epoch:
+            # We looked long ago; meanwhile this epoch came, went and was cleaned away. The newest is never cleaned.
+            folder.delete(name)
+            return None
+        lease = Lease(folder, epoch, holder)
+    except BaseException:
+        # We live on, so for a whole time-to-live nobody could tell that this epoch is not in use.
+        _forget(folder, epoch, holder)
+        raise
+    with contextlib.suppress(StorageError):
+        for old in folder.children():
+            if 0 < _epoch(old) < epoch:
+                folder.delete(old)
+    return lease
+
+
+def _forget(folder: Store, epoch: int, holder: Holder) -> None:
+    """Remove our own epoch again, whole or torn, as far as the store lets us."""
+    name = _name(epoch, "json")
+    with contextlib.suppress(StorageError):
+        held = folder.read_if_exists(name, limit=_LIMIT)
+        if held and holder.to_bytes().startswith(held):
+            folder.delete(name)
+
+
+def _name(epoch: int, kind: str) -> str:
+    return f"{epoch:08d}.{kind}"
+
+
+def _epoch(name: str) -> int:
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else 0
+
+
+def _newest(folder: Store) -> int:
+    """The highest epoch that was ever taken here; 0 for none."""
+    return max((_epoch(name) for name in folder.children() if name.endswith(".json")), default=0)
+
+
+def _read_holder(folder: Store, epoch: int) -> Holder | None:
+    try:
+        data = folder.read_if_exists(_name(epoch, "json"), limit=_LIMIT)
+    except StorageError:
+        return None
+    return None if data is None else Holder.from_bytes(data)
+
+
+def _machine() -> str:
+    """Host, boot and pid namespace: containers may share a host name, and pids start anew after a boot."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  # pathlib would call it a path
+    return "/".join(parts)
+
+
+def _started(pid: int) -> str | None:
+    """When a process started, in a form that only compares equal for the same process; None when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _started_without_proc(pid)
+    except OSError:  # it ended while we looked
+        return None
+    # The name, in brackets, may hold anything; after it come the state (field 3) and, as field 22, the start in ticks.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _started_without_proc(pid: int) -> str | None:
+    import psutil
+
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return None
