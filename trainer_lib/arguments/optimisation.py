@@ -57,6 +57,13 @@ class OptimisationArguments:
     max_grad_norm: float = arg(
         1.0, "Gradients are scaled down to this norm; 0 = never.", affects="weights", unit="L2 norm", ge=0
     )
+    max_nonfinite_steps: int = arg(
+        10,
+        "Steps in a row with a NaN or infinite loss or gradient (none of which is taken) after which the run fails.",
+        affects="nothing",
+        unit="steps",
+        ge=1,
+    )
     label_smoothing_factor: float = arg(
         0.0,
         "Share of the target's probability that is spread over all labels; 0 = none.",

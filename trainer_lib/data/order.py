@@ -42,7 +42,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class Order(Protocol):
     """Which sample stands where, in every epoch."""
 
-    num_samples: int
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """Dataset indices at positions [start, stop) of `epoch`, int64."""

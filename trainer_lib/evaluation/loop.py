@@ -1,0 +1,166 @@
+"""The loop behind `evaluate` and `predict`.
+
+Every rank computes its share; predictions travel to rank 0 batch by batch and are spooled there in dataset order, so
+neither their number nor the number of ranks costs memory, and no padded duplicate exists that could be counted.
+`compute_metrics` runs on rank 0, its result goes to all. The loss is the mean over all target items of the dataset.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_lib.data.items import batch_size_of
+from trainer_lib.data.iterable import IterableLoader
+from trainer_lib.data.loader import EvalLoader
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import DataError
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.hooks import EvaluationHooks
+from trainer_lib.evaluation.metrics import BatchMetrics, checked_metrics, on_rank_zero
+from trainer_lib.evaluation.spool import Spool
+from trainer_lib.state import EvalLoopOutput, EvalPrediction
+
+
+def batches_of(loader: Any, comm: Communicator) -> Iterator[Any]:
+    """This rank's batches of any loader, the same number on every rank; None where this rank has no sample."""
+    if isinstance(loader, EvalLoader):
+        batches = iter(loader)
+        return (next(batches, None) for _ in range(loader.rounds))
+    if isinstance(loader, IterableLoader):
+        return (micro.batch for micro in loader.rounds())
+    return _dealt(loader, comm)
+
+
+def _dealt(loader: Any, comm: Communicator) -> Iterator[Any]:
+    batches = iter(loader)
+    while turn := list(itertools.islice(batches, comm.world_size)):
+        yield turn[comm.rank] if comm.rank < len(turn) else None
+
+
+def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    held = next(batches, _NOTHING)
+    while held is not _NOTHING:
+        following = next(batches, _NOTHING)
+        yield held, following is _NOTHING
+        held = following
+
+
+_NOTHING = object()
+
+
+class EvaluationLoop:
+    """One pass over a loader."""
+
+    def __init__(self, hooks: EvaluationHooks, *, loss_only: bool, ignore_keys: list[str] | None) -> None:
+        self._hooks = hooks
+        self._comm = hooks.comm
+        self._loss_only = loss_only
+        self._ignore_keys = ignore_keys
+        self._include = set(hooks.args.include_for_metrics)
+        self._spool = Spool(hooks.spool_folder())
+        self._loss: torch.Tensor | None = None
+        self._items = 0
+        self._samples = 0
+        per_batch = hooks.args.batch_eval_metrics and hooks.compute_metrics is not None and not loss_only
+        self._batch_metrics = BatchMetrics(hooks) if per_batch else None
+
+    def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
+        """Predict everything and measure it. Raises DataError when there is nothing."""
+        hooks = self._hooks
+        model = hooks.evaluation_model()
+        hooks.callback_handler.eval_dataloader = loader
+        try:
+            for batch, last in _with_last(batches_of(loader, self._comm)):
+                tree = None if batch is None else self._predict(model, batch)
+                self._gather(tree, last)
+                hooks.control = hooks.callback_handler.on_prediction_step(hooks.args, hooks.state, hooks.control)
+                hooks.check_stop()
+            return self._finish(prefix)
+        finally:
+            self._spool.close()
+
+    def _predict(self, model: torch.nn.Module, batch: Any) -> Any:
+        hooks = self._hooks
+        samples, items = batch_size_of(batch) or 0, hooks.target_items(batch)
+        inputs = _main_input(model, batch) if "inputs" in self._include else None
+        loss, logits, labels = hooks.prediction_step(model, batch, self._loss_only, ignore_keys=self._ignore_keys)
+        self._samples += samples
+        if loss is not None:
+            wide = torch.float32 if loss.device.type == "mps" else torch.float64
+            weighted = loss.detach().to(wide).mean() * items
+            self._loss = weighted if self._loss is None else self._loss + weighted
+            self._items += items
+        if self._loss_only:
+            return {}
+        if logits is not None and hooks.preprocess_logits_for_metrics is not None:
+            logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        losses = None
+        if "loss" in self._include and loss is not None:
+            losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()
+        return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
+
+    def _gather(self, tree: Any, last: bool) -> None:
+        if self._loss_only:
+            return
+        packed = b"" if tree is None else None
+        if self._comm.world_size > 1:
+            data = packed if packed is not None else nested.pack(nested.to_numpy(tree))
+            gathered = self._comm.gather_bytes(data)
+            trees = [nested.unpack(each) for each in gathered or () if each]
+        else:
+            trees = [tree] if self._batch_metrics else [nested.to_numpy(tree)]
+        for number, each in enumerate(trees):
+            if self._batch_metrics is not None:
+                self._batch_metrics.add(nested.to_tensors(each), last=last and number == len(trees) - 1)
+            else:
+                self._spool.append(each)
+
+    def _finish(self, prefix: str) -> EvalLoopOutput:
+        comm, hooks = self._comm, self._hooks
+        total = 0.0 if self._loss is None else float(self._loss)
+        counted = comm.gather_json([total, self._items, self._samples]) or []
+        loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
+        if samples == 0:
+            raise DataError(
+                "There is nothing to evaluate.", field="eval_dataset", remedy="Give data that is not empty."
+            )
+        predictions = labels = None
+        metrics: dict[str, float] = {}
+        if not self._loss_only and comm.rank == 0 and self._batch_metrics is None:
+            tree = self._spool.tree() if hooks.args.eval_do_concat_batches else _transposed(self._spool.by_batch())
+            predictions, labels = tree["logits"], tree["labels"]
+            if hooks.compute_metrics is not None and predictions is not None and labels is not None:
+                given = EvalPrediction(predictions, labels, inputs=tree["inputs"], losses=tree["losses"])
+                metrics = on_rank_zero(comm, lambda: hooks.compute_metrics(given))  # type: ignore[misc]
+            else:
+                metrics = on_rank_zero(comm, dict)
+        elif not self._loss_only:
+            found = self._batch_metrics.result if self._batch_metrics is not None else {}
+            metrics = on_rank_zero(comm, lambda: found)
+        named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        if items:
+            named.setdefault(f"{prefix}_loss", loss_sum / items)
+        return EvalLoopOutput(predictions, labels, checked_metrics(named), int(samples))
+
+
+def _main_input(model: torch.nn.Module, batch: Any) -> Any:
+    name = getattr(model, "main_input_name", "input_ids")
+    if isinstance(batch, dict):
+        return nested.detach(batch.get(name, next(iter(batch.values()), None)))
+    return None
+
+
+def _transposed(batches: list[Any]) -> dict[str, Any]:
+    columns = {name: [batch[name] for batch in batches] for name in ("logits", "labels", "inputs", "losses")}
+    return {name: None if column and column[0] is None else column for name, column in columns.items()}
+
+
+def row_count(tree: Any) -> int:
+    """Rows of a tree of arrays: the first dimension of its first leaf; 0 when it has none."""
+    arrays = nested.leaves(tree)
+    return int(np.shape(arrays[0])[0]) if arrays else 0

@@ -1,0 +1,44 @@
+"""Predictions of a row range, handed over batch by batch: for whoever writes them to shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_lib.data.loader import EvalLoader, has_length
+from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.hooks import EvaluationHooks
+
+
+class _RangeHooks(EvaluationHooks, Protocol):
+    """What is needed besides: how a loader over a range of rows is made."""
+
+    def range_dataloader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
+        """A loader of rows [start, stop) for this process alone."""
+
+
+def stream_predictions(
+    trainer: Any, dataset: Any, *, start: int, stop: int
+) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
+    """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
+
+    Yields (row positions ``[batch]`` int64, predictions: a tree of arrays ``[batch, …]``) batch by batch, in row order.
+    Nothing is communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
+    Raises ConfigError for a dataset without length.
+    """
+    if not has_length(dataset):
+        raise ConfigError(
+            "has no length.", field="dataset", value=type(dataset).__name__, remedy="Give map-style data."
+        )
+    hooks: _RangeHooks = trainer
+    model = hooks.evaluation_model()
+    loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
+    for (first, end), batch in zip(loader.slices, loader, strict=True):
+        _, logits, labels = hooks.prediction_step(model, batch, False, ignore_keys=None)
+        if hooks.preprocess_logits_for_metrics is not None:
+            logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        yield np.arange(first, end, dtype=np.int64), nested.to_numpy(logits)

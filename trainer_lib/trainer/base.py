@@ -1,0 +1,216 @@
+"""What every part of the Trainer shares: construction, attributes, callbacks, ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib import distributed
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
+from trainer_lib.callbacks.flow import DefaultFlowCallback
+from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
+from trainer_lib.errors import ConfigError
+from trainer_lib.memory import MemoryTracker
+from trainer_lib.precision import apply_tf32, create_precision
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
+from trainer_lib.strategies.base import Strategy
+from trainer_lib.trainer import checks
+from trainer_lib.trainer.facade import AcceleratorFacade
+from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals
+from trainer_lib.trainer.losses import LabelSmoother
+from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.run import TrainingRun
+    from trainer_lib.trainer.stop import StopRequest
+
+_log = logging.getLogger(__name__)
+
+
+def create_strategy(args: TrainingArguments, device: torch.device, comm: distributed.Communicator) -> Strategy:
+    """The strategy for these arguments and this world; its own file is imported only when it is the one."""
+    if comm.world_size > 1:
+        from trainer_lib.strategies.ddp import DdpStrategy
+
+        return DdpStrategy(device, comm, args)
+    from trainer_lib.strategies.single import SingleStrategy
+
+    return SingleStrategy(device, comm)
+
+
+class TrainerBase:
+    """Construction and common ground; `Trainer` is the public class."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., torch.Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.args.validate()
+        checks.refuse_unserved(self.args)
+        self.comm = distributed.init(self.args)
+        self.device = distributed.choose_device(use_cpu=self.args.use_cpu)
+        self._memory_tracker = MemoryTracker(enabled=not self.args.skip_memory_metrics, device=self.device)
+        self._memory_tracker.start("init")
+        logging.getLogger("trainer_lib").setLevel(self.args.get_process_log_level())
+        # Before model_init is called: initial weights are part of what the seed fixes.
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        apply_tf32(self.args)
+
+        self.model_init = model_init
+        self.processing_class = checks.processing_class(processing_class, tokenizer)
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
+        self.compute_loss_func = compute_loss_func
+        self.compute_metrics = compute_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.data_collator = data_collator or self._default_collator()
+        self._given_optimizers = optimizers
+        self.strategy = create_strategy(self.args, self.device, self.comm)
+        self.precision = create_precision(self.args, self.device)
+        self.accelerator = AcceleratorFacade(self)
+        self.label_smoother = LabelSmoother(self.args.label_smoothing_factor) if self._smooths() else None
+
+        self.is_in_train = False
+        self.is_model_parallel = False
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        self.current_flos = 0.0
+        self.hp_name: Callable[[Any], str] | None = None
+        self._trial: Any = None
+        self._micro_weight: float = 1.0
+        self._items_used = False
+        self._run: TrainingRun | None = None
+        self._stop: StopRequest | None = None
+        self._eval_loaders: dict[str, Any] = {}
+        self._own_checkpoints: set[str] = set()
+        self._inspect_overrides()
+
+        self.model = self._given_model(model)
+        self.model_wrapped = self.model
+        self._look_at_model()
+        checks.trainer(self)
+        self._create_callbacks(callbacks or ())
+        self._memory_tracker.stop("init")
+
+    def _smooths(self) -> bool:
+        return self.args.label_smoothing_factor > 0
+
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        if callable(getattr(self.processing_class, "pad", None)):
+            return DataCollatorWithPadding(self.processing_class)
+        return default_data_collator
+
+    def _given_model(self, model: nn.Module | None) -> nn.Module:
+        if model is None and self.model_init is None:
+            raise ConfigError("Neither was given.", field="model or model_init", remedy="Give one of them.")
+        if model is not None and self.model_init is not None:
+            raise ConfigError("Both were given.", field="model and model_init", remedy="Give one of them.")
+        if model is None:
+            model = self.call_model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                "is not a torch.nn.Module.", field="model", value=type(model).__name__, remedy="Give a module."
+            )
+        self.is_model_parallel = getattr(model, "hf_device_map", None) is not None
+        self.place_model_on_device = self.args.place_model_on_device and not self.is_model_parallel
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.device)
+        return model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from `model_init`, which takes nothing or the trial of a search."""
+        if self.model_init is None:
+            raise ConfigError("is needed here.", field="model_init", remedy="Give it to the Trainer.")
+        model = self.model_init(trial) if takes_positionals(self.model_init, 1) else self.model_init()
+        if not isinstance(model, nn.Module):
+            raise ConfigError("gave no model.", field="model_init", value=model, remedy="Return a torch.nn.Module.")
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        model.to(device)
+
+    def _look_at_model(self) -> None:
+        self._forward = ForwardInfo.of(self.model, self.args.label_names)
+        self.label_names = list(self._forward.labels)
+        self.can_return_loss = self._forward.returns_loss
+
+    def _inspect_overrides(self) -> None:
+        # Five ages of subclasses: what an override takes is found once, not at every step.
+        self._compute_loss_takes_items = takes(self.compute_loss, "num_items_in_batch")  # type: ignore[attr-defined]
+        self._compute_loss_takes_outputs = takes(self.compute_loss, "return_outputs")  # type: ignore[attr-defined]
+        self._training_step_takes_items = takes_positionals(self.training_step, 3)  # type: ignore[attr-defined]
+        self._log_takes_start = takes_positionals(self.log, 2)  # type: ignore[attr-defined]
+        func = self.compute_loss_func
+        self._loss_func_takes_items = func is not None and takes(func, "num_items_in_batch")
+
+    # -- callbacks ----------------------------------------------------------------------------------------------------
+
+    def _create_callbacks(self, given: Sequence[TrainerCallback | type[TrainerCallback]]) -> None:
+        own: list[TrainerCallback | type[TrainerCallback]] = [DefaultFlowCallback]
+        if self.args.report_to and self.comm.rank == 0:
+            from trainer_lib.callbacks.tracking import TrackingCallback
+            from trainer_lib.trackers.base import create_trackers
+
+            own.append(TrackingCallback(create_trackers(self.args.report_to, self.args.output_dir)))
+        shown = PrinterCallback if self.args.disable_tqdm else ProgressCallback
+        self.callback_handler = CallbackHandler(
+            [*own, *given, shown], self.model, self.processing_class, self.optimizer, self.lr_scheduler
+        )
+        self.control = TrainerControl()
+        self.state = TrainerState(
+            is_local_process_zero=self.is_local_process_zero(),
+            is_world_process_zero=self.is_world_process_zero(),
+            stateful_callbacks=self._stateful_callbacks(),
+        )
+        self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
+
+    def _stateful_callbacks(self) -> list[ExportableState]:
+        return [each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)]
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback (an instance, or a class to instantiate) after the present ones."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove and return a callback, or the first of a class; None when there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove a callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the main process of its machine."""
+        return self.comm.local_rank == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the main process of the whole job."""
+        return self.comm.rank == 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """Old name of `processing_class`."""
+        return self.processing_class

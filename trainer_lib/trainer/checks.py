@@ -1,0 +1,119 @@
+"""Bad input that can be known when a Trainer is built: refused there, not at step 1,000."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
+from trainer_lib.data.loader import has_length
+from trainer_lib.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.base import TrainerBase
+
+# Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
+_UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
+    "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
+    "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
+    "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
+    "auto_find_batch_size": (
+        lambda args: args.auto_find_batch_size,
+        "Set global_batch_size and a smaller per_device_train_batch_size.",
+    ),
+    "use_liger_kernel": (lambda args: args.use_liger_kernel, "Apply the kernels to the model before training."),
+    "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
+    "push_to_hub": (lambda args: args.push_to_hub, "Publish with the pipeline's push-to-hub stage."),
+    "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),
+    "eval_use_gather_object": (lambda args: args.eval_use_gather_object, "Return tensors or arrays from the model."),
+    "save_on_each_node": (lambda args: args.save_on_each_node, "Give an output_dir that all machines share."),
+}
+
+
+def refuse_unserved(args: TrainingArguments) -> None:
+    """Raise ConfigError for an argument that would have no effect."""
+    for name, (asked, remedy) in _UNSERVED.items():
+        if asked(args):
+            raise ConfigError("is not served by this version.", field=name, value=getattr(args, name), remedy=remedy)
+
+
+def processing_class(given: Any, tokenizer: Any) -> Any:
+    """The processing class under its new or old name."""
+    if tokenizer is None:
+        return given
+    if given is not None:
+        raise ConfigError("Both were given.", field="processing_class and tokenizer", remedy="Give processing_class.")
+    warnings.warn("`tokenizer` is the old name of `processing_class`.", DeprecationWarning, stacklevel=5)
+    return tokenizer
+
+
+def trainer(trainer: TrainerBase) -> None:
+    """Contradictions between the arguments and what else the Trainer was given."""
+    args = trainer.args
+    _check_training_data(args, trainer.train_dataset)
+    if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
+        raise ConfigError(
+            f"eval_strategy = {args.eval_strategy} needs data to evaluate on.",
+            field="eval_dataset",
+            remedy='Give eval_dataset, or eval_strategy="no".',
+        )
+    if trainer.optimizer_cls_and_kwargs is not None and trainer.optimizer is not None:
+        raise ConfigError("Both were given.", field="optimizers and optimizer_cls_and_kwargs", remedy="Give one.")
+    if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
+        raise ConfigError(
+            "holds parameters of a model that model_init makes anew for every training.",
+            field="optimizers",
+            remedy="Override create_optimizer, or give optimizer_cls_and_kwargs.",
+        )
+    if args.batch_eval_metrics and trainer.compute_metrics is not None:
+        from trainer_lib.trainer.inspecting import takes
+
+        if not takes(trainer.compute_metrics, "compute_result"):
+            raise ConfigError(
+                "batch_eval_metrics calls it with compute_result=True at the last batch.",
+                field="compute_metrics",
+                remedy="Give it a parameter compute_result.",
+            )
+    _check_best_metric(trainer)
+
+
+def _own(trainer: TrainerBase, method: str) -> bool:
+    return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
+
+
+def _check_training_data(args: TrainingArguments, dataset: Any) -> None:
+    if dataset is None:
+        return
+    if args.max_steps <= 0 and not has_length(dataset):
+        raise ConfigError(
+            "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
+            field="max_steps",
+            value=args.max_steps,
+            remedy="Give max_steps.",
+        )
+    if has_length(dataset) and len(dataset) == 0:
+        raise DataError("The training data has no samples.", field="train_dataset", remedy="Give data.")
+    if isinstance(dataset, IterableDataset) and args.train_sampling_strategy == "group_by_length":
+        raise ConfigError(
+            "cannot sort a stream.", field="train_sampling_strategy", value="group_by_length", remedy="Use random."
+        )
+
+
+def _check_best_metric(trainer: TrainerBase) -> None:
+    """With several evaluation sets, the metric must name exactly one of them."""
+    args, sets = trainer.args, trainer.eval_dataset
+    watched = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    if not watched or not isinstance(sets, dict) or args.metric_for_best_model is None:
+        return
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if sum(name.startswith(f"{one}_") for one in sets) != 1:
+        raise ConfigError(
+            "does not say which evaluation set decides.",
+            field="metric_for_best_model",
+            value=args.metric_for_best_model,
+            remedy=f'Name one of {", ".join(sets)}: "eval_{next(iter(sets))}_loss", say.',
+        )

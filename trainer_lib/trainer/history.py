@@ -1,0 +1,125 @@
+"""Losses and gradient norms of the steps since the last log, kept on the device: nothing waits for it in between.
+
+Per step this costs two list appends. Whoever needs numbers (a log, a save, an evaluation) collects them, which waits
+for the device once. A run that never logs is collected every 1,024 steps, so the lists stay short and non-finite
+steps are noticed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from trainer_lib.errors import NonFiniteError
+from trainer_lib.strategies.base import Strategy
+
+_LIMIT = 1024
+
+
+class StepHistory:
+    """What the steps since the last log had for loss and gradient norm, and how many were not finite.
+
+    Attributes:
+        nonfinite_steps: steps of the whole run whose loss or gradient was NaN or infinite; none of them was taken.
+    """
+
+    def __init__(self, strategy: Strategy, *, nonfinite_limit: int) -> None:
+        self._strategy = strategy
+        self._limit = nonfinite_limit
+        self._losses: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._excused: list[bool] = []
+        self._since_log: list[tuple[float, float]] = []  # (loss, norm) of collected steps
+        self._total = 0.0
+        self._counted = 0
+        self._in_a_row = 0
+        self.nonfinite_steps = 0
+
+    def append(self, loss: torch.Tensor, norm: torch.Tensor, *, excused: bool = False) -> None:
+        """Note a step. `excused`: a loss scaler is still finding its scale, so an overflow is no failure."""
+        self._losses.append(loss.detach())
+        self._norms.append(norm.detach())
+        self._excused.append(excused)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to collect although nobody asks."""
+        return len(self._losses) >= _LIMIT
+
+    def collect(self, step: int) -> None:
+        """Bring everything to the host; collective. Raises NonFiniteError after too many such steps in a row."""
+        if not self._losses:
+            return
+        losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
+        values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()
+        for loss, norm, excused in zip(values[0], values[1], self._excused, strict=True):
+            self._note(loss, norm, excused)
+        first = step - len(self._losses) + 1
+        self._losses, self._norms, self._excused = [], [], []
+        if self._in_a_row >= self._limit:
+            raise NonFiniteError(
+                f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row (seen from step {first}).",
+                step=step,
+                remedy="Lower learning_rate, check the data for extreme values, or use bf16 instead of fp16.",
+            )
+
+    def _note(self, loss: float, norm: float, excused: bool) -> None:
+        self._since_log.append((loss, norm))
+        if math.isfinite(loss):
+            self._total += loss
+            self._counted += 1
+        if math.isfinite(loss) and math.isfinite(norm):
+            self._in_a_row = 0
+        elif not excused:
+            self._in_a_row += 1
+            self.nonfinite_steps += 1
+
+    def take(self, *, hide_nonfinite: bool) -> dict[str, float]:
+        """The log entry of the collected steps, then forgotten: mean loss, last norm, non-finite steps so far.
+
+        `hide_nonfinite` leaves non-finite losses out of the mean that is displayed; they are counted either way.
+        """
+        losses = [loss for loss, _ in self._since_log if math.isfinite(loss) or not hide_nonfinite]
+        entry = {"loss": sum(losses) / len(losses) if losses else math.nan, "grad_norm": self._since_log[-1][1]}
+        if self.nonfinite_steps:
+            entry["nonfinite_steps"] = self.nonfinite_steps
+        self._since_log = []
+        return entry
+
+    @property
+    def anything(self) -> bool:
+        """Whether a step was taken since the last log."""
+        return bool(self._since_log or self._losses)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether the newest collected step was not finite: such a model is never the best."""
+        return self._in_a_row > 0
+
+    def mean_loss(self) -> float:
+        """Mean over the run's finite steps; call after `collect`."""
+        return self._total / self._counted if self._counted else math.nan
+
+    def state(self) -> dict[str, Any]:
+        """As JSON; call after `collect`. Non-finite numbers are written as text, which JSON has no number for."""
+        return {
+            "since_log": [[_written(loss), _written(norm)] for loss, norm in self._since_log],
+            "total": self._total,
+            "counted": self._counted,
+            "in_a_row": self._in_a_row,
+            "nonfinite_steps": self.nonfinite_steps,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` gave."""
+        self._since_log = [(float(loss), float(norm)) for loss, norm in state.get("since_log", [])]
+        self._total = float(state.get("total", 0.0))
+        self._counted = int(state.get("counted", 0))
+        self._in_a_row = int(state.get("in_a_row", 0))
+        self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
+
+
+def _written(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

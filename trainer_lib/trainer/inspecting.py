@@ -1,0 +1,99 @@
+"""What a model's forward and a user's overrides take, found out once: five ages of signatures run side by side."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_SHIFTING = ("CausalLM", "LMHeadModel")
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters by name; none when the signature cannot be read (some builtins)."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` can be given the keyword `name`, by name or through ``**kwargs``."""
+    parameters = parameters_of(function)
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def takes_positionals(function: Callable[..., Any], count: int) -> bool:
+    """Whether a (bound) function can be given that many positional arguments."""
+    kinds = [parameter.kind for parameter in parameters_of(function).values()]
+    places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    return places >= count or inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+@dataclass(frozen=True)
+class ForwardInfo:
+    """What `model.forward` takes.
+
+    Attributes:
+        columns: names it takes; None when ``**kwargs`` takes any.
+        labels: those of them that hold labels.
+        uses_num_items: it divides its loss by `num_items_in_batch` itself.
+        shifts_labels: its loss compares position t with label t + 1.
+        returns_loss: ``return_loss`` defaults to True (contrastive models).
+    """
+
+    columns: tuple[str, ...] | None
+    labels: tuple[str, ...]
+    uses_num_items: bool
+    shifts_labels: bool
+    returns_loss: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, label_names: Sequence[str] | None = None) -> ForwardInfo:
+        """Look at a model (inside torch.compile's or an adapter's wrapper)."""
+        inner = _innermost(model)
+        parameters = parameters_of(inner.forward)
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        named = tuple(name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
+        labels = tuple(label_names) if label_names is not None else _label_names(inner, named)
+        returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
+        return cls(
+            columns=None if open_ended else named,
+            labels=labels,
+            uses_num_items=_uses_num_items(inner, parameters, open_ended),
+            shifts_labels=_shifts(inner),
+            returns_loss=returns_loss,
+        )
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "_orig_mod", model)
+    base = getattr(inner, "get_base_model", None)
+    found = base() if callable(base) else inner
+    return found if isinstance(found, nn.Module) else model
+
+
+def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
+    found = [name for name in named if "label" in name]
+    if "QuestionAnswering" in type(model).__name__:
+        found += [name for name in named if name in ("start_positions", "end_positions")]
+    return tuple(found) or ("labels",)
+
+
+def _uses_num_items(model: nn.Module, parameters: dict[str, inspect.Parameter], open_ended: bool) -> bool:
+    said = getattr(model, "accepts_loss_kwargs", None)
+    if isinstance(said, bool):
+        return said
+    # transformers' models pass **kwargs on to their loss function; another model's **kwargs mean nothing of the kind.
+    return "num_items_in_batch" in parameters or (open_ended and hasattr(model, "loss_function"))
+
+
+def _shifts(model: nn.Module) -> bool:
+    said = getattr(model, "shifts_labels", None)
+    if isinstance(said, bool):
+        return said
+    name = str(getattr(model, "loss_type", None) or type(model).__name__)
+    return any(part in name for part in _SHIFTING) and hasattr(model, "config")

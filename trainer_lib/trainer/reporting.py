@@ -1,0 +1,99 @@
+"""What is shown, logged and written about a run. Every public method may be overridden."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_lib.storage import Store
+from trainer_lib.trainer.base import TrainerBase
+
+
+class ReportingMixin(TrainerBase):
+    """Logs, metrics files, counters."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add an entry to the history and hand it to every callback (trackers, progress)."""
+        entry = dict(logs)
+        if self.state.epoch is not None:
+            entry["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            entry["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        logs.update(entry)
+        self.state.log_history.append({**entry, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Call `log` as its (possibly older) override takes it."""
+        if self._log_takes_start and start_time is not None:
+            self.log(logs, start_time)
+        else:
+            self.log(logs)
+
+    @staticmethod
+    def metrics_format(metrics: dict[str, float]) -> dict[str, Any]:
+        """Metrics for reading: memory in MB, run times as h:mm:ss, floating-point operations in GF, floats rounded."""
+        shown: dict[str, Any] = {}
+        for name, value in metrics.items():
+            if "_mem_" in name:
+                shown[name] = f"{int(value) >> 20}MB"
+            elif name.endswith("_runtime"):
+                seconds, hundredths = divmod(round(value * 100), 100)
+                hours, minutes = seconds // 3600, seconds // 60 % 60
+                shown[name] = f"{hours}:{minutes:02d}:{seconds % 60:02d}.{hundredths:02d}"
+            elif name == "total_flos":
+                shown[name] = f"{int(value) >> 30}GF"
+            else:
+                shown[name] = round(value, 4) if isinstance(value, float) else value
+        return shown
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics as an aligned table, on the main process."""
+        if not self.is_world_process_zero():
+            return
+        shown = self.metrics_format(metrics)
+        width = max((len(name) for name in shown), default=0)
+        value_width = max((len(str(value)) for value in shown.values()), default=0)
+        lines = [f"  {name:{width}} = {shown[name]!s:>{value_width}}" for name in sorted(shown)]
+        sys.stdout.write("\n".join([f"***** {split} metrics *****", *lines]) + "\n")
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write metrics to ``<split>_results.json`` in output_dir, and merge them into ``all_results.json``."""
+        if not self.is_world_process_zero():
+            return
+        store = self._output_store()
+        store.write_bytes(f"{split}_results.json", _as_json(metrics))
+        if combined:
+            present = store.read_if_exists("all_results.json", limit=1 << 24)
+            everything = json.loads(present) if present else {}
+            store.write_bytes("all_results.json", _as_json({**everything, **metrics}))
+
+    def save_state(self) -> None:
+        """Write ``trainer_state.json`` to output_dir, on the main process."""
+        self.store_flos()
+        if self.is_world_process_zero():
+            self._output_store().write_bytes("trainer_state.json", self.state.to_json_string().encode())
+
+    def _output_store(self) -> Store:
+        return Store.open(str(self.args.output_dir), field="output_dir")
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Floating-point operations of a forward and backward pass, as the model says; 0 when it does not."""
+        count = getattr(self.model, "floating_point_ops", None)
+        return int(count(inputs)) if callable(count) and isinstance(inputs, Mapping) else 0
+
+    def store_flos(self) -> None:
+        """Add what all ranks have counted to the state; collective."""
+        self.state.total_flos += self.comm.sum_ints([int(self.current_flos)])[0]
+        self.current_flos = 0.0
+
+
+def _as_json(metrics: Mapping[str, Any]) -> bytes:
+    finite = {
+        name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+        for name, value in metrics.items()
+    }
+    return (json.dumps(finite, indent=4, sort_keys=True) + "\n").encode()

@@ -1,0 +1,116 @@
+"""The state of one `train()`: where in the data it stands, and what the micro-step under way weighs.
+
+What a checkpoint holds of it is `position` and the step history; everything else follows from the arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.data.loader import TrainSource
+from trainer_lib.trainer.history import StepHistory
+
+
+class MicroBatches:
+    """This rank's micro-batches of an epoch as plain batches; remembers which of them were fillers."""
+
+    def __init__(self, source: TrainSource, epoch: int, start_step: int) -> None:
+        self._micros = source.micros(epoch, start_step)
+        self._flags: list[bool] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        micro = next(self._micros)
+        self._flags.append(micro.real)
+        return micro.batch
+
+    def take_flags(self, count: int) -> list[bool]:
+        """Whether each of the last `count` batches was real; earlier ones are forgotten."""
+        flags, self._flags = self._flags[len(self._flags) - count :], []
+        return flags
+
+
+@dataclass
+class TrainingRun:
+    """One training, from its first step (or the one after a checkpoint) to its last.
+
+    Attributes:
+        source: the micro-batches.
+        history: losses and norms since the last log.
+        max_steps, num_epochs: where it ends.
+        epoch, step_in_epoch: the position: steps of `epoch` that are done.
+        items: target items of each micro-batch of the step under way, on this rank (0 for fillers).
+        num_items: target items of the step under way over all ranks.
+        micro_step: the micro-batch under way, counted within its step.
+    """
+
+    source: TrainSource
+    history: StepHistory
+    world_size: int
+    max_steps: int
+    num_epochs: int
+    epoch: int = 0
+    step_in_epoch: int = 0
+    last_logged_step: int = 0
+    first_step: int = 0
+    started: float = field(default_factory=time.time)
+    items: list[int] = field(default_factory=list)
+    num_items: Any = None
+    micro_step: int = 0
+    micro_steps: int = 1
+    saved_step: int = -1
+    _batches: MicroBatches | None = None
+    _reals: list[bool] = field(default_factory=list)
+
+    def open_epoch(self) -> MicroBatches:
+        """The current epoch's micro-batches from the current step on."""
+        self._batches = MicroBatches(self.source, self.epoch, self.step_in_epoch)
+        return self._batches
+
+    def reals(self, count: int) -> list[bool]:
+        """Whether each of the step's `count` micro-batches holds this rank's own samples."""
+        self._reals = self._batches.take_flags(count) if self._batches is not None else [True] * count
+        return self._reals
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are exchanged after the micro-step under way: it is the last of its step."""
+        return self.micro_step == self.micro_steps - 1
+
+    def weight(self, divided: bool, *, average_over_ranks: bool) -> float:
+        """What the micro-batch's loss counts in the step.
+
+        A mean over n of the step's N items counts n/N; a loss that was divided by N counts 1. Gradients are averaged
+        over ranks afterwards, so both are scaled by the world size when N was counted over all ranks. A filler: 0.
+        """
+        items = self.items[self.micro_step] if self.micro_step < len(self.items) else 1
+        if items == 0:
+            return 0.0
+        scale = float(self.world_size) if average_over_ranks else 1.0
+        return scale if divided or not self.num_items else scale * items / float(self.num_items)
+
+    def position(self) -> dict[str, Any]:
+        """Epoch, step and sample position, JSON."""
+        return {
+            "epoch": self.epoch,
+            "step_in_epoch": self.step_in_epoch,
+            "position": self.step_in_epoch * self.source.global_batch,
+            "last_logged_step": self.last_logged_step,
+            "source": self.source.state(),
+            "history": self.history.state(),
+        }
+
+    def load_position(self, data: dict[str, Any], *, from_position: bool) -> None:
+        """Take up where `position` was written; without `from_position` the epoch's data begins anew."""
+        self.epoch, self.step_in_epoch = int(data["epoch"]), int(data["step_in_epoch"])
+        self.last_logged_step = int(data.get("last_logged_step", 0))
+        self.history.load_state(data.get("history", {}))
+        if not from_position:
+            self.step_in_epoch = 0
+            return
+        self.source.load_state(data.get("source", {}), epoch=self.epoch, step=self.step_in_epoch)

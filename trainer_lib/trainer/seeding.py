@@ -1,0 +1,31 @@
+"""Seeds, and the switch to deterministic algorithms."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (all devices); with `deterministic`, also `enable_full_determinism`'s switches."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seed everything and use deterministic algorithms only; slower, and an error where there is none.
+
+    Sets CUBLAS_WORKSPACE_CONFIG when it is not set, for torch reads it when the first CUDA product runs
+    (https://pytorch.org/docs/stable/notes/randomness.html).
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,227 @@
+"""One micro-batch forward and backward, and one batch of predictions. Every public method may be overridden."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation import nested
+from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.losses import CountedItems, loss_of
+
+
+class StepMixin(TrainerBase):
+    """Forward, loss, backward."""
+
+    # -- inputs and contexts ------------------------------------------------------------------------------------------
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Move a tensor, or every tensor in a nested structure, to the device."""
+        if isinstance(data, torch.Tensor):
+            return data.to(self.device, non_blocking=True)
+        if isinstance(data, Mapping):
+            moved = {name: self._prepare_input(value) for name, value in data.items()}
+            return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
+        if isinstance(data, list | tuple):
+            parts = [self._prepare_input(value) for value in data]
+            return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        return data
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch ready for the model. Raises DataError when it is empty."""
+        if isinstance(inputs, Mapping) and not inputs:
+            raise DataError(
+                f"A batch has nothing that the model takes ({', '.join(self._signature()) or 'no parameter'}).",
+                field="train_dataset",
+                remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
+            )
+        return self._prepare_input(inputs)
+
+    def _signature(self) -> tuple[str, ...]:
+        return self._forward.columns or ()
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Everything a loss is computed under."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.autocast_smart_context_manager())
+        return stack
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """Mixed precision, when the arguments ask for it."""
+        return self.precision.autocast(cache_enabled=bool(cache_enabled))
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its detached contribution to the step's loss, on the device.
+
+        Summed over the micro-batches of a step and averaged over ranks, contributions are the mean loss over all target
+        items of the global batch.
+        """
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss, divided = self._call_compute_loss(model, inputs, num_items_in_batch)
+        weight = self._loss_weight(divided)
+        detached = loss.detach()
+        # A non-finite loss must not leave finite gradients behind: NaN flows back to every parameter, on every rank.
+        seed = detached * 0 + weight
+        if (scaler := self.precision.scaler) is not None:
+            self.strategy.backward(scaler.scale(loss), seed)
+        else:
+            self.strategy.backward(loss, seed)
+        return detached if weight == 1.0 else detached * weight
+
+    def _loss_weight(self, divided: bool) -> float:
+        """What the returned loss counts: its share of the global batch's items, unless it was divided by them."""
+        run = self._run
+        if run is None:
+            return 1.0
+        return run.weight(divided, average_over_ranks=self.args.average_tokens_across_devices)
+
+    def _call_compute_loss(
+        self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None
+    ) -> tuple[torch.Tensor, bool]:
+        """The loss, and whether it was divided by `num_items` already."""
+        self._items_used = False
+        if num_items is None or not self._compute_loss_takes_items:
+            loss = self.compute_loss(model, inputs)
+            return loss, self._items_used
+        if not self._compute_loss_overridden:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+            return loss, self._items_used
+        items = CountedItems.of(num_items, self.device)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=items)
+        return loss, items.used or self._items_used
+
+    @property
+    def _compute_loss_overridden(self) -> bool:
+        return getattr(type(self), "compute_loss", None) is not StepMixin.compute_loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch: the model's own, or `compute_loss_func`'s, or the label smoother's.
+
+        `num_items_in_batch` goes to a model whose forward takes it and to `compute_loss_func`; both may ignore it.
+        Returns the loss, or (loss, outputs). Raises ConfigError when there is no loss.
+        """
+        labels = None
+        if isinstance(inputs, Mapping) and (self.compute_loss_func is not None or self.label_smoother is not None):
+            labels = self._labels(inputs)
+            if labels is not None and self._drops_labels():
+                inputs = {name: value for name, value in inputs.items() if name not in self.label_names}
+        given = inputs
+        if num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
+            self._items_used = True
+            given = {**inputs, "num_items_in_batch": self._plain_items(num_items_in_batch)}
+        outputs = model(**given) if isinstance(given, Mapping) else model(*_as_tuple(given))
+        if self.compute_loss_func is not None:
+            loss = self._call_loss_func(outputs, labels, num_items_in_batch)
+        elif self.label_smoother is not None and labels is not None:
+            loss = self.label_smoother(outputs, labels, shifts=self._forward.shifts_labels)
+            self._items_used = False
+        else:
+            loss = loss_of(outputs, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _drops_labels(self) -> bool:
+        # The loss is computed here: without labels the model spares its own. Decoders may need them to shift inputs.
+        return self.compute_loss_func is not None or self._forward.columns is None
+
+    def _plain_items(self, count: torch.Tensor | int) -> torch.Tensor:
+        if isinstance(count, CountedItems):
+            count.used = True
+            return count.as_subclass(torch.Tensor)
+        return torch.as_tensor(count, device=self.device)
+
+    def _labels(self, inputs: Mapping[str, Any]) -> Any:
+        present = [inputs[name] for name in self.label_names if name in inputs]
+        return None if not present else present[0] if len(present) == 1 else tuple(present)
+
+    def _call_loss_func(self, outputs: Any, labels: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        if self.compute_loss_func is None:
+            raise ConfigError("is missing.", field="compute_loss_func")
+        if not self._loss_func_takes_items:
+            return self.compute_loss_func(outputs, labels)
+        if num_items is None:
+            return self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, self.device)
+        loss = self.compute_loss_func(outputs, labels, num_items_in_batch=items)
+        self._items_used = items.used
+        return loss
+
+    # -- prediction ---------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, logits and labels of one batch, detached; None where there is none.
+
+        Logits are the outputs without the loss and without `ignore_keys` (default: the configuration's
+        ``keys_to_ignore_at_inference``); a single one stands alone, several are a tuple.
+        """
+        has_labels = isinstance(inputs, Mapping) and bool(self.label_names)
+        has_labels = has_labels and all(inputs.get(name) is not None for name in self.label_names)
+        computes_loss = has_labels or self._loss_without_labels(inputs)
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            ignore_keys = list(getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or [])
+        # A compute_loss that pops the labels out of the inputs must not hide them from the metrics.
+        labels = nested.detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs, first_is_loss = self._predicted(model, inputs, computes_loss)
+        if prediction_loss_only:
+            return loss, None, None
+        logits = _logits(outputs, ignore_keys, first_is_loss=first_is_loss)
+        if labels is not None and len(labels) == 1:
+            labels = labels[0]
+        return loss, nested.detach(logits), labels
+
+    def _loss_without_labels(self, inputs: Any) -> bool:
+        if self.label_names and not self.can_return_loss:
+            return False
+        said = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+        return bool(self.can_return_loss if said is None else said)
+
+    def _predicted(self, model: nn.Module, inputs: Any, computes_loss: bool) -> tuple[torch.Tensor | None, Any, bool]:
+        if not computes_loss:
+            return None, model(**inputs) if isinstance(inputs, Mapping) else model(*_as_tuple(inputs)), False
+        if not self._compute_loss_takes_outputs:
+            loss = self.compute_loss(model, dict(inputs))
+            outputs = model(**inputs)
+        else:
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        # The model's own loss comes first; one computed here is no part of the outputs.
+        own = self.compute_loss_func is None and not isinstance(outputs, torch.Tensor)
+        own = own and isinstance(outputs, list | tuple) and _is_scalar(outputs[0])
+        return loss.detach().mean(), outputs, own
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+
+
+def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        parts = tuple(v for name, v in outputs.items() if name not in ignore_keys and name != "loss" and v is not None)
+    else:
+        parts = tuple(outputs[1:] if first_is_loss else outputs)
+    return parts[0] if len(parts) == 1 else parts or None
