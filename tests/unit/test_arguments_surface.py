@@ -33,7 +33,7 @@ DIFFERENT = {
 }
 #: Arguments that only we have, or that the newest reference has dropped and we keep as fields.
 OURS = {
-    "global_batch_size",
+    *("global_batch_size", "max_nonfinite_steps"),
     *("overwrite_output_dir", "logging_dir", "include_tokens_per_second", "past_index", "use_legacy_prediction_loop"),
 }
 
@@ -121,7 +121,8 @@ def test_replace_subclass_assignment_and_copy_work_as_for_any_dataclass() -> Non
 
     mine = Mine("out", extra=4, learning_rate=1e-3, group_by_length=True)
     assert (mine.doubled, mine.group_by_length, mine.train_sampling_strategy) == (8, True, "random")
-    other = dataclasses.replace(mine, learning_rate="3e-4")
+    changes: dict[str, Any] = {"learning_rate": "3e-4"}
+    other = dataclasses.replace(mine, **changes)
     assert isinstance(other, Mine)
     assert (other.learning_rate, other.extra) == (3e-4, 4)
     mine.learning_rate = 2e-3
@@ -129,7 +130,7 @@ def test_replace_subclass_assignment_and_copy_work_as_for_any_dataclass() -> Non
     assert copy.deepcopy(mine) == mine
     assert "extra" in mine.to_dict()
     with pytest.raises(ConfigError, match=r"^extr: .*extra"):
-        Mine("out", extr=1)
+        Mine("out", extr=1)  # type: ignore[call-arg]
 
 
 def test_assignment_is_checked_again_by_validate() -> None:
@@ -178,7 +179,6 @@ def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         0,
         "not_parallel",
     )
-    assert args.should_save
     for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert (args.world_size, args.process_index, args.local_process_index, args.parallel_mode) == (
@@ -187,11 +187,9 @@ def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         1,
         "distributed",
     )
-    assert not args.should_save
-    assert not args.should_log
+    assert (args.should_log, args.should_save) == (False, False)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert args.should_log
-    assert not args.should_save
+    assert (args.should_log, args.should_save) == (True, False)
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(ConfigError, match="environment variable RANK = x"):
         _ = args.process_index
