@@ -95,8 +95,12 @@ class Run:
         self._plan = {reason.stage: reason for reason in explain(self.spec)}
         self._require_committed()
         self._record = self._read_record()
-        self._open_tracking()
         self._keep_sources()
+        try:
+            self._open_tracking()
+        except BaseException:
+            _mlflow.finish(self.handle, "FAILED")
+            raise
         return self
 
     def _require_committed(self) -> None:
@@ -116,11 +120,12 @@ class Run:
 
     def _open_tracking(self) -> None:
         wanted = [reason for stage, reason in self._plan.items() if self._is_wanted(stage)]
+        shown = self._record.get("mlflow_run_id") is not None or not self.spec.tracking.enabled
         finished = self._record.get("status") == "FINISHED"
         self.result.mlflow_run_id = self._record.get("mlflow_run_id")
         self.result.tracking_uri = self._record.get("tracking_uri")
         self.result.run_url = self._record.get("run_url")
-        if finished and not self.force and all(reason.hit for reason in wanted):
+        if finished and shown and not self.force and all(reason.hit for reason in wanted):
             return  # nothing new happens: the finished run stands for it
         self.handle = _mlflow.open_run(
             self.spec.tracking,
@@ -173,15 +178,16 @@ class Run:
                 return_state=True,
             )
             manifest: dict[str, Any] = state.result()
-        except TrainflowError as error:
-            self._note(name, "failed", error.message, time.monotonic() - begun)
+        except BaseException as error:
+            why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__
+            self._note(name, "failed", why, time.monotonic() - begun)
             self._skip_rest(name)
             raise
         cached = state.name == "Cached"
         reason = f"committed {manifest['created']}" if cached else str(manifest["meta"]["reason"])
         self._note(name, "cached" if cached else "ran", reason, time.monotonic() - begun, manifest)
         self._manifests[name] = manifest
-        self._track(name, manifest)
+        self._track(name, manifest, ran=not cached)
         return manifest
 
     def _is_wanted(self, stage: str) -> bool:
@@ -202,7 +208,7 @@ class Run:
         manifest = reason.manifest.to_dict()
         self._note(stage, "cached", reason.reason, manifest=manifest)
         self._manifests[stage] = manifest
-        self._track(stage, manifest)
+        self._track(stage, manifest, ran=False)
         return manifest
 
     def _skip_rest(self, failed: str) -> None:
@@ -218,8 +224,11 @@ class Run:
 
     # -- MLflow -------------------------------------------------------------------------------------------------------
 
-    def _track(self, stage: str, manifest: Mapping[str, Any]) -> None:
-        """What a stage gave, in the run: also of a cached one, so that every run is whole."""
+    def _track(self, stage: str, manifest: Mapping[str, Any], *, ran: bool) -> None:
+        """What a stage gave, in the run: also of a cached one, so that every run is whole.
+
+        Only the model is not copied again where an earlier run, which this one links to, has it.
+        """
         if self.handle is None:
             return
         _mlflow.set_tags(self.handle, {f"trainflow.{stage}": str(manifest["key"])[:16]})
@@ -238,7 +247,7 @@ class Run:
                     schema=split.get("columns"),
                     profile={"rows": split["rows"]},
                 )
-        elif stage == "train":
+        elif stage == "train" and (ran or not manifest["meta"].get("mlflow_run_id")):
             _mlflow.log_folder(self.handle, store.child("model"), "model")
         elif stage == "evaluate":
             for entry in manifest["files"]:

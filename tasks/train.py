@@ -61,7 +61,8 @@ def train(
             eval_split=config.eval_split,
         )
         facts = {name: result.get(name) for name in _FACTS}
-        return StageOutput(entries(result["files"]), metrics=result["metrics"], meta={**facts, "model": config.model})
+        facts |= {"model": config.model, "mlflow_run_id": None if tracking is None else tracking["run_id"]}
+        return StageOutput(entries(result["files"]), metrics=result["metrics"], meta=facts)
 
     micro_batch = TrainingArguments.from_dict(config.args, prefix="train.args").per_device_train_batch_size
     key = train_key(config, recipe, root, data["content_digest"])
