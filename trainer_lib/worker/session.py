@@ -217,8 +217,8 @@ def _leave_within(seconds: float, code: int) -> None:
 
 def _lost_contact(error: BaseException) -> bool:
     """Whether a collective failed because a peer is gone: a consequence, not a cause."""
-    if isinstance(error, TrainflowError):
-        return False
+    if isinstance(error, TrainflowError):  # the Trainer types it, and chains what the collective said
+        return isinstance(error, InfrastructureError) and error.__cause__ is not None and _lost_contact(error.__cause__)
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True

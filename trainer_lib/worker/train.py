@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from trainer_lib import distributed
-from trainer_lib.arguments.numeric import total_batch_size
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.numeric import numeric_fields, total_batch_size
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.recipes import DataInfo
@@ -43,10 +44,10 @@ def run(work: Work) -> dict[str, Any]:
     if work.rank == 0:
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
         result = {
-            "files": [dataclasses.asdict(entry) for entry in _exported(work, output)],
+            "files": [dataclasses.asdict(entry) for entry in _exported(work, output, args)],
             "metrics": {name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
             "global_step": trainer.state.global_step,
-            "global_samples": trainer.state.global_step * total_batch_size(args, world_size=work.world_size),
+            "global_samples": _samples(trainer.state.global_step, len(train_set), args, work.world_size),
             "world_size": work.world_size,
             "resumed_from": events.resumed_from,
             "checkpoints": [info.name for info in list_checkpoints(output.child(CHECKPOINTS))],
@@ -57,10 +58,26 @@ def run(work: Work) -> dict[str, Any]:
     return result
 
 
-def _exported(work: Work, output: Store) -> list[FileEntry]:
-    """The model's files, with a config.json that says how to build it unless the model wrote its own."""
+def _exported(work: Work, output: Store, args: TrainingArguments) -> list[FileEntry]:
+    """The model's files, with a config.json that says how to build it unless the model wrote its own.
+
+    The arguments are cut to those that matter to the weights: the same training gives the same bytes, wherever its
+    files lie and however it was logged.
+    """
     store = output.child(MODEL)
     if not store.exists("config.json"):
-        config = {"recipe": work.recipe.path.name, "build_model": work.request["model"]}
-        store.write_bytes("config.json", json.dumps(config, indent=2, sort_keys=True).encode())
+        _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request["model"]})
+    _write_json(store, "training_args.json", numeric_fields(args, world_size=work.world_size))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
+
+
+def _write_json(store: Store, name: str, value: Any) -> None:
+    store.write_bytes(name, json.dumps(value, indent=2, sort_keys=True).encode())
+
+
+def _samples(steps: int, rows: int, args: TrainingArguments, world_size: int) -> int:
+    """Samples seen after `steps`: the last batch of an epoch may be smaller, or dropped."""
+    batch = total_batch_size(args, world_size=world_size)
+    per_epoch = max(1, rows // batch if args.dataloader_drop_last else -(-rows // batch))
+    epochs, rest = divmod(steps, per_epoch)
+    return epochs * min(rows, per_epoch * batch) + rest * batch
