@@ -68,6 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "HF_HOME": str(home / ".cache" / "huggingface"),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(home / ".cache" / "torchinductor"),  # made at an optimizer's first step
             "HYPOTHESIS_STORAGE_DIRECTORY": str(home / ".cache" / "hypothesis"),
             "PREFECT_HOME": str(home / ".prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

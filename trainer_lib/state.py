@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from trainer_lib.errors import ConfigError, DamagedError
 
@@ -234,6 +234,10 @@ class ModelOutput(dict[str, Any]):
         super().__init__()
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
+
+    if TYPE_CHECKING:  # what it has depends on the model
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None or name in self:

@@ -12,6 +12,8 @@ from trainer_lib.arguments.fields import field_map
 from trainer_lib.errors import ConfigError
 
 Given = dict[str, Any]
+#: The class without its types: what is refused here, a type checker would refuse already.
+Untyped: Any = TrainingArguments
 
 REFUSED: list[tuple[Given, str, str]] = [
     ({"learning_rate": "abc"}, "learning_rate", "abc"),
@@ -120,11 +122,11 @@ def test_every_bound_is_kept(name: str) -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
-        TrainingArguments("out", learning_rat=1.0)
+        Untyped("out", learning_rat=1.0)
     assert caught.value.field == "learning_rat"
     assert caught.value.remedy == 'Did you mean "learning_rate"?'
     with pytest.raises(ConfigError, match="Remove it"):
-        TrainingArguments("out", zzz=1)
+        Untyped("out", zzz=1)
 
 
 def test_from_dict_puts_the_place_before_the_field() -> None:
@@ -143,7 +145,7 @@ def test_a_secret_is_never_shown() -> None:
     assert not any("s3cr3t" in text for text in shown)
     assert args.hub_token == "s3cr3t"
     with pytest.raises(ConfigError) as caught:
-        TrainingArguments("out", hub_token=["s3cr3t"])
+        Untyped("out", hub_token=["s3cr3t"])
     assert "s3cr3t" not in str(caught.value)
 
 

@@ -63,7 +63,7 @@ def test_only_the_global_batch_counts() -> None:
 
 
 def test_evaluation_counts_when_it_can_choose_the_weights() -> None:
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    best: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"}
     assert _fields(**best, eval_steps=5, save_steps=5) != _fields(**best, eval_steps=10, save_steps=10)
     assert not evaluation_matters(TrainingArguments("out", eval_strategy="epoch"))
     assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", metric_for_best_model="loss"))

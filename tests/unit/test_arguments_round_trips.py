@@ -133,7 +133,8 @@ def test_what_files_hold_becomes_what_was_meant(text: str, field_name: str, expe
 def test_numbers_of_numpy_become_plain_ones() -> None:
     import numpy as np
 
-    args = TrainingArguments("out", learning_rate=np.float32(0.5), seed=np.int64(3), warmup_steps=np.float64(0.1))
+    untyped: Any = TrainingArguments
+    args = untyped("out", learning_rate=np.float32(0.5), seed=np.int64(3), warmup_steps=np.float64(0.1))
     assert (type(args.learning_rate), type(args.seed), type(args.warmup_steps)) == (float, int, float)
     json.loads(args.to_json_string())
 

@@ -1,0 +1,333 @@
+"""The callback protocol, the default flow, early stopping, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.surface import SURFACE
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.callbacks import base
+from trainer_lib.callbacks.base import EVENTS, CallbackHandler, TrainerCallback
+from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+from trainer_lib.callbacks.flow import DefaultFlowCallback
+from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+from trainer_lib.errors import ConfigError
+from trainer_lib.state import TrainerControl, TrainerState
+
+ARGS = TrainingArguments("out")
+
+
+def _handler(*callbacks: Any) -> CallbackHandler:
+    return CallbackHandler(callbacks, "model", "processor", "optimizer", "schedule")
+
+
+class Recorder(TrainerCallback):
+    """Notes every event with its keyword arguments."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+
+def _note(event: str) -> Any:
+    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append((event, kwargs))
+
+    return method
+
+
+for _event in EVENTS:
+    setattr(Recorder, _event, _note(_event))
+
+
+def test_all_events_of_the_reference_exist_and_are_in_the_picture() -> None:
+    assert sorted(EVENTS) == SURFACE["TrainerCallback_events"]
+    for event in EVENTS:
+        assert event in (base.__doc__ or "")
+
+
+def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
+    recorder = Recorder()
+    handler = _handler(recorder)
+    handler.train_dataloader = "loader"
+    control = TrainerControl()
+    for event in EVENTS:
+        extra = {"on_predict": ({"m": 1},), "on_evaluate": ({"m": 1},), "on_log": ({"loss": 1.0},)}.get(event, ())
+        assert getattr(handler, event)(ARGS, TrainerState(), control, *extra) is control
+    assert [event for event, _ in recorder.seen] == list(EVENTS)
+    common = {
+        "model",
+        "processing_class",
+        "tokenizer",
+        "optimizer",
+        "lr_scheduler",
+        "train_dataloader",
+        "eval_dataloader",
+    }
+    for event, kwargs in recorder.seen:
+        more = {"on_evaluate": {"metrics"}, "on_predict": {"metrics"}, "on_log": {"logs"}}.get(event, set())
+        assert set(kwargs) == common | more, event
+    assert recorder.seen[0][1]["train_dataloader"] == "loader"
+
+
+def test_switches_are_cleared_when_their_time_has_come() -> None:
+    handler, state = _handler(DefaultFlowCallback), TrainerState()
+    control = TrainerControl(True, True, True, True, True)
+    handler.on_train_begin(ARGS, state, control)
+    assert not control.should_training_stop
+    handler.on_epoch_begin(ARGS, state, control)
+    assert not control.should_epoch_stop
+    handler.on_step_begin(ARGS, state, control)
+    assert (control.should_save, control.should_evaluate, control.should_log) == (False, False, False)
+    control = TrainerControl(should_save=True, should_evaluate=True, should_log=True)
+    handler.on_log(ARGS, state, control, {})
+    handler.on_evaluate(ARGS, state, control, {})
+    handler.on_save(ARGS, state, control)
+    assert control == TrainerControl()
+
+
+def test_a_callback_may_return_another_control() -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+            return TrainerControl(should_training_stop=True)
+
+    recorder = Recorder()
+    assert _handler(Stop, recorder).on_step_end(ARGS, TrainerState(), TrainerControl()).should_training_stop
+    assert [event for event, _ in recorder.seen] == ["on_step_end"]
+
+
+def test_callbacks_are_added_found_and_removed_by_class_or_instance(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    handler = _handler(DefaultFlowCallback, recorder)
+    assert handler.callback_list == "DefaultFlowCallback\nRecorder"
+    handler.add_callback(Recorder)
+    assert "Recorder among the callbacks already" in caplog.text
+    assert handler.pop_callback(recorder) is recorder
+    assert isinstance(handler.pop_callback(Recorder), Recorder)
+    assert handler.pop_callback(Recorder) is None
+    handler.remove_callback(DefaultFlowCallback)
+    assert handler.callbacks == []
+    with pytest.raises(ConfigError, match="callbacks = int"):
+        handler.add_callback(3)  # type: ignore[arg-type]
+
+
+def test_an_error_in_a_callback_is_not_swallowed() -> None:
+    class Broken(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        _handler(Broken).on_save(ARGS, TrainerState(), TrainerControl())
+
+
+# -------------------------------------------------------------------------------------- default flow
+def _flow(
+    step: int = 1, max_steps: int = 100, epoch: float = 0.5, event: str = "on_step_end", **given: Any
+) -> set[str]:
+    args = TrainingArguments("out", **given)
+    state = TrainerState(global_step=step, max_steps=max_steps, epoch=epoch)
+    state.compute_steps(args, max_steps)
+    control = TrainerControl()
+    getattr(DefaultFlowCallback(), event)(args, state, control)
+    return {name.removeprefix("should_") for name, on in vars(control).items() if on}
+
+
+def test_steps_are_due_at_their_intervals() -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "logging_steps": 2, "eval_steps": 3, "save_steps": 4}
+    due = {step: _flow(step, **given) for step in range(1, 13)}
+    assert {step for step, what in due.items() if "log" in what} == {2, 4, 6, 8, 10, 12}
+    assert {step for step, what in due.items() if "evaluate" in what} == {3, 6, 9, 12}
+    assert {step for step, what in due.items() if "save" in what} == {4, 8, 12}
+
+
+def test_the_first_step_is_logged_when_asked() -> None:
+    assert _flow(1, logging_first_step=True) == {"log"}
+    assert _flow(1) == set()
+    assert _flow(1, logging_first_step=True, logging_strategy="epoch") == {"log"}
+
+
+def test_the_last_step_evaluates_saves_and_stops() -> None:
+    assert _flow(100, eval_strategy="steps", eval_steps=7, save_steps=7) == {"evaluate", "save", "training_stop"}
+    assert _flow(100, save_strategy="no", logging_strategy="no") == {"training_stop"}
+    assert _flow(100, save_strategy="best", eval_strategy="epoch", metric_for_best_model="loss") == {"training_stop"}
+
+
+def test_evaluation_waits_for_its_delay() -> None:
+    assert "evaluate" not in _flow(3, eval_strategy="steps", eval_steps=3, eval_delay=4)
+    assert "evaluate" in _flow(6, eval_strategy="steps", eval_steps=3, eval_delay=4)
+    epochs: dict[str, Any] = {"event": "on_epoch_end", "eval_strategy": "epoch", "eval_delay": 2}
+    assert "evaluate" not in _flow(epoch=1, **epochs)
+    assert "evaluate" in _flow(epoch=2, **epochs)
+
+
+def test_epochs_are_due_at_their_end() -> None:
+    assert _flow(event="on_epoch_end") == set()
+    every: dict[str, Any] = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
+    assert _flow(event="on_epoch_end", **every) == {"log", "evaluate", "save"}
+
+
+def test_shares_are_resolved_against_the_length_of_the_run() -> None:
+    assert [step for step in range(1, 41) if "log" in _flow(step, max_steps=40, logging_steps=0.25)] == [10, 20, 30, 40]
+
+
+# ------------------------------------------------------------------------------------- early stopping
+def _watch(values: list[float], callback: EarlyStoppingCallback, **given: Any) -> list[bool]:
+    args = TrainingArguments("out", **{"eval_strategy": "steps", "metric_for_best_model": "loss", **given})
+    state, control = TrainerState(), TrainerControl()
+    callback.on_train_begin(args, state, control)
+    stops = []
+    for step, value in enumerate(values, 1):
+        state.global_step = step
+        callback.on_evaluate(args, state, control, metrics={"eval_loss": value, "eval_accuracy": value})
+        stops.append(control.should_training_stop)
+    return stops
+
+
+def test_patience_counts_evaluations_without_improvement() -> None:
+    assert _watch([1.0, 0.9, 0.95, 0.8, 0.9], EarlyStoppingCallback(2)) == [False] * 5
+    assert _watch([1.0, 0.9, 0.95, 0.9], EarlyStoppingCallback(2)) == [False, False, False, True]
+
+
+def test_an_improvement_must_exceed_the_threshold() -> None:
+    assert _watch([1.0, 0.95, 0.92], EarlyStoppingCallback(2, 0.1)) == [False, False, True]
+
+
+def test_greater_may_be_better() -> None:
+    given = {"metric_for_best_model": "eval_accuracy"}
+    assert _watch([0.5, 0.6, 0.55], EarlyStoppingCallback(), **given) == [False, False, True]
+
+
+def test_a_non_finite_metric_never_improves() -> None:
+    assert _watch([float("nan"), float("nan")], EarlyStoppingCallback(2)) == [False, True]
+    assert _watch([1.0, float("nan"), 0.5], EarlyStoppingCallback(2)) == [False, False, False]
+
+
+def test_a_missing_metric_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    callback = EarlyStoppingCallback()
+    assert _watch([1.0, 2.0], callback, metric_for_best_model="bleu") == [False, False]
+    assert "no eval_bleu" in caplog.text
+
+
+def test_it_does_not_depend_on_when_the_trainer_updates_its_best() -> None:
+    # The Trainer may note the best metric before or after its callbacks see the evaluation.
+    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
+    state, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(2)
+    callback.on_train_begin(args, state, control)
+    for value in (1.0, 0.9, 0.8, 0.7):
+        state.best_metric = value
+        callback.on_evaluate(args, state, control, metrics={"eval_loss": value})
+    assert not control.should_training_stop
+
+
+def test_its_state_is_exported_and_a_resumed_run_goes_on_counting() -> None:
+    whole = _watch([1.0, 1.1, 1.2], EarlyStoppingCallback(2))
+    first = EarlyStoppingCallback(2)
+    before = _watch([1.0, 1.1], first)
+    resumed = EarlyStoppingCallback.from_state(json.loads(json.dumps(first.state())))
+    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
+    state, control = TrainerState(global_step=2, best_metric=1.0), TrainerControl()
+    resumed.on_train_begin(args, state, control)
+    resumed.on_evaluate(args, state, control, metrics={"eval_loss": 1.2})
+    assert [*before, control.should_training_stop] == whole == [False, False, True]
+
+
+def test_a_second_run_starts_anew_and_a_resumed_one_knows_the_best() -> None:
+    callback = EarlyStoppingCallback()
+    assert _watch([1.0, 2.0], callback) == [False, True]
+    assert _watch([3.0], callback) == [False]
+    fresh = EarlyStoppingCallback()
+    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
+    control = TrainerControl()
+    fresh.on_train_begin(args, TrainerState(global_step=5, best_metric=0.5), control)
+    fresh.on_evaluate(args, TrainerState(global_step=6), control, metrics={"eval_loss": 0.6})
+    assert control.should_training_stop
+
+
+def test_early_stopping_without_a_metric_or_evaluations_is_refused() -> None:
+    state, control = TrainerState(), TrainerControl()
+    with pytest.raises(ConfigError, match="metric_for_best_model = none"):
+        EarlyStoppingCallback().on_train_begin(TrainingArguments("out", eval_strategy="epoch"), state, control)
+    with pytest.raises(ConfigError, match="eval_strategy = no"):
+        EarlyStoppingCallback().on_train_begin(TrainingArguments("out", metric_for_best_model="loss"), state, control)
+    for patience, threshold in ((0, 0.0), (1, -1.0), (1, float("nan"))):
+        with pytest.raises(ConfigError):
+            EarlyStoppingCallback(patience, threshold)
+
+
+# ------------------------------------------------------------------------------------------ progress
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _train(callback: ProgressCallback, state: TrainerState, steps: int = 3) -> None:
+    control = TrainerControl()
+    callback.on_train_begin(ARGS, state, control)
+    for step in range(state.global_step + 1, state.global_step + steps + 1):
+        state.global_step = step
+        callback.on_step_end(ARGS, state, control)
+    callback.on_log(ARGS, state, control, logs={"loss": 0.123456, "total_flos": 3.0, "note": "x" * 300})
+    for _ in range(2):
+        callback.on_prediction_step(ARGS, state, control, eval_dataloader=[1, 2])
+    callback.on_evaluate(ARGS, state, control, metrics={})
+    callback.on_train_end(ARGS, state, control)
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    _train(ProgressCallback(), TrainerState(max_steps=10))
+    out, err = capsys.readouterr()
+    assert out.startswith("step 3/10  loss 0.1235  note [text of 300 characters")
+    assert "left 0:00:00" in out
+    assert "total_flos" not in out
+    assert err == ""
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    callback = ProgressCallback()
+    _train(callback, TrainerState(global_step=4, max_steps=10))
+    shown = terminal.getvalue()
+    assert "7/10" in shown
+    assert "0/2" in shown  # drawn once: two batches take less than the refresh interval
+    assert callback.training_bar is None
+    assert callback.prediction_bar is None
+
+
+def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = TrainerState(max_steps=10, is_world_process_zero=False, is_local_process_zero=False)
+    _train(ProgressCallback(), quiet)
+    PrinterCallback().on_log(ARGS, quiet, TrainerControl(), logs={"loss": 1.0})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_printer_prints_the_logs_and_leaves_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    logs = {"loss": 0.5, "total_flos": 3.0}
+    PrinterCallback().on_log(ARGS, TrainerState(), TrainerControl(), logs=logs)
+    assert capsys.readouterr().out == "{'loss': '0.5'}\n"
+    assert logs == {"loss": 0.5, "total_flos": 3.0}
+
+
+def test_a_loader_without_length_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    callback = ProgressCallback()
+    callback.on_prediction_step(ARGS, TrainerState(), TrainerControl(), eval_dataloader=itertools.count())
+    assert callback.prediction_bar is None
+
+
+def test_callbacks_import_no_torch(tmp_path: Path) -> None:
+    import subprocess
+
+    modules = "trainer_lib.callbacks.progress, trainer_lib.callbacks.early_stopping"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,57 @@
+"""`import trainer_lib` is free of torch, and every public name can be had."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer_lib
+
+#: What lives on a floor that imports torch; everything else must come without it.
+WITH_TORCH = {
+    *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator", "DataCollatorWithPadding"),
+    *("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling"),
+}
+
+
+def _run(code: str, folder: Path) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder)
+    return result.stdout.strip()
+
+
+def test_importing_the_library_imports_nothing_heavy(tmp_path: Path) -> None:
+    heavy = "('torch', 'numpy', 'prefect', 'mlflow', 'yaml', 'tqdm', 'fsspec')"
+    assert _run(f"import sys, trainer_lib; print([n for n in {heavy} if n in sys.modules])", tmp_path) == "[]"
+
+
+def test_names_that_need_no_torch_come_without_it(tmp_path: Path) -> None:
+    names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
+    code = f"import sys, trainer_lib\nfor n in {names}: getattr(trainer_lib, n)\nprint('torch' in sys.modules)"
+    assert _run(code, tmp_path) == "False"
+
+
+@pytest.mark.parametrize("name", trainer_lib.__all__)
+def test_every_public_name_resolves(name: str) -> None:
+    assert getattr(trainer_lib, name).__module__.startswith("trainer_lib.")
+    assert name in dir(trainer_lib)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        _ = trainer_lib.Trainr
+
+
+def test_the_three_lists_of_names_agree() -> None:
+    tree = ast.parse(Path(str(trainer_lib.__file__)).read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    typed = imported - {"annotations", "TYPE_CHECKING", "Any"}
+    assert typed == set(trainer_lib.__all__) == set(trainer_lib._NAMES)

@@ -1,0 +1,253 @@
+"""Learning-rate schedules against their closed forms, and their plain state."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_lib.arguments import SchedulerType, TrainingArguments
+from trainer_lib.errors import ConfigError
+from trainer_lib.optim import create_scheduler, get_scheduler
+from trainer_lib.optim.greedy import GreedyLR
+
+LR, WARMUP, TOTAL = 1e-3, 10, 110
+
+
+def _optimizer(lr: float = LR, groups: int = 1) -> torch.optim.Optimizer:
+    parameters = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for _ in range(groups)]
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def _rates(name: str, steps: int = TOTAL + 5, **settings: Any) -> list[float]:
+    optimizer = _optimizer()
+    schedule: Any = get_scheduler(name, optimizer, WARMUP, TOTAL, settings)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def _cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("linear", {}, {60: 0.5, 85: 0.25, 110: 0.0, 114: 0.0}),
+        ("constant", {}, {0: 1.0, 5: 1.0, 114: 1.0}),
+        ("constant_with_warmup", {}, {10: 1.0, 114: 1.0}),
+        ("cosine", {}, {10: 1.0, 35: _cosine(0.25), 60: 0.5, 110: 0.0}),
+        ("cosine", {"num_cycles": 1}, {60: 0.0, 110: 1.0}),
+        ("cosine_with_restarts", {"num_cycles": 2}, {10: 1.0, 35: 0.5, 60: 1.0, 85: 0.5, 110: 0.0}),
+        ("polynomial", {"power": 2.0, "lr_end": 0.0}, {60: 0.25, 110: 0.0}),
+        ("polynomial", {"lr_end": 1e-4}, {60: 0.55, 110: 0.1, 114: 0.1}),
+        ("inverse_sqrt", {}, {10: 1.0, 40: 0.5, 90: 1 / 3}),
+        ("inverse_sqrt", {"timescale": 90}, {10: 1.0, 100: math.sqrt(0.5)}),
+        ("cosine_with_min_lr", {"min_lr": 1e-4}, {60: 0.55, 110: 0.1}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {60: 0.6, 110: 0.2}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}, {0: 0.1, 4: 0.5, 9: 1.0, 59: 0.55, 109: 0.1}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.4}, {0: 0.4, 9: 1.0, 109: 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 50}, {10: 1.0, 59: 1.0, 85: 0.5, 110: 0.0}),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 50, "decay_type": "linear", "min_lr_ratio": 0.1},
+            {85: 0.55, 112: 0.1},
+        ),
+        ("warmup_stable_decay", {"num_decay_steps": 50, "decay_type": "1-sqrt"}, {60: 1.0, 85: 1 - math.sqrt(0.5)}),
+        ("warmup_stable_decay", {"num_decay_steps": 50, "warmup_type": "cosine"}, {0: 0.0, 5: 0.5, 10: 1.0}),
+        ("warmup_stable_decay", {"num_decay_steps": 50, "warmup_type": "1-sqrt"}, {0: 0.0, 5: 1 - math.sqrt(0.5)}),
+        ("warmup_stable_decay", {"num_decay_steps": 10, "num_stable_steps": 20}, {29: 1.0, 35: 0.5, 41: 0.0}),
+    ],
+)
+def test_rates_follow_the_formula(name: str, settings: dict[str, Any], expected: dict[int, float]) -> None:
+    rates = _rates(name, **settings)
+    for step, factor in expected.items():
+        assert rates[step] == pytest.approx(factor * LR, abs=1e-12), step
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "constant_with_warmup", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
+)
+def test_the_warmup_rises_on_a_straight_line_from_zero(name: str) -> None:
+    assert _rates(name, steps=11) == pytest.approx([LR * step / 10 for step in range(11)])
+
+
+def test_every_schedule_can_be_had_by_name() -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "cosine_with_min_lr": {"min_lr": 0.0},
+        "cosine_warmup_with_min_lr": {"min_lr": 0.0},
+        "warmup_stable_decay": {"num_decay_steps": 1},
+    }
+    for kind in SchedulerType:
+        get_scheduler(kind, _optimizer(), 1, 10, **needed.get(kind.value, {}))
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "inverse_sqrt"])
+def test_no_warmup_and_a_warmup_as_long_as_training_work(name: str) -> None:
+    for warmup in (0, 10):
+        optimizer = _optimizer()
+        schedule: Any = get_scheduler(name, optimizer, warmup, 10)
+        for _ in range(12):
+            optimizer.step()
+            schedule.step()
+            assert math.isfinite(optimizer.param_groups[0]["lr"])
+
+
+def test_the_state_is_the_step_count_in_plain_json_and_resumes() -> None:
+    optimizer, other = _optimizer(), _optimizer()
+    schedule: Any = get_scheduler("cosine", optimizer, WARMUP, TOTAL)
+    for _ in range(37):
+        optimizer.step()
+        schedule.step()
+    state = json.loads(json.dumps(schedule.state_dict(), allow_nan=False))
+    assert state["last_epoch"] == 37
+    resumed: Any = get_scheduler("cosine", other, WARMUP, TOTAL)
+    resumed.load_state_dict(state)
+    other.load_state_dict(optimizer.state_dict())
+    for _ in range(5):
+        for each, plan in ((optimizer, schedule), (other, resumed)):
+            each.step()
+            plan.step()
+        assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "field", "remedy"),
+    [
+        ("cosin", {}, "lr_scheduler_type", '"cosine"'),
+        ("cosine", {"cycles": 1}, "lr_scheduler_kwargs.cycles", '"num_cycles"'),
+        ("constant", {"x": 1}, "lr_scheduler_kwargs.x", "remove it"),
+        ("cosine_with_min_lr", {}, "lr_scheduler_kwargs.min_lr", "one of them"),
+        ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "lr_scheduler_kwargs.min_lr", "one of them"),
+        ("polynomial", {"lr_end": 1.0}, "lr_scheduler_kwargs.lr_end", "Lower it"),
+        ("warmup_stable_decay", {}, "lr_scheduler_kwargs.num_decay_steps", "lr_scheduler_kwargs"),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 1, "decay_type": "cubic"},
+            "lr_scheduler_kwargs.decay_type",
+            "cosine",
+        ),
+        ("reduce_lr_on_plateau", {"patienc": 1}, "lr_scheduler_kwargs.patienc", '"patience"'),
+        ("greedy", {"factor": 1.5}, "lr_scheduler_kwargs.factor", "between 0 and 1"),
+        ("greedy", {"mode": "up"}, "lr_scheduler_kwargs.mode", "max"),
+        ("greedy", {"min_lr": [0.1, 0.1]}, "lr_scheduler_kwargs.min_lr", "one number"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(name: str, settings: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_scheduler(name, _optimizer(), WARMUP, TOTAL, settings)
+    assert caught.value.field == field
+    assert remedy in (caught.value.remedy or "")
+
+
+def test_missing_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_training_steps"):
+        get_scheduler("linear", _optimizer(), 1)
+    with pytest.raises(ConfigError, match="num_warmup_steps"):
+        get_scheduler("constant_with_warmup", _optimizer())
+    with pytest.raises(ConfigError, match="num_stable_steps"):
+        get_scheduler("warmup_stable_decay", _optimizer(), 1, num_decay_steps=5)
+
+
+def test_the_arguments_choose_the_schedule() -> None:
+    optimizer = _optimizer()
+    args = TrainingArguments("out", lr_scheduler_type="cosine", warmup_steps=0.1, lr_scheduler_kwargs={"num_cycles": 1})
+    create_scheduler(args, optimizer, 100)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    given: dict[str, Any] = {"eval_strategy": "steps", "metric_for_best_model": "accuracy"}
+    plateau: Any = create_scheduler(
+        TrainingArguments("out", lr_scheduler_type="reduce_lr_on_plateau", **given), optimizer, 9
+    )
+    assert plateau.mode == "max"  # accuracy: more is better
+    greedy: Any = create_scheduler(
+        TrainingArguments("out", lr_scheduler_type="greedy", lr_scheduler_kwargs={"mode": "min"}, **given), optimizer, 9
+    )
+    assert greedy.mode == "min"
+
+
+def test_a_plateau_lowers_the_rate() -> None:
+    optimizer = _optimizer()
+    schedule: Any = get_scheduler("reduce_lr_on_plateau", optimizer, factor=0.5, patience=1)
+    for metric in (1.0, 1.0, 1.0):
+        schedule.step(metric)
+    assert optimizer.param_groups[0]["lr"] == LR / 2
+
+
+# ------------------------------------------------------------------------------------------- greedy
+def _greedy(metrics: list[float], lr: float = 0.1, **settings: Any) -> list[float]:
+    optimizer = _optimizer(lr)
+    schedule = GreedyLR(optimizer, **{"patience": 1, "factor": 0.5, "min_lr": 0.01, **settings})
+    rates = []
+    for metric in metrics:
+        schedule.step(metric)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_greedy_raises_while_it_improves_and_lowers_while_it_does_not() -> None:
+    assert _greedy([5, 4, 3, 2]) == [0.1, 0.2, 0.2, 0.4]
+    assert _greedy([5, 6, 6, 6, 6]) == [0.1, 0.1, 0.05, 0.05, 0.025]
+
+
+def test_greedy_keeps_its_bounds() -> None:
+    assert max(_greedy([10 - i for i in range(20)], max_lr=0.3)) == 0.3
+    assert min(_greedy([1.0] * 20, min_lr=0.03)) == 0.03
+
+
+def test_greedy_waits_after_a_change() -> None:
+    assert _greedy([5, 4, 3, 2, 1], warmup=2) == [0.1, 0.2, 0.2, 0.2, 0.2]
+    assert _greedy([5, 6, 6, 6, 6, 6, 6], cooldown=2) == [0.1, 0.1, 0.05, 0.05, 0.05, 0.05, 0.025]
+
+
+def test_greedy_may_watch_for_more_and_for_shares() -> None:
+    assert _greedy([1, 2, 3], mode="max") == [0.1, 0.2, 0.2]
+    assert _greedy([100, 99.5, 99, 98.9], threshold=0.1, threshold_mode="rel") == [0.1, 0.1, 0.05, 0.05]
+
+
+def test_greedy_smooths_over_a_window() -> None:
+    # 5, (5+1)/2, (1+9)/2: the last mean is no improvement on 3
+    assert _greedy([5, 1, 9], smooth=True, window_size=2) == [0.1, 0.2, 0.2]
+    assert GreedyLR(_optimizer(), smooth=True, window_size=2).window == []
+
+
+def test_greedy_starts_anew_after_long_at_the_lower_bound() -> None:
+    rates = _greedy([1.0] * 10, min_lr=0.05, reset_start=2)
+    assert rates == [0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.1, 0.05, 0.05, 0.1]
+
+
+def test_a_non_finite_metric_does_not_improve() -> None:
+    assert _greedy([1.0, math.nan, math.nan]) == [0.1, 0.1, 0.05]
+
+
+def test_greedy_resumes_from_plain_json(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = [5, 4, 3, 3, 3, 2, 1, 1, 1]
+    whole = _greedy([float(metric) for metric in metrics], smooth=True, window_size=3)
+    optimizer, other = _optimizer(0.1), _optimizer(0.1)
+    settings: dict[str, Any] = {
+        "patience": 1,
+        "factor": 0.5,
+        "min_lr": 0.01,
+        "smooth": True,
+        "window_size": 3,
+        "verbose": True,
+    }
+    first = GreedyLR(optimizer, **settings)
+    json.dumps(first.state_dict(), allow_nan=False)
+    with caplog.at_level("INFO"):
+        for metric in metrics[:4]:
+            first.step(metric)
+    assert "learning rate" in caplog.text
+    resumed = GreedyLR(other, **settings)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    rates = []
+    for metric in metrics[4:]:
+        resumed.step(metric)
+        rates.append(other.param_groups[0]["lr"])
+    assert rates == whole[4:]
