@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.text import Text
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info, step_of
 
 from flows.presentation import shown
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.manifest import read_commit, verify
+from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import Store
 
 _CHECKPOINTS = "checkpoints"
 _TRAIN_STAGES = ("stages", "train")
 
 
-def find(url: str) -> list[CheckpointInfo]:
-    """The committed checkpoints at `url`, newest step first within each run.
+@dataclass
+class Found:
+    """What is committed below a URL, newest step first within each run; and commit files that cannot be read."""
+
+    intact: list[CheckpointInfo] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.intact or self.unreadable)
+
+
+def find(url: str) -> Found:
+    """The checkpoints at `url`.
 
     Args:
         url: one checkpoint, a folder of checkpoints, a train stage's folder, or a storage root.
@@ -27,7 +39,14 @@ def find(url: str) -> list[CheckpointInfo]:
         ConfigError: there is none.
     """
     store = Store.open(url, field="url")
-    found = _below(store)
+    found = Found()
+    parent, _, name = store.url.rstrip("/").rpartition("/")
+    if step_of(name) is not None and store.exists(COMMIT):
+        _look(Store.open(parent), [name], found)
+        return found
+    stages = store.child(*_TRAIN_STAGES)
+    for root in (store, store.child(_CHECKPOINTS), *(stages.child(key, _CHECKPOINTS) for key in stages.children())):
+        _look(root, root.children(), found)
     if not found:
         raise ConfigError(
             "There is no committed checkpoint there.",
@@ -38,20 +57,22 @@ def find(url: str) -> list[CheckpointInfo]:
     return found
 
 
-def _below(store: Store) -> list[CheckpointInfo]:
-    commit = read_commit(store)
-    if commit is not None and commit.kind == "checkpoint":
-        name = store.url.rstrip("/").rpartition("/")[2]
-        return [CheckpointInfo(int(commit.meta.get("step", 0)), name, store.url, commit)]
-    if found := list_checkpoints(store) or list_checkpoints(store.child(_CHECKPOINTS)):
-        return found
-    stages = store.child(*_TRAIN_STAGES)
-    return [info for stage in stages.children() for info in list_checkpoints(stages.child(stage, _CHECKPOINTS))]
+def _look(root: Store, names: Sequence[str], found: Found) -> None:
+    steps = {name: step for name in names if (step := step_of(name)) is not None}
+    for name in sorted(steps, key=lambda name: steps[name], reverse=True):
+        try:
+            info = read_info(root, name)
+        except DamagedError as error:
+            found.unreadable[root.child(name).url] = f"{COMMIT}: {error.message}"
+            continue
+        if info is not None:
+            found.intact.append(info)
 
 
-def damage(found: Sequence[CheckpointInfo]) -> dict[str, list[str]]:
+def damage(found: Found) -> dict[str, list[str]]:
     """URL -> what is wrong with each checkpoint, one line each; an empty list: every byte is as committed."""
-    return {info.url: verify(Store.open(info.url), info.commit) for info in found}
+    problems = {info.url: verify(Store.open(info.url), info.commit) for info in found.intact}
+    return problems | {url: [problem] for url, problem in found.unreadable.items()}
 
 
 def to_dict(info: CheckpointInfo) -> dict[str, Any]:
@@ -66,10 +87,11 @@ def to_dict(info: CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def listing(found: Sequence[CheckpointInfo]) -> list[Text]:
+def listing(found: Found) -> list[Text]:
     """A line per checkpoint."""
     rows = [("step", "committed", "size", "where")]
-    rows += [(str(info.step), info.commit.created, _size(_bytes(info)), shown(info.url)) for info in found]
+    rows += [(str(info.step), info.commit.created, _size(_bytes(info)), shown(info.url)) for info in found.intact]
+    rows += [("?", "unreadable", "", shown(url)) for url in found.unreadable]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         Text(f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}", "dim" if head else "")

@@ -40,7 +40,7 @@ app.add_typer(checkpoints, name="checkpoints")
 Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
+    typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
@@ -72,13 +72,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _version(asked: bool) -> None:
+    if asked:
         typer.echo(f"trainflow {metadata.version('trainflow')}")
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Exists for the options of the command itself."""
 
 
 @app.command()
@@ -238,7 +244,7 @@ def list_checkpoints(
 
     found = catalogue.find(url)
     if as_json:
-        _print_json({"ok": True, "exit_code": 0, "checkpoints": [catalogue.to_dict(info) for info in found]})
+        _print_json({"ok": True, "exit_code": 0, "checkpoints": [catalogue.to_dict(info) for info in found.intact]})
     else:
         terminal.show(catalogue.listing(found))
 

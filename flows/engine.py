@@ -100,6 +100,17 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         membership.leave()
 
 
+def server_folder(url: str) -> Path | None:
+    """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
+    from prefect.settings import get_current_settings
+
+    for path in (get_current_settings().home / "trainflow").glob(f"*/{_server.DESCRIPTION}"):
+        with contextlib.suppress(OSError, ValueError):
+            if f"{json.loads(path.read_bytes())['url']}/api" == url:
+                return path.parent
+    return None
+
+
 @contextlib.contextmanager
 def _settings_of(api: str, password: str) -> Iterator[None]:
     """Prefect's settings inside the block, for this thread and for those that copied no context.

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from flows.results import PipelineResult, StageOutcome
-from flows.terminal import STYLES
+from flows.terminal import STYLES, readable
 from tasks._progress import duration
 from trainer_lib.errors import TrainflowError
 
@@ -42,7 +42,7 @@ def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
 
 def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
     rows = [("stage", "", "time", "why")] + [
-        (outcome.stage, outcome.status, duration(outcome.seconds) if outcome.seconds >= 0.5 else "", outcome.reason)
+        (outcome.stage, outcome.status, duration(outcome.seconds) if outcome.seconds >= 0.5 else "", _why(outcome))
         for outcome in stages
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -58,6 +58,10 @@ def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
             )
         )
     return lines
+
+
+def _why(outcome: StageOutcome) -> str:
+    return "see below" if outcome.status == "failed" else readable(outcome.reason)
 
 
 def _metrics(result: PipelineResult) -> list[Text]:
@@ -179,7 +183,9 @@ def reasons(found: Sequence[StageReason]) -> list[Text]:
     for reason in found:
         word, style = ("kept", STYLES["cached"]) if reason.hit else ("runs", STYLES["ran"])
         lines.append(
-            Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {reason.reason}", "dim"))
+            Text.assemble(
+                (f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {readable(reason.reason)}", "dim")
+            )
         )
         lines += [Text.assemble(" " * (width + 10), str(change)) for change in reason.differences]
     return [*lines, Text()]

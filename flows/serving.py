@@ -6,25 +6,34 @@ run depends neither on a checkout nor on the folder it is started in.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from rich.text import Text
 
-from flows.engine import prefect_api
+from flows.engine import prefect_api, server_folder
 from flows.spec import PipelineSpec
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.deployments.runner import RunnerDeployment
     from prefect.schedules import Schedule as PrefectSchedule
 
 _POOL_TYPE = "process"
+_ENTRYPOINT = "flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+# Read by `flows.deployed`, which cannot be imported here: it brings Prefect.
+OWNER = "TRAINFLOW_SERVED_BY"
+SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -94,25 +103,35 @@ def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Call
     The schedule is paused when the process ends: no runs pile up while nobody is there to run them.
     """
     when = schedule.prefect()
-    os.environ.update(_RUN_ENVIRONMENT)  # inherited by the process of each run
-    with prefect_api() as url:
-        from prefect.types.entrypoint import EntrypointType
+    name = name or spec.name
+    with prefect_api() as url, _environment(url), tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder:
+        from prefect.runner import Runner
 
-        from flows.pipeline import pipeline
+        logging.getLogger("prefect.runner").setLevel(logging.WARNING)  # every poll says what waits for its turn
+        runner = Runner(name=name, limit=1, pause_on_shutdown=True)
+        # By its entrypoint: the flow object itself would be pickled into each run's process.
+        runner.add_deployment(_deployment(spec, name, when))
+        say(f"Serving pipeline/{name}: {schedule}. Ctrl-C ends it.")
+        # A run starts in our working directory, and Prefect puts that first on the import path.
+        with contextlib.chdir(folder), contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(runner.start())
 
-        name = name or spec.name
-        say(f"Serving {pipeline.name}/{name}: {schedule}. Ctrl-C ends it.")
-        say(f"A run now: PREFECT_API_URL={url} prefect deployment run {pipeline.name}/{name}")
-        pipeline.serve(
-            name=name,
-            schedule=when,
-            parameters=_parameters(spec),
-            description=_description(spec),
-            limit=1,
-            pause_on_shutdown=True,
-            print_starting_message=False,
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        )
+
+@contextlib.contextmanager
+def _environment(url: str) -> Iterator[None]:
+    """What the process of each run inherits."""
+    folder = server_folder(url)
+    own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
+    before = {variable: os.environ.get(variable) for variable in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
 
 
 def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bool, name: str | None) -> list[Text]:
@@ -122,32 +141,18 @@ def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bo
         ConfigError: no server is configured, or the pool is absent or not of processes on the worker's machine.
     """
     when = schedule.prefect()
+    name = name or spec.name
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
-        from prefect.deployments.runner import RunnerDeployment
-        from prefect.types.entrypoint import EntrypointType
 
-        from flows.pipeline import pipeline
-
-        name = name or spec.name
         with get_client(sync_client=True) as client:
             _require_pool(client, pool, create=create_pool)
-        deployment = RunnerDeployment.from_flow(
-            pipeline,
-            name=name,
-            schedule=when,
-            parameters=_parameters(spec),
-            description=_description(spec),
-            work_pool_name=pool,
-            job_variables={"env": _RUN_ENVIRONMENT},
-            entrypoint_type=EntrypointType.MODULE_PATH,
-        )
-        deployment.apply()
+        _deployment(spec, name, when, work_pool_name=pool, job_variables={"env": _RUN_ENVIRONMENT}).apply()
     return [
-        Text(f"Deployed {pipeline.name}/{name} to the work pool {pool}: {schedule}."),
+        Text(f"Deployed pipeline/{name} to the work pool {pool}: {schedule}."),
         Text(f"  a worker   prefect worker start --pool {pool}"),
-        Text(f"  a run now  prefect deployment run {pipeline.name}/{name}"),
+        Text(f"  a run now  prefect deployment run pipeline/{name}"),
     ]
 
 
@@ -189,9 +194,20 @@ def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None
         )
 
 
-def _parameters(spec: PipelineSpec) -> dict[str, Any]:
-    return {"spec": spec.model_dump(mode="json")}
+def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None, **more: Any) -> RunnerDeployment:
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.types.entrypoint import EntrypointType
 
+    from flows.pipeline import pipeline
 
-def _description(spec: PipelineSpec) -> str:
-    return f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}"
+    deployment = RunnerDeployment.from_flow(
+        pipeline,
+        name=name,
+        schedule=schedule,
+        parameters={"spec": spec.model_dump(mode="json")},
+        description=f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}",
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        **more,
+    )
+    deployment.entrypoint = _ENTRYPOINT
+    return deployment

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from tasks._progress import Event, describe, duration
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d:.]+(?:\+00:00|Z)")
 STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "dim"}
 _MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
 
@@ -69,6 +71,8 @@ class PlainDisplay:
 
     def _stage(self, stage: str, event: Event) -> None:
         status = str(event.get("status"))
+        if status == "skipped":
+            return  # the summary says so
         if status == "started":
             self._started[stage] = self._shown[stage] = time.monotonic()
         elif stage in self._started and (last := self._last.pop(stage, "")):
@@ -76,7 +80,7 @@ class PlainDisplay:
         self._print(stage, stage_sentence(event, self._seconds(stage)))
 
     def _progress(self, stage: str, event: Event) -> None:
-        text = describe(event) or str(event.get("message") or "")
+        text = describe(event) if event.get("max_steps") else str(event.get("message") or "")
         if not text:
             return
         if time.monotonic() - self._shown.get(stage, 0.0) < _PLAIN_EVERY_S:
@@ -93,9 +97,14 @@ class PlainDisplay:
         self._out.print(f"{stage:<13} {text}")
 
 
+def readable(reason: str) -> str:
+    """A reason with its times to the minute: ``committed 2026-11-21 08:39 UTC``."""
+    return _TIMESTAMP.sub(r"\1 \2 UTC", reason)
+
+
 def stage_sentence(event: Event, seconds: float | None) -> str:
     """What a stage event says, in words."""
-    status, reason = str(event.get("status")), str(event.get("reason") or "")
+    status, reason = str(event.get("status")), readable(str(event.get("reason") or ""))
     took = f" in {duration(seconds)}" if seconds is not None else ""
     match status:
         case "started":

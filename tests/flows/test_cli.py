@@ -1,0 +1,256 @@
+"""The command line as its user meets it: refusals before anything is started, a run followed and told, clean ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support import toy
+from tests.support.command import TRAINFLOW, Done, running, trainflow
+
+# The shortest chain that trains: two launches.
+SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
+
+
+# A step takes a tenth of a second: long enough to be interrupted in.
+SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(x)", "import time; time.sleep(0.1); y = self.linear(x)")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    return toy.project(tmp_path)
+
+
+def refused(done: Done) -> str:
+    """The message of a command refused as bad input."""
+    assert done.code == 2, done.out + done.err
+    assert done.out == ""
+    assert "Traceback" not in done.err
+    return done.err
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+def test_a_bad_spec_is_refused_before_any_engine_is_imported(spec: Path) -> None:
+    program = (
+        "import sys\n"
+        "from flows.cli import main\n"
+        "try:\n"
+        f"    main(['run', {str(spec)!r}, 'train.lauch=2'])\n"
+        "except SystemExit as end:\n"
+        "    heavy = {'prefect', 'mlflow', 'torch', 'sqlalchemy', 'numpy'} & set(sys.modules)\n"
+        "    print(end.code, sorted(heavy))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "2 []\n", done.stderr
+
+
+def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path) -> None:
+    message = refused(trainflow("run", spec, "train.lauch=2"))
+    assert message.splitlines() == [
+        "✗ bad input",
+        "  where  train.lauch = 2",
+        "  why    Unknown key (on the command line).",
+        "  do     Did you mean 'launch'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["run", "absent.yaml"], "There is no such file."),
+        (["run", "pipeline.yaml", "--only", "trian"], "Did you mean 'train'?"),
+        (["serve", "pipeline.yaml", "--cron", "every day"], "Five fields"),
+        (["serve", "pipeline.yaml", "--cron", "0 3 * * *", "--interval", "60"], "either by cron or by interval"),
+        (["serve", "pipeline.yaml", "--cron", "0 3 * * *", "--timezone", "Mars"], "no such time zone"),
+        (["deploy", "pipeline.yaml", "--pool", "main"], "trainflow serve"),
+        (["ui", "pipeline.yaml"], "No run has been recorded there yet."),
+        (["ui", "pipeline.yaml", "--storage", "elsewhere"], "not both"),
+        (["checkpoints", "list", "."], "There is no committed checkpoint there."),
+        (["run"], "Missing argument"),
+        (["rnu"], "No such command"),
+    ],
+)
+def test_bad_input_is_refused_with_a_remedy(spec: Path, arguments: list[str], expected: str) -> None:
+    assert expected in refused(trainflow(*arguments, cwd=spec.parent))
+
+
+def test_json_reports_bad_input_as_one_object(spec: Path) -> None:
+    done = trainflow("run", spec, "storage=nope://x", "--json")
+    assert done.code == 2
+    answer = json.loads(done.out)
+    assert answer["ok"] is False
+    assert answer["error"]["class"] == "ConfigError"
+    assert answer["error"]["field"] == "storage"
+
+
+def test_a_failure_of_our_own_is_one_line_and_a_file(spec: Path, tmp_path: Path) -> None:
+    program = (
+        "import flows.cli as cli\n"
+        "def broken(*_): raise RuntimeError('the sky fell')\n"
+        "cli.load_spec = broken\n"
+        f"cli.main(['run', {str(spec)!r}, *EXTRA])\n"
+    )
+
+    def run(*extra: str) -> Done:
+        command = [sys.executable, "-c", program.replace("EXTRA", repr(list(extra)))]
+        environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    done = run()
+    assert done.code == 1
+    assert done.err.startswith("✗ unexpected failure: RuntimeError: the sky fell\n")
+    assert "Traceback" not in done.err
+    [details] = (tmp_path / "state").rglob("*.txt")
+    assert str(details) in done.err
+    assert "in broken" in details.read_text()
+    assert details.stat().st_mode & 0o077 == 0
+    assert "in broken" in run("--debug").err
+
+
+def test_the_version_and_the_commands_are_told() -> None:
+    assert re.fullmatch(r"trainflow \d+\.\d+.*\n", trainflow("--version").out)
+    listed = trainflow("--help").out
+    assert all(name in listed for name in ("run", "why", "ui", "serve", "deploy", "checkpoints"))
+
+
+# ------------------------------------------------------------------------------------------------------- a whole run
+def test_a_run_is_followed_and_summed_up_and_the_next_one_is_cached(spec: Path) -> None:
+    first = trainflow("run", spec, cwd=spec.parent)
+    assert first.code == 0, first.out + first.err
+    assert first.err == "", "nothing of the engines' noise reaches the user"
+    assert "toy: pipeline.yaml -> store" in first.out
+    for stage in ("prepare-data", "train", "evaluate", "predict", "push-to-hub"):
+        assert re.search(rf"^{stage} +starts: never run before$", first.out, re.MULTILINE), first.out
+        assert re.search(rf"^  {stage} +ran ", first.out, re.MULTILINE), first.out
+    assert re.search(r"^train +step \d+/8, loss ", first.out, re.MULTILINE), first.out
+    for name in ("model", "predictions", "published", "report"):
+        [place] = re.findall(rf"^  {name} +(\S+)$", first.out, re.MULTILINE)
+        assert (spec.parent / place).exists(), first.out
+    assert re.search(r"^  test +error 0\.", first.out, re.MULTILINE), first.out
+
+    second = trainflow("run", spec, "--json", cwd=spec.parent)
+    assert second.code == 0, second.err
+    answer = json.loads(second.out)
+    assert {stage["status"] for stage in answer["stages"]} == {"cached"}
+    assert (spec.parent / answer["places"]["model"] / "model.safetensors").exists()
+    assert "cached: committed" in second.err
+
+    listed = trainflow("checkpoints", "list", "store", cwd=spec.parent)
+    assert [line.split()[0] for line in listed.out.splitlines()] == ["step", "8", "4"]
+    assert trainflow("checkpoints", "verify", "store", cwd=spec.parent).out.count("intact") == 2
+    [damaged, *_] = (spec.parent / "store").rglob("checkpoint-8/model.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    verified = trainflow("checkpoints", "verify", "store", cwd=spec.parent)
+    assert verified.code == 16
+    assert "checkpoint-8" in verified.err
+    assert "model.safetensors" in verified.err
+
+    reasons = trainflow("why", spec, "train.args.learning_rate=0.1", cwd=spec.parent)
+    assert re.search(r"^  prepare-data +kept ", reasons.out, re.MULTILINE), reasons.out
+    assert re.search(r"^  train +runs .*learning_rate", reasons.out, re.MULTILINE), reasons.out
+
+
+def test_a_recipe_that_raises_ends_with_its_own_exit_code_and_the_users_line(tmp_path: Path) -> None:
+    spec = toy.project(tmp_path, recipe=toy.RECIPE.replace('out.info["slope"] = 2.0', 'raise KeyError("slope")'))
+    done = trainflow("run", spec, *SHORT)
+    assert done.code == 10
+    assert "✗ your code raised" in done.err
+    assert "recipe.py" in done.err
+    assert "Traceback" not in done.out + done.err
+    assert re.search(r"^  train +skipped +prepare-data failed$", done.out, re.MULTILINE), done.out
+
+
+# ----------------------------------------------------------------------------------------------------- being stopped
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 19)])
+def test_a_stopped_run_ends_everything_and_continues_later(tmp_path: Path, number: int, code: int) -> None:
+    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
+    slowly = ("train.args.max_steps=400", "train.args.save_steps=1000")
+    with running("run", spec, *SHORT, *slowly, log=tmp_path / "log") as command:
+        command.wait_for("step ")
+        assert command.stop(number) == code, command.output
+        assert "running work is saved first" in command.output
+        assert "The same command continues: trainflow run" in command.output
+        assert "Traceback" not in command.output
+    # The leak police sees to it that no process is left. What was done is found again:
+    [saved] = (tmp_path / "project" / "store").rglob("checkpoint-*/COMMIT.json")
+    step = int(saved.parent.name.removeprefix("checkpoint-"))
+    again = trainflow("run", spec, *SHORT, f"train.args.max_steps={step + 2}", "--json")
+    assert again.code == 0, again.err
+
+
+def test_two_commands_at_once_both_succeed(tmp_path: Path) -> None:
+    specs = [toy.project(tmp_path / name) for name in ("one", "two")]
+    with (
+        running("run", specs[0], *SHORT, log=tmp_path / "one.log") as first,
+        running("run", specs[1], *SHORT, log=tmp_path / "two.log") as second,
+    ):
+        assert first.process.wait(120) == 0, first.output
+        assert second.process.wait(120) == 0, second.output
+
+
+# --------------------------------------------------------------------------------------------------------- a terminal
+def test_on_a_terminal_the_progress_is_drawn_and_gives_way_to_the_summary(spec: Path) -> None:
+    out, code = on_a_terminal([*TRAINFLOW, "run", str(spec), *SHORT])
+    assert code == 0, out
+    assert "step 8/8" in out or "step 6/8" in out
+    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
+    summary = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out[out.rindex("why") :])
+    assert re.search(r"train +ran ", summary)
+    assert "report" in summary
+
+
+def on_a_terminal(command: list[str]) -> tuple[str, int]:
+    """Run a command on a terminal of its own: everything it wrote there, and its exit code."""
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True)
+    os.close(theirs)
+    chunks: list[bytes] = []
+    with contextlib.suppress(OSError):  # Linux says so when the other side is closed
+        while data := os.read(ours, 65536):
+            chunks.append(data)
+    os.close(ours)
+    return b"".join(chunks).decode(errors="replace"), process.wait(30)
+
+
+# ----------------------------------------------------------------------------------------------------------------- ui
+def test_the_ui_serves_the_stores_runs_until_it_is_interrupted(tmp_path: Path) -> None:
+    record = (
+        "import mlflow, sys; mlflow.set_tracking_uri(sys.argv[1]); mlflow.set_experiment('toy'); mlflow.start_run()"
+    )
+    store = tmp_path / "store"
+    store.mkdir()
+    subprocess.run([sys.executable, "-c", record, f"sqlite:///{store / 'mlflow.db'}"], check=True, cwd=tmp_path)
+    with running("ui", "--storage", store, log=tmp_path / "log") as command:
+        address = command.wait_for("MLflow: http://127.0.0.1:").split()[1]
+        assert re.search(r"/#/experiments/1/runs/[0-9a-f]{32}\?workflowType=machine_learning$", address)
+        with urllib.request.urlopen(address, timeout=10) as page:
+            assert b"<html" in page.read()
+        assert command.stop() == 0
+    assert "Traceback" not in command.output
+
+
+def test_the_ui_needs_a_free_port(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "The port cannot be used" in refused(trainflow("ui", "--storage", tmp_path, "--port", str(port)))
+
+
+def test_a_tracking_server_that_runs_already_is_only_named(spec: Path) -> None:
+    done = trainflow("ui", spec, MLFLOW_TRACKING_URI="http://user:secret@127.0.0.1:9/")
+    assert done.code == 0
+    assert "secret" not in done.out + done.err
+    assert "127.0.0.1:9" in done.out

@@ -1,0 +1,93 @@
+"""`trainflow` as a user starts it: a process, its output, its exit code, and what it left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TRAINFLOW = [sys.executable, "-c", "from flows.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def trainflow(*arguments: str | Path, cwd: Path | None = None, timeout: float = 150, **env: str) -> Done:
+    """Run the command to its end."""
+    done = subprocess.run(
+        [*TRAINFLOW, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+class Running:
+    """A command that is still running; its output goes to a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, timeout: float = 90) -> str:
+        """Wait until `text` has been printed; the line it is in."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for line in self.output.splitlines():
+                if text in line:
+                    return line
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        raise AssertionError(f"{text!r} was not printed (exit code {self.process.poll()}):\n{self.output}")
+
+    def stop(self, number: int = signal.SIGINT, timeout: float = 60) -> int:
+        """Send a signal and wait; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+
+@contextlib.contextmanager
+def running(
+    *arguments: str | Path, log: Path, cwd: Path | None = None, command: list[str] | None = None, **env: str
+) -> Iterator[Running]:
+    """A command (`trainflow` unless another is given) in a session of its own; killed at the end if it still runs."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*(command or TRAINFLOW), *map(str, arguments)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            start_new_session=True,
+        )
+    try:
+        yield Running(process, log)
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
