@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
     from trainer_lib.callbacks.flow import DefaultFlowCallback
     from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+    from trainer_lib.checkpoint.catalogue import get_last_checkpoint
     from trainer_lib.data.collators import (
         DataCollatorForLanguageModeling,
         DataCollatorForSeq2Seq,
@@ -75,6 +76,7 @@ _NAMES = {
     "TrainingArguments": "trainer_lib.arguments",
     "default_data_collator": "trainer_lib.data.collators",
     "enable_full_determinism": "trainer_lib.trainer.seeding",
+    "get_last_checkpoint": "trainer_lib.checkpoint.catalogue",
     "set_seed": "trainer_lib.trainer.seeding",
 }
 
@@ -109,6 +111,7 @@ __all__ = [
     "TrainingArguments",
     "default_data_collator",
     "enable_full_determinism",
+    "get_last_checkpoint",
     "set_seed",
 ]
 

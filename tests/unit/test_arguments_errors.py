@@ -29,6 +29,7 @@ REFUSED: list[tuple[Given, str, str]] = [
     ({"seed": "x"}, "seed", "x"),
     ({"per_device_train_batch_size": 0}, "per_device_train_batch_size", "0"),
     ({"global_batch_size": 0}, "global_batch_size", "0"),
+    ({"gradient_accumulation_steps": 2, "global_batch_size": 32}, "gradient_accumulation_steps", "2"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "0"),
     ({"warmup_steps": -1}, "warmup_steps", "-1"),
     ({"warmup_steps": 2.5}, "warmup_steps", "2.5"),

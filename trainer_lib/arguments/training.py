@@ -129,7 +129,3 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 @dataclass
 class Seq2SeqTrainingArguments(Seq2SeqArguments, TrainingArguments):
     """`TrainingArguments` plus what `Seq2SeqTrainer` needs."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As for `TrainingArguments`; a generation configuration is written out as its own dictionary."""
-        return io.to_dict(self)

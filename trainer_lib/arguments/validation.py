@@ -165,6 +165,16 @@ def _check_length(args: ArgumentGroups) -> None:
         raise ConfigError("trains nothing.", field="max_steps", value=0, remedy="Give -1 to follow num_train_epochs.")
 
 
+def _check_batch(args: ArgumentGroups) -> None:
+    if args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            "follows from global_batch_size, the micro-batch and the number of processes.",
+            field="gradient_accumulation_steps",
+            value=args.gradient_accumulation_steps,
+            remedy="Keep global_batch_size and remove it.",
+        )
+
+
 def _check_warmup(args: ArgumentGroups) -> None:
     if args.max_steps > 0 and args.warmup_steps > args.max_steps:
         raise ConfigError(
@@ -321,6 +331,7 @@ def _check_strategy_choice(args: ArgumentGroups) -> None:
 
 _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
     _check_length,
+    _check_batch,
     _check_warmup,
     _check_strategies,
     _check_precision,
