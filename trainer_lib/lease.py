@@ -85,6 +85,10 @@ class Holder:
         """Whether it certainly ended: it lived on this machine and its process is no more. False when unknown."""
         return bool(self.started) and self.machine == _machine() and _started(self.pid) != self.started
 
+    def is_alive(self) -> bool:
+        """Whether it certainly lives: its process is on this machine and there. False when unknown."""
+        return bool(self.started) and self.machine == _machine() and _started(self.pid) == self.started
+
     def __str__(self) -> str:
         host = self.machine.partition("/")[0]
         return f"process {self.pid} on {host}, since {self.since}"

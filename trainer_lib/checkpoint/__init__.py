@@ -1,0 +1,16 @@
+"""Checkpoints: committed or absent, on any store, without pickle.
+
+::
+
+    checkpoint-<step>/
+        model.safetensors        weights and buffers; loads with safetensors as it is
+        optimizer.safetensors    its tensors, named <parameter>/<key>
+        optimizer.json           its groups and everything that is not a tensor, by parameter name
+        scheduler.json scaler.json data.json trainer_state.json training_args.json
+        rng/rank-00000.json      one per rank
+        config.json, ...         what makes the model usable elsewhere
+        COMMIT.json              last: the checkpoint exists from here on
+
+`catalogue` finds, verifies and removes them and imports no torch; `writer` and `reader` write and read them;
+`tensors`, `optimizer` and `rng` know the formats. Import from those modules: this one stays empty, for torch's sake.
+"""

@@ -1,0 +1,161 @@
+"""Which checkpoints a folder holds, whether they are intact, which may go. No torch here.
+
+Only a committed checkpoint counts; which is newest is said by its step, never by a time. A damaged one is set aside
+(its commit file becomes ``DAMAGED.json``, its files stay for whoever wants to look) and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify, withdraw
+from trainer_lib.storage import Store
+
+KIND = "checkpoint"
+DAMAGED = "DAMAGED.json"
+_NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint: optimizer step, folder name, URL, commit."""
+
+    step: int
+    name: str
+    url: str
+    commit: Commit
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"checkpoint-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a folder name stands for; None when it is not a checkpoint's name."""
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def read_info(root: Store, name: str) -> CheckpointInfo | None:
+    """The committed checkpoint of that name; None when it is absent or not committed.
+
+    Raises:
+        DamagedError: its commit file is damaged, or speaks of another step than its folder does.
+    """
+    store = root.child(name)
+    commit = read_commit(store, kind=KIND)
+    if commit is None:
+        return None
+    step = commit.meta.get("step")
+    if type(step) is not int or step < 0 or step_of(name) not in (step, None):
+        raise DamagedError(
+            f"The commit file is of step {step!r}.",
+            field=f"{store.url}/{COMMIT}",
+            remedy="The folder was renamed or altered: restore its name, or remove it.",
+        )
+    return CheckpointInfo(step, name, store.url, commit)
+
+
+def list_checkpoints(root: Store) -> list[CheckpointInfo]:
+    """The committed checkpoints, newest step first. Their files are not looked at; those without a valid commit and
+    those set aside are left out."""
+    found = []
+    for _, name in _named(root):
+        try:
+            info = read_info(root, name)
+        except DamagedError:
+            continue
+        if info is not None:
+            found.append(info)
+    return found
+
+
+def newest_good(root: Store, *, on_damage: Callable[[str], None], digests: bool = True) -> CheckpointInfo | None:
+    """The newest checkpoint whose every byte is as committed; None when there is none.
+
+    Args:
+        root: the folder of checkpoints.
+        on_damage: told one line per damaged checkpoint, with the names of the damaged files; it is set aside.
+        digests: read every byte; otherwise only presence and sizes (loading checks the digests once more).
+
+    Raises:
+        StorageError: the store cannot be read. That says nothing about the checkpoint, so no older one is taken.
+    """
+    for _, name in _named(root):
+        problems = []
+        try:
+            info = read_info(root, name)
+            if info is None:
+                continue
+            problems = verify(root.child(name), info.commit, digests=digests)
+            if not problems:
+                return info
+        except DamagedError as error:
+            problems = [f"{COMMIT}: {error.message}"]
+        aside = _set_aside(root.child(name), problems)
+        on_damage(f"{root.child(name).url} is damaged and will not be used: {'; '.join(problems)}{aside}")
+    return None
+
+
+def rotate(root: Store, *, keep: int | None, protect: Collection[str]) -> list[str]:
+    """Delete the oldest checkpoints until `keep` are left; the names deleted, oldest first.
+
+    The newest whose files are all there in their sizes is never deleted, nor are those named in `protect` (the best,
+    one being read); they count. None or less than 1 keeps all.
+    """
+    if keep is None or keep < 1:
+        return []
+    infos = list_checkpoints(root)
+    newest = next((info.name for info in infos if not verify(root.child(info.name), info.commit, digests=False)), None)
+    excess = max(0, len(infos) - keep)
+    victims = [info.name for info in reversed(infos) if info.name != newest and info.name not in protect][:excess]
+    for name in victims:
+        withdraw(root.child(name))
+    return victims
+
+
+def clean_leftovers(root: Store) -> list[str]:
+    """Delete what interrupted saves left: checkpoint folders without a commit. The names deleted.
+
+    Only the owner of `root` may call this (the holder of its lease, a training that just began): to everybody else a
+    save under way looks the same. Damaged ones that were set aside stay.
+    """
+    victims = []
+    for _, name in _named(root):
+        store = root.child(name)
+        if not store.exists(COMMIT) and not store.exists(DAMAGED):
+            store.delete_tree()
+            victims.append(name)
+    return victims
+
+
+def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Path or URL of the newest committed checkpoint in a folder; None when there is none."""
+    infos = list_checkpoints(Store.open(folder, field="folder"))
+    return infos[0].url if infos else None
+
+
+def _named(root: Store) -> Iterator[tuple[int, str]]:
+    steps = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
+    yield from sorted(steps, reverse=True)
+
+
+def _set_aside(store: Store, problems: list[str]) -> str:
+    """Turn the commit file into a record of the damage; what is added to the report."""
+    try:
+        try:
+            commit = store.read_if_exists(COMMIT, limit=LIMIT) or b""
+        except DamagedError:
+            commit = b""
+        record = {"problems": problems, "commit": commit.decode(errors="replace")}
+        store.write_bytes(DAMAGED, json.dumps(record, indent=1).encode())
+        store.delete(COMMIT)
+    except StorageError as error:  # a read-only store: the damage is found anew each time
+        return f" (it could not be set aside: {error.message})"
+    return f" (set aside, see {DAMAGED})"

@@ -1,0 +1,213 @@
+"""Tensors as safetensors files, streamed through a store: no local copy, no second read, no pickle.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of a JSON header; the header,
+``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; the bytes of all tensors
+without gaps. Tensors that are the same memory (tied weights) are stored once; the other names are recorded in the
+metadata, so that any safetensors reader loads the file and ours gives every name back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.storage import DigestingWriter, FileEntry, Store
+
+ALIASES = "trainflow.aliases"
+"""Metadata key: JSON of {other name: stored name}."""
+
+_HEADER_LIMIT = 100_000_000  # safetensors' own
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_safetensors(
+    writer: DigestingWriter, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors, one at a time, from any device and any memory layout.
+
+    Raises:
+        ConfigError: a tensor whose values are not here (meta), of a dtype safetensors has not, or sparse.
+        StorageError: from the writer.
+    """
+    stored, aliases = _deduplicated(tensors)
+    # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
+    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    if aliases:
+        header["__metadata__"][ALIASES] = json.dumps(aliases, sort_keys=True)
+    begin = 0
+    for name in order:
+        tensor = stored[name]
+        end = begin + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    writer.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        writer.write(_bytes_of(stored[name]))
+
+
+def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None) -> dict[str, Tensor]:
+    """Every tensor of a file, on the CPU; tied names give the same tensor object.
+
+    The file is read once, from front to back, and hashed on the way. Memory is taken only as far as the file has bytes.
+
+    Args:
+        store: the folder.
+        rel: the file.
+        expect: what was committed; compared before anything is returned.
+
+    Raises:
+        DamagedError: not a well-formed safetensors file, or not the one that was committed.
+        StorageError: it cannot be read.
+    """
+    where = f"{store.url}/{rel}"
+    size = store.size(rel)
+    if expect is not None and size != expect.size:
+        raise _damaged(where, f"it has {size:,} bytes, committed were {expect.size:,}")
+    with store.open_read(rel) as stream:
+        reader = _Reader(stream, where)
+        header = _header(reader, size)
+        tensors = {name: reader.tensor(*header.pop(name)) for name in sorted(header, key=lambda name: header[name][2])}
+        if reader.read(1):
+            raise _damaged(where, "it has more bytes than its header says")
+    if expect is not None and reader.digest.hexdigest() != expect.sha256:
+        raise _damaged(where, "its digest is not the one that was committed")
+    for alias, name in reader.aliases.items():
+        if name not in tensors or alias in tensors:
+            raise _damaged(where, "it names tied tensors that are not there")
+        tensors[alias] = tensors[name]
+    return tensors
+
+
+class _Reader:
+    """A stream that is hashed while it is read."""
+
+    def __init__(self, stream: BinaryIO, where: str) -> None:
+        self.digest = hashlib.sha256()
+        self.aliases: dict[str, str] = {}
+        self.where = where
+        self._stream = stream
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self.digest.update(data)
+        return data
+
+    def tensor(self, dtype: torch.dtype, shape: list[int], begin: int, end: int) -> Tensor:
+        """The next bytes as a tensor."""
+        flat = torch.empty(end - begin, dtype=torch.uint8)
+        view = flat.numpy().data
+        filled = 0
+        while filled < len(view):
+            taken = self._stream.readinto(view[filled : filled + 8 * 2**20])  # type: ignore[attr-defined]  # see Store
+            if not taken:
+                raise _damaged(self.where, "it ends too early")
+            self.digest.update(view[filled : filled + taken])
+            filled += taken
+        return flat.view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
+
+
+def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+    """Name → dtype, shape, begin, end; checked to cover the file exactly, so that sizes can be trusted."""
+    length = int.from_bytes(reader.read(8), "little")
+    if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+        raise _damaged(reader.where, "its header has an impossible length")
+    try:
+        record = json.loads(reader.read(length))
+        metadata = record.pop("__metadata__", {})
+        entries = {name: _entry(value) for name, value in record.items()}
+        reader.aliases = json.loads(metadata.get(ALIASES, "{}"))
+        if not all(isinstance(name, str) for name in [*reader.aliases, *reader.aliases.values()]):
+            raise TypeError("aliases")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _damaged(reader.where, "its header is malformed") from error
+    position = 0
+    for dtype, shape, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
+        if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
+            raise _damaged(reader.where, "its header contradicts itself")
+        position = end
+    if position != size - 8 - length:
+        raise _damaged(reader.where, f"its header promises {position:,} bytes, there are {size - 8 - length:,}")
+    return entries
+
+
+def _entry(value: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
+    begin, end = value["data_offsets"]
+    shape = value["shape"]
+    numbers = [begin, end, *shape]
+    if not isinstance(shape, list) or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise TypeError("numbers")
+    return _DTYPES[value["dtype"]], shape, begin, end
+
+
+def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors to store, and for every further name of one of them the name it is stored under."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            raise ConfigError(
+                f"Tensor {name!r} has no plain values ({'meta' if tensor.is_meta else tensor.layout}).",
+                field="checkpoint",
+                remedy="Materialise it before saving.",
+            )
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and memory in first:
+            aliases[name] = first[memory]
+        else:
+            first[memory] = name
+            stored[name] = tensor.detach()
+    return stored, aliases
+
+
+def _dtype_name(name: str, tensor: Tensor) -> str:
+    try:
+        return _NAMES[tensor.dtype]
+    except KeyError:
+        raise ConfigError(
+            f"Tensor {name!r} is {tensor.dtype}, which safetensors cannot hold.",
+            field="checkpoint",
+            remedy="Keep it in another dtype, or as a non-persistent buffer.",
+        ) from None
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    # resolve_*: conjugate and negated views keep their sign as a flag, not in memory.
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _damaged(where: str, reason: str) -> DamagedError:
+    return DamagedError(
+        f"The file is damaged: {reason}.",
+        field=where,
+        remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
+    )

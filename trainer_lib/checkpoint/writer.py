@@ -1,0 +1,256 @@
+"""Saving a checkpoint: every rank writes its part, all agree that nothing failed, rank 0 commits.
+
+::
+
+    rank 0: is there space? clear what an interrupted save left, claim the folder     -> agree
+    every rank: write own files, digests computed on the way                          -> agree
+    gather the file lists; rank 0: is the claim still ours? COMMIT.json               -> agree
+
+A failure on one rank is raised on all, as the same typed error. Whatever happens, older checkpoints stay as they are,
+and the new folder does not count until ``COMMIT.json`` is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainer_lib.checkpoint.catalogue import KIND, CheckpointInfo, checkpoint_name
+from trainer_lib.checkpoint.collective import together
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
+from trainer_lib.checkpoint.tensors import write_safetensors
+from trainer_lib.checkpoint.values import to_json
+from trainer_lib.errors import (
+    ConfigError,
+    LeaseLostError,
+    StorageError,
+    StorageFullError,
+    TrainflowError,
+)
+from trainer_lib.lease import Holder
+from trainer_lib.manifest import COMMIT, Commit, FileEntry, withdraw, write_commit
+from trainer_lib.storage import Store, relative_problem
+
+if TYPE_CHECKING:
+    from trainer_lib.distributed import Communicator
+
+MODEL = "model.safetensors"
+OPTIMIZER_TENSORS = "optimizer.safetensors"
+OPTIMIZER = "optimizer.json"
+SCHEDULER = "scheduler.json"
+SCALER = "scaler.json"
+DATA = "data.json"
+TRAINER_STATE = "trainer_state.json"
+TRAINING_ARGS = "training_args.json"
+WRITING = "WRITING.json"
+"""The claim of whoever is writing the folder; gone when it is done, no part of the checkpoint."""
+
+_OURS = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS, WRITING}
+_SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
+_OVERHEAD = 2**20
+"""Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
+
+_saving: set[str] = set()
+"""Claims that this process is using right now: others of its own are leftovers of a save that failed."""
+
+
+@dataclass
+class Snapshot:
+    """What one rank contributes. Shared state is taken from rank 0; only `rng` is every rank's own.
+
+    Attributes:
+        step: optimizer steps done.
+        model: name → tensor, tied names included.
+        optimizer, scheduler, scaler: None when there is none, or only the model is to be saved.
+        rng: `capture_rng`; empty when only the model is to be saved.
+        data: position in the data; JSON.
+        trainer_state, training_args: JSON, with the fields of the reference Trainer's files.
+        files: further files, name → bytes (``config.json``, a tokenizer's).
+        meta: what the commit should say besides step, world size and parameter count; JSON.
+    """
+
+    step: int
+    model: Mapping[str, Tensor]
+    optimizer: OptimizerSnapshot | None = None
+    scheduler: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+    rng: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer_state: dict[str, Any] = field(default_factory=dict)
+    training_args: dict[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> CheckpointInfo:
+    """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its snapshot.
+
+    A checkpoint of the same step that is there already is replaced: its commit is removed first.
+
+    Raises (the same on every rank):
+        StorageFullError: there is no room; says the bytes needed and free. Nothing was written.
+        StorageError: a write failed, or another living process is writing this folder.
+        LeaseLostError: another process took the folder over while we were writing.
+        ConfigError: the state cannot be written without pickle.
+    """
+    name = checkpoint_name(snapshot.step)
+    store = root.child(name)
+    is_first = comm.rank == 0
+    with _claim() as claim:
+        try:
+            together(comm, lambda: _prepare(store, snapshot, claim, comm.world_size) if is_first else None)
+            entries = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
+            lists = comm.gather_json([asdict(entry) for entry in entries])
+            files = [FileEntry(**record) for part in lists or [] for record in part]
+            meta = {**snapshot.meta, "step": snapshot.step, "world_size": comm.world_size}
+            commit = together(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
+        except TrainflowError:
+            if is_first:
+                _clear_failed(store, claim)
+            raise
+    record = comm.broadcast_json(None if commit is None else asdict(commit))
+    committed = tuple(FileEntry(**entry) for entry in record["files"])
+    return CheckpointInfo(snapshot.step, name, store.url, Commit(**{**record, "files": committed}))
+
+
+def bytes_needed(snapshot: Snapshot, world_size: int) -> int:
+    """An upper estimate of a checkpoint's size in bytes."""
+    tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
+    payload: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return payload + sum(map(len, snapshot.files.values())) + 512 * len(tensors) + _OVERHEAD * (world_size + 1)
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _claim() -> Iterator[Holder]:
+    claim = Holder.this_process()
+    _saving.add(claim.id)
+    try:
+        yield claim
+    finally:
+        _saving.discard(claim.id)
+
+
+def _prepare(store: Store, snapshot: Snapshot, claim: Holder, world_size: int) -> None:
+    """Check what can be checked, claim the folder, remove what is left of earlier saves."""
+    for file in snapshot.files:
+        problem = "is one of the checkpoint's own names" if file in _OURS else relative_problem(file)
+        if problem or file.startswith("rng/"):
+            raise ConfigError(
+                f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
+            )
+    _check_space(store, bytes_needed(snapshot, world_size))
+    earlier = store.read_if_exists(WRITING)
+    if earlier is not None:
+        other = Holder.from_bytes(earlier)
+        if other is not None and other.is_alive() and (other.pid != claim.pid or other.id in _saving):
+            raise _being_written(store, str(other))
+        store.delete(WRITING)
+    if not _holds(store, claim) and not store.create(WRITING, claim.to_bytes()) and not _holds(store, claim):
+        raise _being_written(store, "another process")
+    store.delete(COMMIT)
+    for info in store.list():
+        if info.path != WRITING:
+            store.delete(info.path)
+
+
+def _check_space(store: Store, needed: int) -> None:
+    free = store.free_bytes()
+    if free is not None and free < needed:
+        raise StorageFullError(
+            f"A checkpoint needs {needed:,} bytes, {free:,} are free.",
+            field=store.url,
+            remedy="Free space, lower save_total_limit, or choose another output_dir. Earlier checkpoints are intact.",
+        )
+
+
+def _being_written(store: Store, who: str) -> StorageError:
+    remedy = "Wait for it, end it, or give each run its own output_dir."
+    return StorageError(f"The checkpoint is being written by {who}.", field=store.url, remedy=remedy)
+
+
+def _holds(store: Store, claim: Holder) -> bool:
+    return store.read_if_exists(WRITING) == claim.to_bytes()
+
+
+def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: Holder) -> Commit:
+    def guard() -> None:
+        if not _holds(store, claim):
+            raise LeaseLostError(
+                "Another process has taken this checkpoint's folder over while we were writing it.",
+                field=store.url,
+                remedy="Give each run its own output_dir.",
+            )
+
+    commit = write_commit(store, KIND, files, meta, guard=guard)
+    with contextlib.suppress(StorageError):  # the checkpoint is complete; a claim that stays does no harm
+        store.delete(WRITING)
+    return commit
+
+
+def _clear_failed(store: Store, claim: Holder) -> None:
+    """Give the space back, if the folder is still ours; what cannot be removed is a leftover for the next save."""
+    with contextlib.suppress(StorageError):
+        if _holds(store, claim):
+            withdraw(store)
+
+
+# -- the files ---------------------------------------------------------------------------------------------------------
+
+
+def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> list[FileEntry]:
+    entries = [_write_json(store, rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
+    return entries + (_write_shared(store, snapshot) if rank == 0 else [])
+
+
+def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
+    entries = [_write_tensors(store, MODEL, snapshot.model)]
+    optimizer = snapshot.optimizer
+    if optimizer is not None:
+        entries.append(_write_tensors(store, OPTIMIZER_TENSORS, optimizer.tensors))
+        entries.append(_write_json(store, OPTIMIZER, {"groups": optimizer.groups, "scalars": optimizer.scalars}))
+    for name, state in ((SCHEDULER, snapshot.scheduler), (SCALER, snapshot.scaler)):
+        if state is not None:
+            entries.append(_write_json(store, name, to_json(state, name)))
+    for name, state in ((DATA, snapshot.data), (TRAINER_STATE, snapshot.trainer_state)):
+        entries.append(_write_json(store, name, state))
+    entries.append(_write_json(store, TRAINING_ARGS, _without_secrets(snapshot.training_args)))
+    entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
+    return entries
+
+
+def rng_file(rank: int) -> str:
+    """Where a rank's random state lies."""
+    return f"rng/rank-{rank:05d}.json"
+
+
+def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
+    with store.open_write(name) as writer:
+        write_safetensors(writer, tensors)
+    return writer.entry
+
+
+def _write_json(store: Store, name: str, value: object, *, indent: int | None = 1) -> FileEntry:
+    try:
+        text = json.dumps(value, indent=indent)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"It cannot be written as JSON: {error}",
+            field=name,
+            remedy="Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments).",
+        ) from error
+    return store.write_bytes(name, (text + "\n").encode())
+
+
+def _without_secrets(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
+    return "<redacted>" if isinstance(value, str) and _SECRET.search(name) else value
