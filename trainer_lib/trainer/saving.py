@@ -198,7 +198,7 @@ class SavingMixin(ReportingMixin):
 
     def _resume(self, run: TrainingRun, loaded: Loaded) -> TrainerState:
         """Everything but the weights and the random numbers; returns the saved state."""
-        if loaded.optimizer() is None or loaded.scheduler is None:
+        if not loaded.has_optimizer or loaded.scheduler is None:
             raise ConfigError(
                 "holds only a model (save_only_model), which cannot be resumed.",
                 field="resume_from_checkpoint",
