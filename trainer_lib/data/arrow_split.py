@@ -34,6 +34,8 @@ class ArrowSplit:
         ConfigError: there is no such split.
     """
 
+    is_pure = True  # reading a row draws no random number: loaders need not seed around it
+
     def __init__(self, data: Mapping[str, Any], split: str, cache: FileCache | None = None) -> None:
         if split not in data["splits"]:
             known = ", ".join(data["splits"])

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
-from trainer_lib.data.order import keep_generators, seed_generators
+from trainer_lib.data.order import derive, keep_generators, seed_generators
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,11 @@ class _Part(NamedTuple):
 
 
 class Shares(IterableDataset[_Part]):
-    """Cuts a stream into rounds of world x micro samples and collates this rank's part of each."""
+    """Cuts a stream into rounds of world x micro samples and collates this rank's part of each.
+
+    Whatever a round draws from the generators is seeded by (seed, epoch, round), so a resumed stream repeats it and
+    dropout is not disturbed.
+    """
 
     def __init__(
         self,
@@ -41,31 +45,44 @@ class Shares(IterableDataset[_Part]):
         micro_batch: int,
         world_size: int,
         rank: int,
+        seed: int,
         fillers: bool,
     ) -> None:
         self.stream = stream
         self.collate = collate
-        self.skip_samples = 0
+        self.epoch = 0
+        self.first_round = 0
+        self.discard = False  # whether the rounds before `first_round` have yet to be read
         self._global_batch = global_batch
         self._micro = min(micro_batch, -(-global_batch // world_size))
         self._world = world_size
         self._rank = rank
+        self._seed = seed
         self._fillers = fillers
 
-    def _rounds(self) -> Iterator[list[Any]]:
-        samples = itertools.islice(iter(self.stream), self.skip_samples, None)
+    def __iter__(self) -> Iterator[_Part]:
+        worker = torch.utils.data.get_worker_info()
+        number = 0 if self.discard else self.first_round
         room = self._global_batch
-        while unit := list(itertools.islice(samples, min(room, self._world * self._micro))):
-            yield unit
+        samples: Iterator[Any] | None = None
+        while True:
+            with keep_generators():
+                seed_generators(int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0]))
+                samples = iter(self.stream) if samples is None else samples
+                unit = list(itertools.islice(samples, min(room, self._world * self._micro)))
+                part = self._part(unit) if unit and number >= self.first_round else None
+            if not unit:
+                return
+            if part is not None:
+                yield part
+            number += 1
             room = room - len(unit) or self._global_batch
 
-    def __iter__(self) -> Iterator[_Part]:
-        for unit in self._rounds():
-            share = unit[self._rank * self._micro : (self._rank + 1) * self._micro]
-            if share or self._fillers:
-                yield _Part(self.collate(share or unit[:1]), bool(share), len(unit))
-            else:
-                yield _Part(None, False, len(unit))
+    def _part(self, unit: list[Any]) -> _Part:
+        share = unit[self._rank * self._micro : (self._rank + 1) * self._micro]
+        if share or self._fillers:
+            return _Part(self.collate(share or unit[:1]), bool(share), len(unit))
+        return _Part(None, False, len(unit))
 
 
 class IterableLoader(DataLoader[Any]):
@@ -92,6 +109,7 @@ class IterableLoader(DataLoader[Any]):
             micro_batch=micro_batch,
             world_size=world_size,
             rank=rank,
+            seed=seed,
             fillers=fillers,
         )
         self.global_batch = global_batch
@@ -125,6 +143,7 @@ class IterableLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
         stream = self.shares.stream
+        self.shares.epoch = epoch
         if callable(tell := getattr(stream, "set_epoch", None)):
             tell(epoch)
         elif isinstance(generator := getattr(stream, "generator", None), torch.Generator):
@@ -143,19 +162,20 @@ class IterableLoader(DataLoader[Any]):
     def rounds(self) -> Iterator[Micro]:
         """One pass for evaluation: a part without a sample on this rank has no batch."""
         self.set_epoch(0)
+        self.shares.first_round = 0
         for part in super().__iter__():
             yield Micro(part.batch, part.real)
 
     def _parts(self, start_step: int) -> Iterator[_Part]:
-        self.shares.skip_samples = 0
+        rounds = start_step * self._accumulation
+        self.shares.first_round, self.shares.discard = rounds, True
         if self._restored is not None:
             self.shares.stream.load_state_dict(self._restored)
-            self._restored = None
-        elif start_step and self.num_workers == 0:
-            self.shares.skip_samples = start_step * self.global_batch
-        elif start_step:
-            # Workers cut the stream themselves, so only whole micro-batches can be counted off.
-            return itertools.islice(super().__iter__(), start_step * self._accumulation, None)
+            self._restored, self.shares.discard = None, False
+        elif self.num_workers > 0:
+            # Every worker cuts its own stream: only what comes out of all of them can be counted off.
+            self.shares.first_round = 0
+            return itertools.islice(super().__iter__(), rounds, None)
         return iter(super().__iter__())
 
     def state(self) -> dict[str, Any]:
@@ -194,6 +214,7 @@ class ForeignLoader:
         self._rank = rank
         self._seed = seed
         self._drop_last = drop_last
+        self._generator = torch.Generator()
         self._restored: dict[str, Any] | None = None
         batches = len(loader) if has_length(loader) else None
         self.steps_per_epoch = None if batches is None else self._steps(batches)
@@ -216,16 +237,25 @@ class ForeignLoader:
             self.loader.load_state_dict(self._restored)
             self._restored = None
             start_step = 0
-        for name in ("batch_sampler", "sampler", "dataset"):
-            if callable(tell := getattr(getattr(self.loader, name, None), "set_epoch", None)):
-                tell(epoch)
-        with keep_generators():  # samplers that shuffle draw their seed here: the same one on every rank
+        self._set_epoch(epoch)
+        with keep_generators():  # what is read only to be discarded must not disturb what was restored
             seed_generators(self._seed + epoch)
             batches = iter(self.loader)
-        batches = itertools.islice(batches, start_step * self._accumulation * self._world, None)
+            for _ in itertools.islice(batches, start_step * self._accumulation * self._world):
+                pass
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
             yield Micro(turn[self._rank] if real else turn[0], real)
+
+    def _set_epoch(self, epoch: int) -> None:
+        parts = [getattr(self.loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+        parts.append(getattr(parts[0], "sampler", None))
+        for part in parts:
+            if callable(tell := getattr(part, "set_epoch", None)):
+                tell(epoch)
+            if isinstance(part, RandomSampler) and (part.generator is None or part.generator is self._generator):
+                # It would draw its seed from the global generator at the first batch: another one on every rank.
+                part.generator = self._generator.manual_seed(self._seed + epoch)
 
     def state(self) -> dict[str, Any]:
         """The loader's own state, if it offers one."""

@@ -92,10 +92,16 @@ class Keys(NamedTuple):
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether reading a sample certainly draws no random number."""
+    """Whether reading a sample certainly draws no random number; a dataset may say so with an attribute `is_pure`."""
     if isinstance(dataset, Subset):
         return is_pure(dataset.dataset)
     return isinstance(dataset, list | tuple | TensorDataset) or bool(getattr(dataset, "is_pure", False))
+
+
+def is_pure_collator(collate: Any) -> bool:
+    """Whether a collator certainly draws no random number; others may say so with an attribute `is_pure`."""
+    known = collate is default_data_collator or isinstance(collate, DataCollatorWithPadding)
+    return known or bool(getattr(collate, "is_pure", False))
 
 
 class Fetch(Dataset[Any]):
@@ -105,7 +111,7 @@ class Fetch(Dataset[Any]):
         self.dataset = dataset
         self.collate = collate
         self._seed = seed
-        self._pure_collate = collate is default_data_collator or isinstance(collate, DataCollatorWithPadding)
+        self._pure_collate = is_pure_collator(collate)
         self._pure = is_pure(dataset)
         self._read_many = _batched_reader(dataset)
 

@@ -104,6 +104,7 @@ class TrainerBase:
         self._stop: StopRequest | None = None
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
+        self._trained_before = False
         self._inspect_overrides()
 
         self.model = self._given_model(model)

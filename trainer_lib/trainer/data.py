@@ -12,7 +12,14 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.items import count_items
 from trainer_lib.data.iterable import ForeignLoader, IterableLoader
-from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
+from trainer_lib.data.loader import (
+    EvalLoader,
+    LoaderOptions,
+    TrainLoader,
+    TrainSource,
+    has_length,
+    is_pure_collator,
+)
 from trainer_lib.data.order import (
     BatchPlan,
     LengthGroupedOrder,
@@ -34,12 +41,13 @@ class _WithoutColumns:
 
     def __init__(self, collate: Callable[[list[Any]], Any], columns: set[str], described: str) -> None:
         self.collate = collate
+        self.is_pure = is_pure_collator(collate)
         self._columns = columns
         self._described = described
         self._said = False
 
     def __call__(self, samples: list[Any]) -> Any:
-        if not isinstance(samples[0], Mapping):
+        if not isinstance(samples[0], Mapping) or samples[0].keys() <= self._columns:
             return self.collate(samples)
         kept = [{name: value for name, value in row.items() if name in self._columns} for row in samples]
         if not kept[0]:

@@ -30,18 +30,16 @@ class StepHistory:
         self._limit = nonfinite_limit
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
-        self._excused: list[bool] = []
         self._since_log: list[tuple[float, float]] = []  # (loss, norm) of collected steps
         self._total = 0.0
         self._counted = 0
         self._in_a_row = 0
         self.nonfinite_steps = 0
 
-    def append(self, loss: torch.Tensor, norm: torch.Tensor, *, excused: bool = False) -> None:
-        """Note a step. `excused`: a loss scaler is still finding its scale, so an overflow is no failure."""
-        self._losses.append(loss.detach())
-        self._norms.append(norm.detach())
-        self._excused.append(excused)
+    def append(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Note a step: this rank's loss, and the gradients' norm, which is the same on every rank."""
+        self._losses.append(loss)
+        self._norms.append(norm)
 
     @property
     def full(self) -> bool:
@@ -54,10 +52,10 @@ class StepHistory:
             return
         losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
         values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()
-        for loss, norm, excused in zip(values[0], values[1], self._excused, strict=True):
-            self._note(loss, norm, excused)
+        for loss, norm in zip(values[0], values[1], strict=True):
+            self._note(loss, norm)
         first = step - len(self._losses) + 1
-        self._losses, self._norms, self._excused = [], [], []
+        self._losses, self._norms = [], []
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row (seen from step {first}).",
@@ -65,14 +63,14 @@ class StepHistory:
                 remedy="Lower learning_rate, check the data for extreme values, or use bf16 instead of fp16.",
             )
 
-    def _note(self, loss: float, norm: float, excused: bool) -> None:
+    def _note(self, loss: float, norm: float) -> None:
         self._since_log.append((loss, norm))
         if math.isfinite(loss):
             self._total += loss
             self._counted += 1
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
-        elif not excused:
+        else:
             self._in_a_row += 1
             self.nonfinite_steps += 1
 

@@ -96,6 +96,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
             self._begin_callbacks(run, loaded, trial, ignore_keys_for_eval)
             while run.epoch < run.num_epochs and not self.control.should_training_stop:
                 batches = run.open_epoch()
+                samples: list[Any] = []
                 self.control = handler.on_epoch_begin(self.args, self.state, self.control)
                 while self.state.global_step < run.max_steps:
                     self._request().begin_step()
@@ -104,19 +105,19 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
                         break
                     self.control = handler.on_step_begin(self.args, self.state, self.control)
                     loss = self._forward_backward(model, samples, run)
-                    norm, rate = self._optimizer_step(model, run)
+                    norm = self._optimizer_step(model, run)
                     self._count_step(run, loss, norm)
                     self.control = handler.on_step_end(self.args, self.state, self.control)
-                    self._report(run, loss, norm, rate, model, trial, ignore_keys_for_eval)
+                    self._report(run, loss, norm, trial, ignore_keys_for_eval)
                     if self._request().agreed():
                         raise StopAgreed
                     if self.control.should_epoch_stop or self.control.should_training_stop:
                         break
                 if run.step_in_epoch == 0:
                     self._no_batch(run)
-                run.epoch, run.step_in_epoch = run.epoch + 1, 0
+                run.close_epoch(exhausted=not samples or self.control.should_epoch_stop)
                 self.control = handler.on_epoch_end(self.args, self.state, self.control)
-                self._report(run, None, None, None, model, trial, ignore_keys_for_eval)
+                self._report(run, None, None, trial, ignore_keys_for_eval)
                 if self.state.global_step >= run.max_steps:
                     break
         except StopAgreed:
@@ -127,8 +128,9 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
 
     def _begin(self, url: str | None, trial: Any) -> tuple[TrainingRun, Loaded | None]:
         """Data, length, model, optimizer, and whatever a checkpoint restores."""
-        if self.optimizer is not self._given_optimizers[0] or self.lr_scheduler is not self._given_optimizers[1]:
+        if self._trained_before:
             self._reset_optimizer()
+        self._trained_before = True
         loaded = self._open_checkpoint(url) if url is not None else None
         self._claim_output_dir(url)
         source = self._train_source()
@@ -139,7 +141,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         run = TrainingRun(
             source=source,
-            history=StepHistory(self.strategy, nonfinite_limit=self.args.max_nonfinite_steps),
+            history=StepHistory(self.strategy, nonfinite_limit=self._nonfinite_limit()),
             world_size=self.comm.world_size,
             max_steps=max_steps,
             num_epochs=num_epochs,
@@ -159,6 +161,10 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         )
         return run, loaded
 
+    def _nonfinite_limit(self) -> int:
+        # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where it is the model's own.
+        return self.args.max_nonfinite_steps + (24 if self.precision.scaler is not None else 0)
+
     def _begin_callbacks(
         self, run: TrainingRun, loaded: Loaded | None, trial: Any, ignore_keys_for_eval: list[str] | None
     ) -> None:
@@ -168,15 +174,15 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
             pending = self._restore_callbacks(TrainerState.from_dict(loaded.trainer_state))
         handler = self.callback_handler
         self.control = handler.on_train_begin(self.args, self.state, self.control)
+        if self.args.eval_on_start and self.state.global_step == 0:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if loaded is None:
-            if self.args.eval_on_start:
-                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             return
         self.control.should_evaluate, self.control.should_save = pending.should_evaluate, pending.should_save
         # A run that had ended may be prolonged; one that a callback had stopped stays stopped.
         ended = self.state.global_step >= self._saved_max_steps
         self.control.should_training_stop = pending.should_training_stop and not ended
-        self._report(run, None, None, None, self.model_wrapped, trial, ignore_keys_for_eval)
+        self._report(run, None, None, trial, ignore_keys_for_eval)
         self._restore_random_numbers(loaded)
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -232,22 +238,21 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
             return None
         return next((each for each, items in zip(samples, run.items, strict=True) if items), batch)
 
-    def _optimizer_step(self, model: nn.Module, run: TrainingRun) -> tuple[torch.Tensor, Any]:
-        """Clip, step (unless not finite), advance the schedule; the norm before clipping, the rate that was used."""
+    def _optimizer_step(self, model: nn.Module, run: TrainingRun) -> torch.Tensor:
+        """Clip, step (unless not finite), advance the schedule; the norm before clipping."""
         handler, optimizer = self.callback_handler, self._ready_optimizer()
         self._unscale()
         norm = self._clip_grad_norm(model)
         self.control = handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self._step_if_finite(norm)
         self.control = handler.on_optimizer_step(self.args, self.state, self.control)
-        rate = optimizer.param_groups[0]["lr"]
+        run.rate = optimizer.param_groups[0]["lr"]
         self._step_schedule()
         optimizer.zero_grad()
-        return norm, rate
+        return norm
 
     def _count_step(self, run: TrainingRun, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        # fp16 finds its loss scale by overflowing; only at scale 1 is an overflow the model's own.
-        run.history.append(loss, norm, excused=self.precision.scaler is not None)
+        run.history.append(loss, norm)
         run.step_in_epoch += 1
         self.state.global_step += 1
         steps = run.source.steps_per_epoch or run.max_steps
@@ -263,15 +268,13 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         run: TrainingRun,
         loss: torch.Tensor | None,
         norm: torch.Tensor | None,
-        rate: Any,
-        model: nn.Module,
         trial: Any,
         ignore_keys_for_eval: list[str] | None,
     ) -> None:
-        control = self.control
+        control, model, epoch = self.control, self.model_wrapped, self.state.epoch
         if control.should_log or control.should_evaluate or control.should_save:
             self._maybe_log_save_evaluate(
-                loss, norm, model, trial, self.state.epoch, ignore_keys_for_eval, run.started, learning_rate=rate
+                loss, norm, model, trial, epoch, ignore_keys_for_eval, run.started, learning_rate=run.rate
             )
 
     def _maybe_log_save_evaluate(

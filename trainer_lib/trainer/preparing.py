@@ -41,7 +41,6 @@ class PreparingMixin(OptimizationMixin):
         if self.place_model_on_device:
             self._move_model_to_device(self.model, self.device)
         self._look_at_model()
-        self._reset_optimizer()
 
     def _prepare_model(self) -> None:
         if self.args.gradient_checkpointing:

@@ -45,6 +45,7 @@ class TrainingRun:
         max_steps, num_epochs: where it ends.
         epoch, step_in_epoch: the position: steps of `epoch` that are done.
         items: target items of each micro-batch of the step under way, on this rank (0 for fillers).
+        rate: learning rate of the newest step.
         num_items: target items of the step under way over all ranks.
         micro_step: the micro-batch under way, counted within its step.
     """
@@ -64,6 +65,7 @@ class TrainingRun:
     micro_step: int = 0
     micro_steps: int = 1
     saved_step: int = -1
+    rate: Any = None
     _batches: MicroBatches | None = None
     _reals: list[bool] = field(default_factory=list)
 
@@ -71,6 +73,11 @@ class TrainingRun:
         """The current epoch's micro-batches from the current step on."""
         self._batches = MicroBatches(self.source, self.epoch, self.step_in_epoch)
         return self._batches
+
+    def close_epoch(self, *, exhausted: bool) -> None:
+        """Move on to the next epoch, unless training ends inside this one: it may be prolonged later."""
+        if exhausted or self.step_in_epoch == self.source.steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
     def reals(self, count: int) -> list[bool]:
         """Whether each of the step's `count` micro-batches holds this rank's own samples."""

@@ -8,19 +8,20 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good, rotate
+from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
-from trainer_lib.errors import ConfigError, TrainflowError, from_exception
+from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.manifest import withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState, callback_states
 from trainer_lib.storage import Store
@@ -30,6 +31,7 @@ from trainer_lib.trainer.run import TrainingRun
 _log = logging.getLogger(__name__)
 PREFIX = "checkpoint"
 WEIGHTS = "model.safetensors"
+T = TypeVar("T")
 
 
 class SavingMixin(ReportingMixin):
@@ -43,16 +45,12 @@ class SavingMixin(ReportingMixin):
         ``model.safetensors``, ``config.json`` and the processing class if there are any, ``training_args.json``.
         Written by rank 0; a failure there is raised on all.
         """
-        failure: TrainflowError | None = None
         state = dict(self.strategy.model_state(self.model_wrapped))
-        if self.is_world_process_zero():
-            try:
-                self._save(output_dir, state_dict=state)
-            except Exception as error:
-                if self.comm.world_size == 1:
-                    raise
-                failure = from_exception(error, rank=0)
-        self.comm.agree(failure)
+        self._on_main_process(lambda: self._save(output_dir, state_dict=state))
+
+    def _on_main_process(self, work: Callable[[], T]) -> T | None:
+        """`work()` on rank 0 (None elsewhere); what it raises there is raised on every rank."""
+        return together(self.comm, lambda: work() if self.is_world_process_zero() else None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         store = Store.open(output_dir or str(self.args.output_dir), field="output_dir")
@@ -100,9 +98,6 @@ class SavingMixin(ReportingMixin):
         self.store_flos()
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = root.child(name).url
-        if self.is_world_process_zero() and name in root.children():
-            withdraw(root.child(name))  # what an interrupted save left, or a run that was rewound
-        self.comm.barrier()
         save_checkpoint(root, self._snapshot(run), self.comm)
         run.saved_step = self.state.global_step
         self._own_checkpoints.add(name)
@@ -112,7 +107,10 @@ class SavingMixin(ReportingMixin):
         if self.args.save_total_limit is None or not self.is_world_process_zero():
             return
         best = self.state.best_model_checkpoint
-        rotate(root, keep=self.args.save_total_limit, protect={best.rsplit("/", 1)[-1]} if best else set())
+        try:
+            rotate(root, keep=self.args.save_total_limit, protect={best.rsplit("/", 1)[-1]} if best else set())
+        except StorageError as error:  # one checkpoint too many is no reason to stop
+            _log.warning("An old checkpoint could not be removed: %s", error)
 
     def _snapshot(self, run: TrainingRun) -> Snapshot:
         """All resumable state, in one place.
@@ -154,15 +152,7 @@ class SavingMixin(ReportingMixin):
         asked = self.args.resume_from_checkpoint if asked is None else asked
         if not asked:
             return None
-        found: str | None = None
-        failure: TrainflowError | None = None
-        if self.is_world_process_zero():
-            try:
-                found = self._find_checkpoint(asked)
-            except TrainflowError as error:
-                failure = error
-        self.comm.agree(failure)
-        answer: str | None = self.comm.broadcast_json(found)
+        answer: str | None = self.comm.broadcast_json(self._on_main_process(lambda: self._find_checkpoint(asked)))
         return answer
 
     def _find_checkpoint(self, asked: str | bool) -> str | None:
@@ -202,7 +192,7 @@ class SavingMixin(ReportingMixin):
             raise ConfigError(
                 "holds only a model (save_only_model), which cannot be resumed.",
                 field="resume_from_checkpoint",
-                value=loaded.trainer_state.get("global_step"),
+                value=loaded.url,
                 remedy="Load its weights and start anew, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
@@ -218,7 +208,7 @@ class SavingMixin(ReportingMixin):
         return saved
 
     def _warn_of_changes(self, loaded: Loaded) -> None:
-        now, then = self.args.to_dict(), getattr(loaded, "training_args", None) or {}
+        now, then = self.args.to_dict(), loaded.training_args
         if not self.is_world_process_zero():
             return
         for name in sorted(now.keys() & then.keys()):
@@ -268,13 +258,8 @@ class SavingMixin(ReportingMixin):
 
     def _claim_output_dir(self, resumed_from: str | None) -> None:
         """Refuse to mix a new run's checkpoints with an earlier run's, whose newest a later resume would take."""
-        failure: TrainflowError | None = None
-        if self.is_world_process_zero() and resumed_from is None:
-            try:
-                self._clear_earlier_run(self._checkpoint_root())
-            except TrainflowError as error:
-                failure = error
-        self.comm.agree(failure)
+        if resumed_from is None:
+            self._on_main_process(lambda: self._clear_earlier_run(self._checkpoint_root()))
 
     def _clear_earlier_run(self, root: Store) -> None:
         present = list_checkpoints(root)

@@ -69,6 +69,8 @@ class StepMixin(TrainerBase):
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss, divided = self._call_compute_loss(model, inputs, num_items_in_batch)
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()  # a weight such as 1/3 has too few digits there
         weight = self._loss_weight(divided)
         detached = loss.detach()
         # A non-finite loss must not leave finite gradients behind: NaN flows back to every parameter, on every rank.
@@ -123,7 +125,8 @@ class StepMixin(TrainerBase):
             if labels is not None and self._drops_labels():
                 inputs = {name: value for name, value in inputs.items() if name not in self.label_names}
         given = inputs
-        if num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
+        own = self.compute_loss_func is None and (self.label_smoother is None or labels is None)
+        if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
             self._items_used = True
             given = {**inputs, "num_items_in_batch": self._plain_items(num_items_in_batch)}
         outputs = model(**given) if isinstance(given, Mapping) else model(*_as_tuple(given))
@@ -131,7 +134,6 @@ class StepMixin(TrainerBase):
             loss = self._call_loss_func(outputs, labels, num_items_in_batch)
         elif self.label_smoother is not None and labels is not None:
             loss = self.label_smoother(outputs, labels, shifts=self._forward.shifts_labels)
-            self._items_used = False
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss

@@ -1,0 +1,145 @@
+"""Data order: a permutation that is a pure function of (seed, epoch, position), cut the same for every world size."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_lib.data.order import (
+    BatchPlan,
+    LengthGroupedOrder,
+    OrderSampler,
+    RandomOrder,
+    SamplerOrder,
+    SequentialOrder,
+    keep_generators,
+    sample_seeds,
+    seed_generators,
+)
+from trainer_lib.errors import DataError
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 65_536, 65_537, 100_003])
+def test_every_epoch_is_a_permutation(count: int) -> None:
+    order = RandomOrder(count, seed=7)
+    for epoch in (0, 1):
+        assert np.array_equal(np.sort(order.indices(epoch, 0, count)), np.arange(count))
+    if count > 10:
+        assert not np.array_equal(order.indices(0, 0, count), order.indices(1, 0, count))
+        assert not np.array_equal(order.indices(0, 0, count), RandomOrder(count, seed=8).indices(0, 0, count))
+
+
+@pytest.mark.parametrize("count", [1000, 70_000])
+def test_a_slice_does_not_depend_on_what_was_asked_before(count: int) -> None:
+    whole = RandomOrder(count, seed=1).indices(3, 0, count)
+    for start, stop in ((0, 5), (count - 7, count), (990, 1000), (500, 500)):
+        assert np.array_equal(RandomOrder(count, seed=1).indices(3, start, stop), whole[start:stop])
+
+
+def test_the_order_never_changes_with_a_library_version() -> None:
+    """Written down once: a run that resumes under a newer NumPy or torch must see the same samples."""
+    assert RandomOrder(10, seed=42).indices(0, 0, 10).tolist() == SMALL
+    assert RandomOrder(10_000_000, seed=42).indices(1, 9_000_000, 9_000_006).tolist() == LARGE
+
+
+SMALL = [0, 7, 1, 5, 9, 4, 2, 3, 8, 6]
+LARGE = [7192993, 5131132, 9945858, 4472010, 5416069, 8343685]
+
+
+def test_large_orders_look_random() -> None:
+    found = RandomOrder(100_000, seed=3).indices(0, 0, 100_000).astype(float)
+    assert abs(np.corrcoef(np.arange(100_000), found)[0, 1]) < 0.01
+    assert abs(np.mean(np.abs(np.diff(found))) / 100_000 - 1 / 3) < 0.01  # mean distance of two uniform draws
+
+
+def test_the_first_place_goes_to_every_sample_equally_often() -> None:
+    firsts = Counter(int(RandomOrder(8, seed=seed).indices(0, 0, 1)[0]) for seed in range(4000))
+    assert set(firsts) == set(range(8))
+    assert max(firsts.values()) / min(firsts.values()) < 1.35
+
+
+@given(
+    num_samples=st.integers(1, 200),
+    global_batch=st.integers(1, 40),
+    micro=st.integers(1, 12),
+    world=st.integers(1, 5),
+)
+def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
+    num_samples: int, global_batch: int, micro: int, world: int
+) -> None:
+    plans = [
+        BatchPlan.cut(
+            num_samples, global_batch=global_batch, micro_batch=micro, world_size=world, rank=rank, drop_last=False
+        )
+        for rank in range(world)
+    ]
+    assert {plan.steps_per_epoch for plan in plans} == {-(-num_samples // global_batch)}
+    for step in range(plans[0].steps_per_epoch):
+        assert len({plan.micro_steps(step) for plan in plans}) == 1
+        shares = [plan.share(step, m) for m in range(plans[0].micro_steps(step)) for plan in plans]
+        assert all(stop - start <= micro for start, stop in shares)
+        positions = [position for start, stop in shares for position in range(start, stop)]
+        assert positions == list(range(step * global_batch, min((step + 1) * global_batch, num_samples)))
+
+
+def test_a_last_batch_that_is_dropped_is_a_global_one() -> None:
+    for world, micro in ((1, 4), (2, 2), (4, 1)):
+        plan = BatchPlan.cut(10, global_batch=4, micro_batch=micro, world_size=world, rank=0, drop_last=True)
+        assert (plan.num_samples, plan.steps_per_epoch) == (8, 2)
+    with pytest.raises(DataError, match="dataloader_drop_last=False"):
+        BatchPlan.cut(3, global_batch=4, micro_batch=4, world_size=1, rank=0, drop_last=True)
+    with pytest.raises(DataError, match="no samples"):
+        BatchPlan.cut(0, global_batch=4, micro_batch=4, world_size=1, rank=0, drop_last=False)
+
+
+def test_grouping_by_length_sorts_stretches_and_keeps_every_sample() -> None:
+    lengths = [random.Random(5).randrange(1, 500) for _ in range(1)] + [(7 * i) % 301 + 1 for i in range(999)]
+    order = LengthGroupedOrder(lengths, seed=1, stretch=100)
+    epoch = order.indices(2, 0, 1000)
+    assert sorted(epoch.tolist()) == list(range(1000))
+    assert np.array_equal(order.indices(2, 250, 260), epoch[250:260])
+    for start in range(0, 1000, 100):
+        found = [lengths[index] for index in epoch[start : start + 100]]
+        assert found == sorted(found, reverse=True)
+    assert LengthGroupedOrder(lengths[::-1], 1, 100).fingerprint() != order.fingerprint()
+
+
+def test_a_sampler_of_ones_own_gives_the_same_order_again_and_leaves_the_generators_alone() -> None:
+    data = list(range(20))
+    before = torch.get_rng_state()
+    first = SamplerOrder(torch.utils.data.RandomSampler(data), seed=3)
+    assert np.array_equal(
+        first.indices(1, 0, 20), SamplerOrder(torch.utils.data.RandomSampler(data), 3).indices(1, 0, 20)
+    )
+    assert not np.array_equal(first.indices(0, 0, 20), first.indices(1, 0, 20))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_order_as_a_sampler() -> None:
+    sampler = OrderSampler(RandomOrder(10, seed=1))
+    sampler.set_epoch(4)
+    assert list(sampler) == RandomOrder(10, seed=1).indices(4, 0, 10).tolist()
+    assert len(sampler) == 10
+    assert list(OrderSampler(SequentialOrder(3))) == [0, 1, 2]
+
+
+def test_seeds_of_samples_differ_by_seed_epoch_and_sample() -> None:
+    rows = np.arange(1000)
+    seeds = {int(s) for seed in (0, 1) for epoch in (0, 1) for s in sample_seeds(seed, epoch, rows)}
+    assert len(seeds) == 4000
+
+
+def test_generators_are_put_back() -> None:
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    expected = (torch.rand(1).item(), np.random.rand(), random.random())
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    with keep_generators():
+        seed_generators(99)
+        drawn = (torch.rand(1).item(), np.random.rand(), random.random())
+    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected != drawn
