@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from trainer_lib.trackers import mlflow as tracker_module
+from trainer_lib.trackers import shipper
 from trainer_lib.trackers.mlflow import MLflowTracker, ship_leftovers
 from trainer_lib.trackers.spool import Session, State
 
@@ -171,7 +172,7 @@ def test_a_metric_the_server_refuses_is_left_out_and_the_others_arrive(
 
 KILLED_WHILE_SHIPPING = """
     import os, signal, sys
-    from trainer_lib.trackers import mlflow
+    from trainer_lib.trackers import mlflow, shipper
     from trainer_lib.trackers.spool import Session
     saves = 0
     def save_state(self, save=Session.save_state):
@@ -183,7 +184,7 @@ KILLED_WHILE_SHIPPING = """
         save(self)
     Session.save_state = save_state
     mlflow.BATCH = 100
-    mlflow.POLL_S = 0.01
+    shipper.POLL_S = 0.01
 
     tracker = mlflow.MLflowTracker(sys.argv[1])
     tracker.start(run_name="curve", params={"lr": 0.1}, resume_step=0)
@@ -211,8 +212,8 @@ def test_a_killed_training_that_is_not_resumed_ends_as_failed(uri: str, tmp_path
     out = tmp_path / "out"
     code = """
         import os, signal, sys, time
-        from trainer_lib.trackers import mlflow
-        mlflow.POLL_S = 0.01
+        from trainer_lib.trackers import mlflow, shipper
+        shipper.POLL_S = 0.01
         tracker = mlflow.MLflowTracker(sys.argv[1])
         tracker.start(run_name="curve", params={}, resume_step=0)
         tracker.log({"loss": 1.0}, 1)
@@ -233,7 +234,7 @@ def test_killed_before_the_server_was_ever_reached_the_run_is_made_later_and_onc
     out = tmp_path / "out"
     code = """
         import os, signal, sys
-        from trainer_lib.trackers import mlflow
+        from trainer_lib.trackers import mlflow, shipper
         mlflow.connect = lambda uri: (_ for _ in ()).throw(ConnectionError("down"))
         tracker = mlflow.MLflowTracker(sys.argv[1])
         tracker.start(run_name="curve", params={"lr": 0.1}, resume_step=0)
@@ -266,7 +267,7 @@ def test_a_dead_store_costs_a_warning_and_loses_nothing(
 ) -> None:
     (tmp_path / "store").write_text("in the way")  # no database can be opened below a file
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store/mlflow.db")
-    monkeypatch.setattr(tracker_module, "POLL_S", 0.01)
+    monkeypatch.setattr(shipper, "POLL_S", 0.01)
     _track(tmp_path / "out", range(1, 11))
     assert "out of reach" in caplog.text
     assert "sent by the next run" in caplog.text
@@ -285,7 +286,7 @@ def test_a_store_that_comes_back_during_training_gets_everything(
 ) -> None:
     uri = fresh_store(tmp_path / "store")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(tracker_module, "POLL_S", 0.01)
+    monkeypatch.setattr(shipper, "POLL_S", 0.01)
     failures = threading.Event()
     real = tracker_module.send
 
@@ -384,7 +385,7 @@ def test_a_fork_waits_for_the_end_of_the_import(tmp_path: Path) -> None:
     """A data loader worker forked while the shipper imports mlflow would inherit half a module."""
     code = """
         import os, threading, time
-        from trainer_lib.trackers import mlflow
+        from trainer_lib.trackers import mlflow, shipper
         importing, done = threading.Event(), []
         def importer():
             with mlflow._importing:

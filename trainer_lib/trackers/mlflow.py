@@ -17,24 +17,21 @@ import json
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.trackers.params import clean_key, flatten_params
+from trainer_lib.trackers.shipper import GoneError, Shipper, brief
 from trainer_lib.trackers.spool import Point, Session, spool_root
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-POLL_S = 1.0  # between looks at the spool
-MAX_BACKOFF_S = 60.0
-CLOSE_S = 30.0  # `close` waits so long for a server that answers, and
-CLOSE_FAILING_S = 5.0  # so long for one that has stopped answering
 BATCH = 1000  # MLflow's limit of metrics in one call
 PARAM_BATCH = 100
+DATABASE_TRIES = 3  # 0.4 s in all
 TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which a run of ours is found again
 
 _log = logging.getLogger(__name__)
@@ -42,10 +39,6 @@ _log = logging.getLogger(__name__)
 # loader workers) wait for the end of the import.
 _importing = threading.RLock()
 os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
-
-
-class _RunGoneError(Exception):
-    """The server does not know the run: deleted, or another server."""
 
 
 class MLflowTracker:
@@ -107,7 +100,7 @@ class MLflowTracker:
         except OSError as error:
             self._disable(error)
             return
-        self._shipper = Shipper(self._root, self._session)
+        self._shipper = Shipper(self._session, _Delivery(self._root, self._session))
         self._shipper.start()
 
     def _disable(self, error: OSError) -> None:
@@ -131,70 +124,23 @@ class MLflowTracker:
         return token
 
 
-class Shipper(threading.Thread):
-    """Sends one session, and before it whatever dead processes left in the same spool."""
+class _Delivery:
+    """One session to MLflow, and before it whatever dead processes left in the same spool."""
+
+    server = "MLflow"
 
     def __init__(self, root: Path, session: Session) -> None:
-        super().__init__(name="mlflow shipper", daemon=True)
         self._root = root
         self._session = session
         self._client: MlflowClient | None = None
         self._behind: list[Session] | None = None
         self._attached = False
-        self._closing = threading.Event()
-        self._wake = threading.Event()
-        self._failing = False
-        self._delivered = False
 
-    def run(self) -> None:
-        """Ship until closed; on failure try again, each time later, and say so once."""
-        delay = POLL_S
-        try:
-            while True:
-                closing = self._closing.is_set()  # asked before shipping: what was logged before close is shipped
-                try:
-                    self._ship()
-                    self._failing, delay = False, POLL_S
-                    if closing:
-                        self._finish()
-                        return
-                except _RunGoneError as error:
-                    self._give_up(error)
-                    return
-                except Exception as error:  # whatever a tracking client raises must not end training
-                    self._warn(error)
-                    delay = min(MAX_BACKOFF_S, 2 * delay)
-                    if closing:
-                        return
-                self._wake.wait(delay)
-        finally:
-            self._session.release()
-            for session in self._behind or []:
-                session.release()
-
-    def close(self, status: str) -> None:
-        """Note how the attempt ended, and wait a bounded time for the rest to be shipped."""
-        self._session.state.closed, self._session.state.end_ms = status, time.time_ns() // 1_000_000
-        self._closing.set()
-        self._wake.set()
-        deadline = time.monotonic() + CLOSE_S
-        while self.is_alive() and time.monotonic() < deadline:
-            self.join(0.05 if not self._failing else CLOSE_FAILING_S)
-            if self._failing:
-                break
-        if not self._delivered:
-            with contextlib.suppress(OSError):
-                self._session.save_state()
-            _log.warning(
-                "MLflow did not take all metrics; the rest is kept in %s and sent by the next run with this spool.",
-                self._session.path,
-            )
-
-    def _ship(self) -> None:
-        if self._client is None:
-            self._client = connect(self._session.head["tracking_uri"])
+    def ship(self) -> None:
+        uri = self._session.head["tracking_uri"]
+        self._client = self._client or connect(uri)
         if self._behind is None:
-            self._behind = _leftovers(self._root, self._session.head["tracking_uri"])
+            self._behind = _leftovers(self._root, uri)
         while self._behind:
             _ship_leftover(self._client, self._behind[0], current=self._session)
             self._behind.pop(0)
@@ -203,21 +149,13 @@ class Shipper(threading.Thread):
             self._attached = True
         _send_all(self._client, self._session)
 
-    def _finish(self) -> None:
-        assert self._client is not None  # noqa: S101
-        _end_own_run(self._client, self._session)
-        self._delivered = True
-        self._session.remove()
+    def finish(self) -> None:
+        if self._client is not None:
+            _end_own_run(self._client, self._session)
 
-    def _warn(self, error: Exception) -> None:
-        if not self._failing:
-            _log.warning("MLflow is out of reach; metrics wait in %s: %s", self._session.path, _brief(error))
-        self._failing = True
-
-    def _give_up(self, error: Exception) -> None:
-        self._delivered = True
-        self._session.set_aside("orphan")
-        _log.warning("Metrics no longer go to MLflow: %s They are kept in %s.orphan.", error, self._session.path)
+    def release(self) -> None:
+        for session in self._behind or []:
+            session.release()
 
 
 def default_tracking_uri() -> str:
@@ -233,11 +171,24 @@ def connect(tracking_uri: str) -> MlflowClient:
     with _importing:
         from mlflow import MlflowClient
 
-        # The migrations of a new database announce themselves line by line.
+        # The migrations of a new database announce themselves line by line, and so does every try to reach one.
         for name in ("alembic", "mlflow.store.db.utils"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-    with _database_set_up(tracking_uri):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    with _database_set_up(tracking_uri), _few_tries():
         return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+@contextlib.contextmanager
+def _few_tries() -> Iterator[None]:
+    """MLflow tries a database it cannot open for 102 s; those who wait for us have their own patience."""
+    import mlflow.store.db.utils as databases
+
+    with _importing:
+        before, databases.MAX_RETRY_COUNT = databases.MAX_RETRY_COUNT, DATABASE_TRIES
+        try:
+            yield
+        finally:
+            databases.MAX_RETRY_COUNT = before
 
 
 @contextlib.contextmanager
@@ -298,11 +249,11 @@ def send(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
             client.log_batch(run_id, metrics=batch)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise _RunGoneError(f"the run {run_id} is not known there.") from error
+                raise GoneError(f"the run {run_id} is not known there.") from error
             if error.error_code != "INVALID_PARAMETER_VALUE":
                 raise
             if len(batch) == 1:
-                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, _brief(error))
+                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, brief(error))
             else:
                 for point in points[start : start + BATCH]:
                     send(client, run_id, [point])
@@ -328,7 +279,7 @@ def _ship_leftover(client: MlflowClient, session: Session, *, current: Session |
                 session.state.closed = "FAILED"
             _end_own_run(client, session)
         session.remove()
-    except _RunGoneError as error:
+    except GoneError as error:
         session.set_aside("orphan")
         _log.warning("Metrics kept in %s.orphan could not be sent: %s", session.path, error)
     except (KeyError, TypeError, ValueError) as error:  # its session.json is not ours
@@ -356,7 +307,7 @@ def _steps_of(client: MlflowClient, run_id: str) -> dict[str, int]:
         return latest_steps(client, run_id)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise _RunGoneError(f"the run {run_id} is not known there.") from error
+            raise GoneError(f"the run {run_id} is not known there.") from error
         raise
 
 
@@ -402,8 +353,3 @@ def _send_all(client: MlflowClient, session: Session) -> None:
 def _end_own_run(client: MlflowClient, session: Session) -> None:
     if "token" in session.head and session.state.closed is not None:
         client.set_terminated(session.head["run_id"], session.state.closed, session.state.end_ms)
-
-
-def _brief(error: Exception) -> str:
-    """The first line of an error: tracking clients put whole responses into theirs."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
