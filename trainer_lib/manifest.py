@@ -6,6 +6,7 @@
     sync, list once, compare sizes             a file that a store swallowed is found now, not when it is needed
     guard()                                    is the folder still ours? (a lease's epoch)
     create COMMIT.json                         exclusive where the store can, last, all or nothing
+    read it back                               nobody is told of a commit that was not seen
     ...
     withdraw: COMMIT.json first, then the rest
 
@@ -15,6 +16,7 @@ changed byte is noticed, and it is small, typed and parsed strictly, because a f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -105,13 +107,7 @@ def write_commit(
     _check_arrived(store, commit)
     if guard is not None:
         guard()
-    # A put may succeed and its answer get lost: the id inside tells whether the commit that is there is ours.
-    if not store.create(COMMIT, data) and store.read_if_exists(COMMIT, limit=len(data)) != data:
-        raise LeaseLostError(
-            "Another process has committed this folder.",
-            field=f"{store.url}/{COMMIT}",
-            remedy="Run the command again: what the other process made is used if it is intact.",
-        )
+    _put(store, data)
     return commit
 
 
@@ -161,6 +157,33 @@ def withdraw(store: Store) -> None:
     """Delete a folder. The commit goes first, so that a half-deleted folder never looks complete."""
     store.delete(COMMIT)
     store.delete_tree()
+
+
+def _put(store: Store, data: bytes) -> None:
+    """Create the commit file and see it there, before anybody is told that it is."""
+    failure: StorageError | None = None
+    created = False
+    try:
+        created = store.create(COMMIT, data)
+    except StorageError as error:  # it may have got through all the same, only the answer did not
+        failure = error
+    seen = store.read_if_exists(COMMIT, limit=LIMIT)
+    if seen == data:
+        return
+    if not created and failure is None and seen is not None:
+        raise LeaseLostError(
+            "Another process has committed this folder.",
+            field=f"{store.url}/{COMMIT}",
+            remedy="Run the command again: what the other process made is used if it is intact.",
+        )
+    if seen is not None and data.startswith(seen):
+        with contextlib.suppress(StorageError):
+            store.delete(COMMIT)
+    raise failure or StorageError(
+        "The store did not keep the commit file as it was written.",
+        field=f"{store.url}/{COMMIT}",
+        remedy="Nothing was committed. Run the command again; if it stays so, the store is not to be trusted.",
+    )
 
 
 def _check_arrived(store: Store, commit: Commit) -> None:

@@ -253,4 +253,5 @@ def _write_json(store: Store, name: str, value: object, *, indent: int | None = 
 def _without_secrets(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: _without_secrets(item, str(key)) for key, item in value.items()}
-    return "<redacted>" if isinstance(value, str) and _SECRET.search(name) else value
+    is_secret = isinstance(value, str) and _SECRET.search(name) and not re.fullmatch(r"<\w+>", value)
+    return f"<{name.upper()}>" if is_secret else value
