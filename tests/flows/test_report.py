@@ -1,0 +1,232 @@
+"""The report page: whole, escaped, self-contained."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.report import MAX_POINTS, draw_charts, render_report
+
+ROOT = Path(__file__).parents[2]
+VOID = {"meta", "br", "img", "input", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """What a browser would find: text, links, ids, everything it would load, and whether the tags nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self._open.append(tag)
+        for name, value in attrs:
+            value = value or ""
+            if name == "id":
+                self.ids.append(value)
+            if tag == "a" and name == "href":
+                self.links.append(value)
+            elif name in {"src", "href", "xlink:href", "data", "action", "poster", "srcset"} or "url(" in value:
+                self.loads.append(value)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def _manifest(stage: str, **more: Any) -> dict[str, Any]:
+    return {
+        "stage": stage,
+        "key": "ab" * 32,
+        "url": f"/data/storage/stages/{stage}/abab",
+        "content_digest": "cd" * 32,
+        "files": [{"path": f"{stage}.bin", "size": 4096, "sha256": "ef" * 32}],
+        "metrics": {},
+        "meta": {},
+    } | more
+
+
+def _result(**more: Any) -> dict[str, Any]:
+    stages: list[tuple[str, str, str, float, dict[str, Any] | None]] = [
+        ("prepare-data", "cached", "committed 2026-01-01", 0.2, {}),
+        ("train", "ran", "args.learning_rate: 0.001 -> 0.002", 61.0, {"metrics": {"train_loss": 0.31}}),
+        ("evaluate", "ran", "model changed", 6.0, {"metrics": {"test": {"accuracy": 0.984}, "val": {"loss": 0.05}}}),
+        ("predict", "skipped", "switched off in the spec", 0.0, None),
+        ("push-to-hub", "ran", "model changed", 0.6, {"meta": {"published_url": "https://hub.example/org/x"}}),
+    ]
+    return {
+        "name": "digits",
+        "pipeline_key": "1234" * 16,
+        "storage": "/data/storage",
+        "seconds": 68.0,
+        "mlflow_run_id": "f" * 32,
+        "tracking_uri": "sqlite:////data/storage/mlflow.db",
+        "run_url": None,
+        "report_url": "/data/storage/runs/1234/report.html",
+        "error": None,
+        "stages": [
+            {
+                "stage": stage,
+                "status": status,
+                "reason": reason,
+                "seconds": seconds,
+                "manifest": None if facts is None else _manifest(stage, **facts),
+            }
+            for stage, status, reason, seconds, facts in stages
+        ],
+    } | more
+
+
+HISTORY = [
+    *({"step": step, "loss": 1 / step, "learning_rate": 1e-3 / step, "epoch": step / 10} for step in range(1, 51)),
+    *({"step": step, "eval_loss": 2 / step, "eval_accuracy": 0.5, "eval_runtime": 3.0} for step in range(10, 51, 10)),
+    {"step": 50, "train_loss": 0.3, "train_runtime": 60.0},
+]
+
+
+def test_the_page_tells_what_ran_why_how_long_and_with_what_result() -> None:
+    page = Page(render_report(_result(), HISTORY))
+    for part in (
+        "digits",
+        "Done in 68.0 s",
+        "prepare-data cached 0.2 s committed 2026-01-01",
+        "train ran 61.0 s args.learning_rate: 0.001 -> 0.002",
+        "predict skipped",
+        "metric test val accuracy 0.984 loss 0.05",
+        "train_loss 0.31",
+        "f" * 32,
+        "sqlite:////data/storage/mlflow.db",
+        "cdcdcdcdcdcd",
+        "ef" * 32,
+        "4.1 kB",
+        "trainflow",
+        "torch",
+    ):
+        assert part in page.words, part
+
+
+def test_nothing_is_loaded_from_anywhere() -> None:
+    html = render_report(_result(), HISTORY)
+    page = Page(html)
+    assert {"script", "link", "img", "iframe", "object", "embed"}.isdisjoint(page.tags)
+    assert all(load.startswith("#") or "url(#" in load for load in page.loads)  # parts of the drawings themselves
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "@import" not in style
+    assert "url(" not in style
+
+
+def test_links_lead_beside_the_report_and_to_http_only() -> None:
+    page = Page(render_report(_result(run_url="http://tracking:5000/#/experiments/1/runs/f"), HISTORY))
+    assert "../../stages/train/abab/model" in page.links
+    assert "https://hub.example/org/x" in page.links
+    assert "http://tracking:5000/#/experiments/1/runs/f" in page.links
+    assert all(link.startswith(("http://", "https://", "../")) for link in page.links)
+
+
+def test_remote_storage_is_named_and_not_linked() -> None:
+    result = _result(report_url="s3://bucket/runs/1234/report.html", storage="s3://bucket")
+    for stage in result["stages"]:
+        if stage["manifest"]:
+            stage["manifest"]["url"] = f"s3://bucket/stages/{stage['stage']}/abab"
+    page = Page(render_report(result, HISTORY))
+    assert page.links == ["https://hub.example/org/x"]
+    assert "s3://bucket/stages/train/abab/model" in page.words
+
+
+def test_hostile_text_stays_text() -> None:
+    result = _result(name="<script>alert(1)</script>", storage="https://me:s3cret@host/x")
+    result["stages"][0]["reason"] = '"><img src=x onerror=alert(1)>'
+    result["stages"][1]["manifest"]["metrics"] = {"<b>f1</b>": 0.5}
+    result["stages"][4]["manifest"]["meta"] = {"published_url": "javascript:alert(1)"}
+    page = Page(render_report(result, [{"step": 1, "eval_<script>$x$": 1.0}, {"step": 2, "eval_<script>$x$": 2.0}]))
+    assert {"script", "img", "b"}.isdisjoint(page.tags)
+    assert "<b>f1</b>" in page.words
+    assert not [link for link in page.links if link.startswith("javascript")]
+    assert "s3cret" not in "".join(page.text + page.links)
+
+
+def test_a_failure_is_told_with_its_remedy() -> None:
+    error = {"class": "DataError", "message": "Empty.", "field": "test", "value": "0 rows", "remedy": "Add rows."}
+    page = Page(render_report(_result(error=error), []))
+    assert "Failed in 68.0 s" in page.words
+    assert "DataError test = 0 rows : Empty." in page.words
+    assert "What to do: Add rows." in page.words
+
+
+def test_curves_are_drawn_with_their_last_values_and_numbers_that_are_no_curves_are_not() -> None:
+    charts = draw_charts(HISTORY)
+    assert [(chart.title, [label for _, label, _ in chart.legend]) for chart in charts] == [
+        ("Loss", ["loss", "eval_loss"]),
+        ("Evaluation while training", ["eval_accuracy"]),
+        ("Learning rate", ["learning_rate"]),
+    ]
+    assert charts[0].legend[0] == (1, "loss", "0.02")
+    assert all("<path" in chart.svg for chart in charts)
+
+
+def test_the_drawings_follow_light_and_dark_and_share_no_names() -> None:
+    html = render_report(_result(), HISTORY)
+    page = Page(html)
+    assert len(page.ids) == len(set(page.ids))
+    assert "prefers-color-scheme: dark" in html
+    for chart in draw_charts(HISTORY):
+        assert "var(--series-1)" in chart.svg
+        assert "#a100" not in chart.svg
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "NaN"])
+def test_values_that_are_not_finite_are_gaps_and_said(value: Any) -> None:
+    [chart] = draw_charts([{"step": 1, "loss": 1.0}, {"step": 2, "loss": value}, {"step": 3, "loss": 0.5}])
+    assert "1 value is not finite" in chart.note
+
+
+def test_a_long_history_is_thinned() -> None:
+    [chart] = draw_charts([{"step": step, "loss": (step * 37 % 101) / 101} for step in range(200_000)])
+    assert len(chart.svg) < 60 * MAX_POINTS
+    assert chart.legend[0][2] == f"{(199_999 * 37 % 101) / 101:.4g}"
+
+
+def test_a_run_without_anything_is_a_page_too() -> None:
+    page = Page(render_report({"name": "x", "stages": [], "error": None}, []))
+    assert "svg" not in page.tags
+
+
+def test_drawing_leaves_no_trace_in_matplotlib_and_needs_no_pyplot() -> None:
+    code = """if 1:
+        import sys, matplotlib
+        from flows.report import draw_charts
+        names = [name for name in matplotlib.rcParams if name != "backend"]  # looking at that one imports pyplot
+        before = [matplotlib.rcParams[name] for name in names]
+        draw_charts([{"step": 1, "loss": 1.0}])
+        assert [matplotlib.rcParams[name] for name in names] == before
+        assert not {"matplotlib.pyplot", "torch", "mlflow", "prefect"} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
