@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.text import Text
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info, step_of
 
 from flows.presentation import shown
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info, step_of
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import Store

@@ -1,4 +1,4 @@
-"""The entrypoint of runs that Prefect starts in a process of their own: the pipeline, told briefly, leaving nothing behind.
+"""The entrypoint of runs that Prefect starts in a process of their own: the pipeline, leaving nothing behind.
 
 A served run ends with the process that serves it. Prefect's runner, killed, would leave it behind with a server that is
 gone; so it asks the kernel for a SIGTERM at its parent's end (Linux), and keeps the embedded server alive until it has

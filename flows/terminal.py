@@ -20,7 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tasks._progress import Event, describe, duration
+from tasks._progress import Event, describe, duration, measured
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
@@ -62,6 +62,8 @@ class PlainDisplay:
             self._print(stage, f"| {event.get('message', '')}")
         elif kind in ("warning", "resume") and event.get("message"):
             self._print(stage, f"{'warning: ' if kind == 'warning' else ''}{event['message']}")
+        elif kind == "log" and (text := measured(event)):
+            self._print(stage, text)
         elif kind in ("progress", "log"):
             self._progress(stage, event)
 
@@ -152,6 +154,8 @@ class LiveDisplay:
             self._above(stage, str(event["message"]), "yellow" if kind == "warning" else "")
         else:
             known.update({name: value for name, value in event.items() if value is not None and name != "stage"})
+            if kind == "log" and (text := measured(event)):
+                known["measured"] = text
 
     def say(self, text: str) -> None:
         """Show one line of our own."""
@@ -180,7 +184,13 @@ def _live_row(stage: str, state: Mapping[str, Any]) -> list[RenderableType]:
     total, step = state.get("max_steps"), state.get("step")
     if total:
         bar = ProgressBar(total=float(total), completed=float(step or 0), width=24)
-        return [_SPINNER, Text(stage, "bold"), bar, Text(describe(state))]
+        measurement = Text(str(state.get("measured", "")), "dim", no_wrap=True)
+        return [
+            _SPINNER,
+            Text(stage, "bold"),
+            bar,
+            Group(Text(describe(state)), *([measurement] if measurement else [])),
+        ]
     return [_SPINNER, Text(stage, "bold"), elapsed, Text(str(state.get("message") or ""), "dim", no_wrap=True)]
 
 

@@ -73,6 +73,8 @@ class StageProgress:
         if event.get("event") in ("warning", "resume", "save") and event.get("message"):
             level = logging.WARNING if event["event"] == "warning" else logging.INFO
             self._logger.log(level, "%s", event["message"])
+        elif event.get("event") == "log" and (text := measured(event) or describe(event)):
+            self._logger.info("%s", text)
         self._shown = {**self._shown, **{name: value for name, value in event.items() if value is not None}}
         if event.get("max_steps") and time.monotonic() - self._last >= _ARTIFACT_EVERY_S:
             self._draw()
@@ -111,6 +113,18 @@ def describe(event: Mapping[str, Any]) -> str:
     if isinstance(event.get("eta_s"), int | float):
         parts.append(f"{duration(event['eta_s'])} left")
     return ", ".join(parts)
+
+
+def measured(event: Mapping[str, Any]) -> str:
+    """``step 120: eval_accuracy 0.98, eval_loss 0.06`` from what was logged by an evaluation, else nothing."""
+    timings = ("_runtime", "_per_second")
+    logs = event.get("logs") or {}
+    values = [
+        f"{name} {value:.4g}"
+        for name, value in logs.items()
+        if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(timings)
+    ]
+    return f"step {event.get('step', 0)}: {', '.join(values)}" if values else ""
 
 
 def duration(seconds: float) -> str:

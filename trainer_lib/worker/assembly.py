@@ -10,6 +10,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import total_batch_size
+from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes import DataInfo
@@ -60,18 +61,23 @@ def build_trainer(
     callbacks: Sequence[Any],
     **datasets: Any,
 ) -> Any:
-    """The recipe's Trainer (or ours) around its functions and `callbacks`."""
+    """The recipe's Trainer (or ours) around its functions and `callbacks`. What it logs is reported, not printed."""
     recipe = work.recipe
-    return recipe.trainer_class(Trainer)(
+    own = recipe.callbacks(work.request["options"])
+    trainer = recipe.trainer_class(Trainer)(
         model=model,
         args=args,
         data_collator=recipe.collate,
         compute_loss_func=recipe.compute_loss_func,
         compute_metrics=recipe.compute_metrics,
         preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
-        callbacks=[*recipe.callbacks(work.request["options"]), *callbacks],
+        callbacks=[*own, *callbacks],
         **datasets,
     )
+    for printer in (PrinterCallback, ProgressCallback):
+        if printer not in [each if isinstance(each, type) else type(each) for each in own]:
+            trainer.remove_callback(printer)
+    return trainer
 
 
 def events_callback(work: Work, args: TrainingArguments) -> EventsCallback:
