@@ -1,0 +1,288 @@
+"""The golden test: a run that was stopped and resumed ends, bit for bit, like one that was not."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
+from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import EarlyStoppingCallback, ExportableState, Trainer, TrainerCallback
+from trainer_lib.errors import ConfigError, DamagedError
+
+ROWS = classification_rows(22)
+EVERYTHING: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8, in uneven micro-batches
+    "logging_strategy": "steps",
+    "logging_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+}
+
+
+def accuracy(p: Any) -> dict[str, float]:
+    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
+
+
+def run(
+    folder: Path, *, data: Any = None, stop: int | None = None, event: str = "on_step_end", **given: Any
+) -> Trainer:
+    """Train with everything on; with `stop`, be stopped at that step and resume in a fresh Trainer."""
+    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy, **given}
+    callbacks = settings.pop("callbacks", list)
+
+    def fresh(*extra: TrainerCallback) -> Trainer:
+        rows = data() if data is not None else ROWS
+        return trainer(folder, rows, callbacks=[*callbacks(), *extra], **settings)
+
+    if stop is None:
+        result = fresh()
+        result.train()
+        return result
+    assert preempted_at(fresh(StopAt(stop, event))) == stop
+    result = fresh()
+    result.train(resume_from_checkpoint=True)
+    return result
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the run with everything on ends with, when nobody stops it."""
+    return final_state(run(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 6, 8])
+def test_resumed_anywhere_it_ends_the_same(stop: int, whole: dict[str, Any], tmp_path: Path) -> None:
+    """Before, at and after saves, logs, evaluations and the ends of epochs."""
+    assert_equal(whole, final_state(run(tmp_path, stop=stop)))
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_prediction_step", "on_evaluate", "on_save"])
+def test_stopped_inside_a_step_an_evaluation_or_a_save(event: str, whole: dict[str, Any], tmp_path: Path) -> None:
+    step = {"on_step_begin": 4, "on_substep_end": 4, "on_prediction_step": 3, "on_evaluate": 3, "on_save": 4}[event]
+    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy}
+    stopped = trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(step, event)], **settings)
+    reached = preempted_at(stopped)
+    assert reached == step + (event in ("on_step_begin", "on_substep_end"))
+    resumed = trainer(tmp_path / "cut", ROWS, **settings)
+    resumed.train("auto")
+    assert_equal(whole, final_state(resumed))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_random_augmentation_in_the_data(workers: int, tmp_path: Path) -> None:
+    def data() -> Augmented:
+        return Augmented(ROWS)
+
+    whole = final_state(run(tmp_path / "whole", data=data))
+    given: dict[str, Any] = {"data": data, "dataloader_num_workers": workers}
+    assert_equal(whole, final_state(run(tmp_path / "cut", stop=5, **given)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_mixed_precision_with_the_loss_scaler(precision: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {precision: True}
+    whole = run(tmp_path / "whole", **given)
+    assert (whole.precision.scaler_state() is not None) == (precision == "fp16")
+    assert_equal(final_state(whole), final_state(run(tmp_path / "cut", stop=5, **given)))
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop", "adamw_torch"])
+def test_with_other_optimizers(optim: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"optim": optim, "optim_args": "momentum=0.9" if optim == "sgd" else None}
+    assert_equal(final_state(run(tmp_path / "whole", **given)), final_state(run(tmp_path / "cut", stop=5, **given)))
+
+
+@pytest.mark.parametrize("stream", [Stream, StatefulStream])
+def test_of_a_stream(stream: type[Stream], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"data": lambda: stream(ROWS), "max_steps": 9}
+    whole = final_state(run(tmp_path / "whole", **given))
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        assert_equal(whole, final_state(run(tmp_path / "cut", stop=5, **given)))
+    assert ("reading and discarding 16 samples" in caplog.text) == (stream is Stream)
+
+
+class MovingAverage(TrainerCallback, ExportableState):
+    """An average of the weights' sum: state that only a callback has."""
+
+    def __init__(self, decay: float = 0.5) -> None:
+        self.decay = decay
+        self.value = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        total = sum(float(parameter.detach().sum()) for parameter in kwargs["model"].parameters())
+        self.value = self.decay * self.value + (1 - self.decay) * total
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"decay": self.decay}, "attributes": {"value": self.value}}
+
+
+def test_with_callbacks_that_have_a_state(tmp_path: Path) -> None:
+    averages: list[MovingAverage] = []
+
+    def callbacks() -> list[TrainerCallback]:
+        averages.append(MovingAverage(0.9))
+        averages.append(MovingAverage(0.5))
+        return list(averages[-2:])
+
+    run(tmp_path / "whole", callbacks=callbacks)
+    run(tmp_path / "cut", stop=5, callbacks=callbacks)
+    assert [each.value for each in averages[-2:]] == [each.value for each in averages[:2]]
+
+
+def test_callbacks_are_replaced_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    first = trainer(tmp_path, ROWS, callbacks=[MovingAverage(0.9), StopAt(3)], **settings)
+    preempted_at(first)
+    second = trainer(
+        tmp_path, ROWS, callbacks=[MovingAverage(0.1)], restore_callback_states_from_checkpoint=True, **settings
+    )
+    second.train(True)
+    restored = second.pop_callback(MovingAverage)
+    assert isinstance(restored, MovingAverage) and restored.decay == 0.9
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        trainer(tmp_path, ROWS, **settings).train(True)
+    assert "MovingAverage, which is not among the callbacks" in caplog.text
+
+
+def test_the_best_model_is_found_again(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 1,
+        "callbacks": lambda: [EarlyStoppingCallback(3)],
+        "learning_rate": 0.3,
+    }
+    whole, cut = run(tmp_path / "whole", **given), run(tmp_path / "cut", stop=5, **given)
+    assert_equal(final_state(whole), final_state(cut))
+    assert whole.state.best_model_checkpoint is not None
+    assert Path(whole.state.best_model_checkpoint).is_dir()
+
+
+def test_position_is_found_without_reading_what_came_before(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    preempted_at(trainer(tmp_path, Augmented(ROWS), callbacks=[StopAt(2)], **settings))
+    data = Augmented(ROWS)
+    resumed = trainer(tmp_path, data, **settings)
+    resumed.train(True)
+    assert len(data.read) == 3 * 22 - 2 * 8
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    whole: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy}
+    preempted_at(trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(5)], **settings))
+    weights = tmp_path / "cut" / "checkpoint-5" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(bytes(data))
+    resumed = trainer(tmp_path / "cut", ROWS, **settings)
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        resumed.train("auto")
+    assert "model.safetensors" in caplog.text
+    assert_equal(whole, final_state(resumed))
+
+
+def test_what_can_be_resumed_from(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    with pytest.raises(ConfigError, match=r'resume_from_checkpoint = True: There is no checkpoint in .*"auto"'):
+        trainer(tmp_path, ROWS, **given).train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path, ROWS, **given)
+    whole.train(resume_from_checkpoint="auto")
+    by_url = trainer(tmp_path / "other", ROWS, **given)
+    by_url.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_equal(final_state(whole), final_state(by_url))
+    by_argument = trainer(tmp_path, ROWS, **given, resume_from_checkpoint=True)
+    by_argument.train()
+    assert by_argument.state.global_step == 9
+    with pytest.raises(ConfigError, match="no committed checkpoint"):
+        trainer(tmp_path / "third", ROWS, **given).train(str(tmp_path / "checkpoint-3"))
+
+
+def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no", "lr_scheduler_type": "constant", "warmup_steps": 0}
+    trainer(tmp_path / "two", ROWS, **{**given, "num_train_epochs": 2}).train()
+    longer = trainer(tmp_path / "two", ROWS, **given)
+    longer.train("auto")
+    whole = trainer(tmp_path / "three", ROWS, **given)
+    whole.train()
+    assert_equal(final_state(whole), final_state(longer))
+
+
+def test_another_model_another_batch_or_weights_alone_are_refused(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    trainer(tmp_path / "a", ROWS, **given).train()
+    with pytest.raises(ConfigError, match=r"another shape for .*body\.bias|has another shape"):
+        torch.manual_seed(0)
+        wide = Classifier(features=6, classes=4)
+        trainer(tmp_path / "a", ROWS, model=wide, **given).train(True)
+    with pytest.raises(ConfigError, match="global_batch_size = 4: was 8 when"):
+        trainer(tmp_path / "a", ROWS, **{**given, "gradient_accumulation_steps": 1}).train(True)
+    trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
+    with pytest.raises(ConfigError, match="holds only a model"):
+        trainer(tmp_path / "b", ROWS, **given).train(True)
+
+
+def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_path: Path) -> None:
+    def seen(per_device: int, folder: str, resume: bool) -> list[list[int]]:
+        data = Augmented(ROWS)
+        steps: list[list[int]] = []
+
+        class Note(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                steps.append(sorted(data.read))
+                data.read.clear()
+
+        given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no", "global_batch_size": 8}
+        callbacks = [Note()] if resume else [Note(), StopAt(4)]
+        one = trainer(
+            tmp_path / folder, data, callbacks=callbacks, **{**given, "per_device_train_batch_size": per_device}
+        )
+        one.train("auto") if resume else preempted_at(one)
+        return steps
+
+    before = seen(8, "a", resume=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert seen(8, "a", resume=True) == seen(3, "b", resume=True)
+    assert len(before) == 4
+
+
+def test_changed_arguments_are_told_and_data_may_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **given))
+    data = Augmented(ROWS)
+    resumed = trainer(tmp_path, data, **{**given, "max_grad_norm": 0.5}, ignore_data_skip=True)
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        resumed.train(True)
+    assert "max_grad_norm was 1.0 when the checkpoint was written, and is 0.5 now" in caplog.text
+    assert resumed.state.global_step == 9
+    assert len(data.read) > 2 * 22 - 16
+
+
+def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    first = trainer(tmp_path, ROWS, **given)
+    first.train()
+    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+        trainer(tmp_path, ROWS, **given).train()
+    trainer(tmp_path, ROWS, **{**given, "num_train_epochs": 1}, overwrite_output_dir=True).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_damaged_checkpoint_asked_for_by_name_is_an_error(tmp_path: Path) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    trainer(tmp_path, ROWS, **given).train()
+    (tmp_path / "checkpoint-4" / "data.json").write_text("{}")
+    with pytest.raises(DamagedError, match=r"data\.json"):
+        trainer(tmp_path, ROWS, **given).train(str(tmp_path / "checkpoint-4"))

@@ -1,0 +1,108 @@
+"""Building Trainers for tests, and comparing what two of them ended with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.toys import Classifier
+from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.checkpoint.optimizer import snapshot_optimizer
+from trainer_lib.errors import Preempted
+
+TIMES = ("runtime", "per_second")
+
+
+def arguments(folder: Path | str, **given: Any) -> TrainingArguments:
+    """Arguments of a short, quiet run on the CPU."""
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+    return TrainingArguments(**{**settings, **given})
+
+
+def trainer(
+    folder: Path | str, train: Any, *, model: Any = None, cls: type[Trainer] = Trainer, **given: Any
+) -> Trainer:
+    """A Trainer around `Classifier` (or `model`), always with the same initial weights."""
+    own = {
+        name: given.pop(name)
+        for name in (
+            *("eval_dataset", "callbacks", "compute_metrics", "data_collator", "compute_loss_func", "optimizers"),
+            *("preprocess_logits_for_metrics", "model_init", "processing_class", "optimizer_cls_and_kwargs"),
+        )
+        if name in given
+    }
+    torch.manual_seed(0)
+    if model is None and "model_init" not in own:
+        model = Classifier()
+    return cls(model, arguments(folder, **given), train_dataset=train, **own)
+
+
+class StopAt(TrainerCallback):
+    """Sends this process a SIGTERM at the end of a step, as a scheduler would."""
+
+    def __init__(self, step: int, event: str = "on_step_end") -> None:
+        self.step = step
+        setattr(self, event, self._stop)
+
+    def _stop(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted_at(trainer: Trainer) -> int:
+    """Train until stopped; the step that was committed."""
+    try:
+        trainer.train()
+    except Preempted as stop:
+        assert stop.step is not None
+        return stop.step
+    raise AssertionError("training was not stopped")
+
+
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    """The log history without what depends on the clock."""
+    return [
+        {name: value for name, value in entry.items() if not name.endswith(TIMES)}
+        for entry in trainer.state.log_history
+    ]
+
+
+def final_state(trainer: Trainer) -> dict[str, Any]:
+    """Everything that two equal runs share, bit for bit: weights, optimizer, schedule, scaler, random numbers, logs."""
+    assert trainer.optimizer is not None
+    optimizer = snapshot_optimizer(trainer.optimizer, dict(trainer.model.named_parameters()))
+    tensors = {f"model/{name}": value for name, value in trainer.model.state_dict().items()}
+    tensors.update({f"optimizer/{name}": value for name, value in optimizer.tensors.items()})
+    return {
+        "tensors": {name: value.clone() for name, value in tensors.items()},
+        "groups": optimizer.groups,
+        "scalars": optimizer.scalars,
+        "schedule": {k: v for k, v in trainer.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
+        "scaler": trainer.precision.scaler_state(),
+        "random": torch.get_rng_state().tolist(),
+        "logs": logged(trainer),
+        "best": (trainer.state.best_metric, trainer.state.best_global_step),
+        "position": (trainer.state.global_step, trainer.state.epoch),
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Equal at atol=0, naming the first difference."""
+    assert one["tensors"].keys() == other["tensors"].keys()
+    for name, value in one["tensors"].items():
+        assert torch.equal(value, other["tensors"][name]), f"{name} differs"
+    for name in one.keys() - {"tensors"}:
+        assert one[name] == other[name], f"{name} differs"
