@@ -38,6 +38,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         kind, keys, position, has_gauss, cached = state["numpy"]
+        # NumPy takes the position as it is, and would read beyond the 624 words.
+        if len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
+            raise ValueError("NumPy's state is not a Mersenne Twister's")
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
         torch.set_rng_state(_decode(state["torch"]))
         if "cuda" in state and torch.cuda.is_available():

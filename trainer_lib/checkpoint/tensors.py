@@ -179,7 +179,8 @@ def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
                 field="checkpoint",
                 remedy="Materialise it before saving.",
             )
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), *view)
         if tensor.numel() and memory in first:
             aliases[name] = first[memory]
         else:

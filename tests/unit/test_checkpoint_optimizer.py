@@ -1,0 +1,302 @@
+"""An optimizer goes on after a restore as if nothing had happened, bit for bit, whatever it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, restore_optimizer, snapshot_optimizer
+from trainer_lib.checkpoint.values import from_json, to_json
+from trainer_lib.errors import ConfigError, DamagedError
+
+
+class Model(nn.Module):
+    """Frozen, unused, tied and 0-dim parameters, integer and boolean buffers."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.mask: Tensor
+        self.calls: Tensor
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.frozen(self.norm(self.embed(x))) * self.mask * self.scale
+        loss: Tensor = self.head(hidden).float().logsumexp(-1).mean()
+        return loss
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps what torch's own do not: nested dicts, lists of tensors, tuples, flags, number keys, None."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "history": []})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["history"].append(len(group["history"]))
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["factored"] = {"row": torch.zeros(param.shape[:1]), 3: {"flag": True, "none": None}}
+                    state["grads"] = []
+                    state["shape"] = tuple(param.shape)
+                    state["count"] = 0
+                    state["__tuple__"] = "a name that is also a mark"
+                state["count"] += 1
+                state["grads"] = [*state["grads"][-2:], param.grad.clone()]
+                state["factored"]["row"] = state["factored"]["row"] * 0.9 + len(state["grads"])
+                mean = torch.stack(state["grads"]).mean(0)
+                param.data.add_(mean, alpha=-group["lr"] * state["count"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=False),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), capturable=False, foreach=False),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "nested": lambda p: Nested(p),
+}
+
+
+def batches() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randint(0, 7, (6,), generator=generator)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Tensor], count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = model(next(data))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def through_json(snapshot: OptimizerSnapshot) -> OptimizerSnapshot:
+    tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+    groups, scalars = json.loads(json.dumps([snapshot.groups, snapshot.scalars]))
+    return OptimizerSnapshot(tensors, groups, scalars)
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(two, Tensor) and one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
+    if isinstance(one, dict):
+        return isinstance(two, dict) and one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and bool(one == two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_never_stopped(name: str, dtype: torch.dtype) -> None:
+    make = OPTIMIZERS[name]
+    model = Model(dtype)
+    data = batches()
+    optimizer = make(trainable(model))
+    steps(model, optimizer, data, 3)
+
+    snapshot = through_json(snapshot_optimizer(optimizer, model.named_parameters()))
+    other = Model(dtype)
+    other.load_state_dict(model.state_dict())
+    restored = make(trainable(other))
+    restore_optimizer(restored, other.named_parameters(), snapshot)
+
+    for param, twin in zip(trainable(model), trainable(other), strict=True):
+        assert same(optimizer.state.get(param, {}), restored.state.get(twin, {}))
+    for group, twin_group in zip(optimizer.param_groups, restored.param_groups, strict=True):
+        assert same({**group, "params": 0}, {**twin_group, "params": 0})
+    again = batches()
+    for _ in range(3):
+        next(again)
+    assert steps(other, restored, again, 3) == steps(model, optimizer, data, 3)
+    for name_, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name_])
+
+
+def test_the_moments_of_low_precision_weights_keep_their_precision() -> None:
+    param = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([param])
+    optimizer.state[param] = {"step": torch.tensor(3.0), "exp_avg": torch.randn(5), "exp_avg_sq": torch.rand(5)}
+    wanted = optimizer.state[param]["exp_avg"].clone()
+    snapshot = through_json(snapshot_optimizer(optimizer, {"w": param}))
+    restore_optimizer(optimizer, {"w": param}, snapshot)
+    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+    assert torch.equal(optimizer.state[param]["exp_avg"], wanted)
+    assert optimizer.state[param]["step"].shape == ()
+
+
+def test_state_follows_the_name_not_the_position() -> None:
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([one, two], lr=0.1, momentum=0.9)
+    one.grad, two.grad = torch.full((2,), 1.0), torch.full((3,), 2.0)
+    optimizer.step()
+    snapshot = through_json(snapshot_optimizer(optimizer, {"one": one, "two": two}))
+
+    other = torch.optim.SGD([two, one], lr=0.5, momentum=0.1)
+    restore_optimizer(other, {"one": one, "two": two}, snapshot)
+
+    assert torch.equal(other.state[one]["momentum_buffer"], torch.full((2,), 1.0))
+    assert torch.equal(other.state[two]["momentum_buffer"], torch.full((3,), 2.0))
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["momentum"]) == (0.1, 0.9)
+    assert other.param_groups[0]["params"] == [two, one]
+
+
+def test_a_snapshot_is_not_changed_by_the_optimizer_it_was_put_into() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    snapshot = through_json(snapshot_optimizer(optimizer, {"w": param}))
+    before = snapshot.tensors["w/momentum_buffer"].clone()
+    restore_optimizer(optimizer, {"w": param}, snapshot)
+    optimizer.step()
+    assert torch.equal(snapshot.tensors["w/momentum_buffer"], before)
+
+
+def test_how_to_compute_stays_as_it_is_set_now() -> None:
+    param = nn.Parameter(torch.ones(2))
+    saved = torch.optim.AdamW([param], lr=0.5, fused=True)
+    now = torch.optim.AdamW([param], lr=0.1, foreach=True)
+    restore_optimizer(now, {"w": param}, through_json(snapshot_optimizer(saved, {"w": param})))
+    assert now.param_groups[0]["lr"] == 0.5
+    assert (now.param_groups[0]["fused"], now.param_groups[0]["foreach"]) == (None, True)
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_restored_to_that() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([param])
+    snapshot = through_json(snapshot_optimizer(optimizer, {"w": param}))
+    param.grad = torch.ones(2)
+    optimizer.step()
+    restore_optimizer(optimizer, {"w": param}, snapshot)
+    assert len(optimizer.state) == 0
+
+
+def test_other_parameters_are_refused_by_name() -> None:
+    one, two, three = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    saved = snapshot_optimizer(torch.optim.SGD([one, two], lr=1), {"one": one, "two": two})
+    with pytest.raises(ConfigError, match=r"saved but not there now: \['two'\]; there now but not saved: \['three'\]"):
+        restore_optimizer(torch.optim.SGD([one, three], lr=1), {"one": one, "three": three}, saved)
+    regrouped = torch.optim.SGD([{"params": [one]}, {"params": [two]}], lr=1)
+    with pytest.raises(ConfigError, match="divide the parameters differently"):
+        restore_optimizer(regrouped, {"one": one, "two": two}, saved)
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    param = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match="not parameters of the model"):
+        snapshot_optimizer(torch.optim.SGD([param], lr=1), {})
+
+
+def test_state_for_a_stranger_is_refused() -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1)
+    optimizer.state[nn.Parameter(torch.ones(1))] = {"x": 1}
+    with pytest.raises(ConfigError, match="not among its parameters"):
+        snapshot_optimizer(optimizer, {"w": param})
+
+
+def test_a_snapshot_that_lacks_a_tensor_is_damaged() -> None:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=1, momentum=0.9)
+    param.grad = torch.ones(1)
+    optimizer.step()
+    snapshot = snapshot_optimizer(optimizer, {"w": param})
+    snapshot.tensors.clear()
+    with pytest.raises(DamagedError, match="momentum_buffer"):
+        restore_optimizer(optimizer, {"w": param}, snapshot)
+
+
+class Opaque:
+    """Nothing JSON knows."""
+
+
+@pytest.mark.parametrize("value", [Opaque(), {1, 2}, b"bytes", {(1, 2): 3}, torch.ones(1), [Opaque()]])
+def test_what_would_need_pickle_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'state/x.*without pickle"):
+        to_json(value, "state/x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None, True, 3, -1.5e-300, float("inf"), "é", [], (), {}, (1, (2, [3])), {"a": {"b": (1,)}}, {1: {"x": 1}},
+        {"__tuple__": 1}, {"__tensor__": "x"}, {"__dict__": {}},
+    ],
+)  # fmt: skip
+def test_values_come_back_exactly(value: Any) -> None:
+    assert same(from_json(json.loads(json.dumps(to_json(value, "x")))), value)
+
+
+def test_a_tensor_where_none_can_be_is_damage() -> None:
+    with pytest.raises(DamagedError):
+        from_json({"__tensor__": "x"})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4]),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    ],
+    ids=["multi-step", "one-cycle", "cosine restarts", "lambda"],
+)
+def test_a_schedule_goes_on_after_json(make: Callable[[torch.optim.Optimizer], Any]) -> None:
+    def build() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        return optimizer, make(optimizer)
+
+    def rates(optimizer: torch.optim.Optimizer, schedule: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+            found.append(schedule.get_last_lr()[0])
+        return found
+
+    optimizer, schedule = build()
+    rates(optimizer, schedule, 3)
+    saved = json.loads(json.dumps(to_json(schedule.state_dict(), "scheduler")))
+    lr = optimizer.param_groups[0]["lr"]
+
+    other, resumed = build()
+    other.param_groups[0]["lr"] = lr
+    resumed.load_state_dict(from_json(saved))
+    assert rates(other, resumed, 6) == rates(optimizer, schedule, 6)
