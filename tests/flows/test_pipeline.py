@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from flows.pipeline import run_pipeline
 from flows.results import STAGES, PipelineResult
 from flows.spec import PipelineSpec, load_spec
 from flows.why import explain
-from tasks import _manifests, _progress
+from tasks import _launching, _manifests, _progress
 from tasks._manifests import StageManifest
 from tests.support.toy import RECIPE, project
-from trainer_lib.errors import CodeError, ConfigError, DataError
+from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
 
 IN_PROCESS = ("prepare.launch=in_process", "train.launch=in_process")
 ALL = set(STAGES)
@@ -315,3 +316,28 @@ def test_the_stages_run_in_processes_of_their_own_and_only_there_is_torch(folder
     manifest = StageManifest.from_dict(result.stages[1].manifest or {})
     assert manifest.meta["global_step"] == 8
     assert any(line.startswith("worker") for line in lines)
+
+
+def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+    from prefect.states import Cancelling
+
+    monkeypatch.setattr(_launching, "_ASK_EVERY_S", 0.1)
+    broken(folder, "x = draw.uniform(-1, 1)", "x = draw.uniform(-1, 1) * (__import__('time').sleep(1) is None)")
+    asked: list[str] = []
+
+    def cancel(event: dict[str, Any]) -> None:
+        if event["event"] == "start" and not asked:
+            asked.append(flow_run.id or "")
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(uuid.UUID(flow_run.id), Cancelling())
+
+    with _progress.subscribe(cancel):
+        result = run_pipeline(load_spec(folder / "pipeline.yaml", ["prepare.options.rows=7"]))
+    assert isinstance(result.error, Interrupted)
+    assert [outcome.status for outcome in result.stages] == ["failed"] + ["skipped"] * 4
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(uuid.UUID(asked[0])).state
+    assert state is not None
+    assert state.is_cancelled()

@@ -369,3 +369,35 @@ def test_a_stage_runs_alone_without_a_flow(prefect_server: str, local: str) -> N
     assert stage() == stage()
     assert toy.runs == 1
     assert os.getpid() == json.loads(next(Path(local).glob("stages/toy/*/attempts/0001.json")).read_text())["pid"]
+
+
+def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: str) -> None:
+    import uuid
+
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
+    from prefect.logging.handlers import APILogWorker
+    from prefect.runtime import task_run
+
+    seen: list[str] = []
+
+    def work(context: StageContext) -> StageOutput:
+        seen.append(task_run.id or "")
+        context.progress.line("epoch 1 of 3")
+        for step in (1, 5):
+            context.progress.event({"event": "progress", "step": step, "max_steps": 10, "loss": 0.25, "eta_s": 61})
+        return StageOutput([context.store.write_bytes("a", b"x")])
+
+    @stage_task("shown")
+    def shown() -> dict[str, Any]:
+        return run_stage(stage_key("shown", {}), local, work)
+
+    in_flow(shown)
+    APILogWorker.instance().drain()
+    with get_client(sync_client=True) as client:
+        named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))
+        [artifact] = client.read_artifacts(artifact_filter=named)
+        logs = client.read_logs(LogFilter(task_run_id=LogFilterTaskRunId(any_=[uuid.UUID(seen[0])])))
+    assert artifact.data == 50.0
+    assert artifact.description == "step 5/10, loss 0.25, 1 min 01 s left"
+    assert "epoch 1 of 3" in [log.message for log in logs]
