@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from tasks import _progress
@@ -64,6 +65,7 @@ def run_stage(
     retries: int = 3,
     force: bool = False,
     rungs: int = 0,
+    inspect: Callable[[StageManifest], str | None] | None = None,
 ) -> dict[str, Any]:
     """Run `work` unless its result is committed and intact.
 
@@ -73,6 +75,7 @@ def run_stage(
         retries: failures that may be retried, see `tasks._retry`.
         force: discard a committed result and everything that was kept for continuing it.
         rungs: how often the work can halve its batch when memory runs out.
+        inspect: looks at a committed result beyond the stage's folder; says what is wrong there, or None.
 
     Returns:
         The manifest as JSON. Inside a Prefect task a cached one comes as the state ``Completed(name="Cached")``.
@@ -81,7 +84,9 @@ def run_stage(
         TrainflowError: typed; whether it is retried was decided and recorded before.
     """
     try:
-        return _look_or_work(key, stage_store(storage, key), storage, work, retries, force and first_try(), rungs)
+        store = stage_store(storage, key)
+        look = partial(_look, store, inspect)
+        return _look_or_work(key, store, storage, work, retries, force and first_try(), rungs, look)
     except TrainflowError as error:
         remember_if_new(error, retries=retries)
         raise
@@ -95,14 +100,15 @@ def _look_or_work(
     retries: int,
     force: bool,
     rungs: int,
+    look: Callable[[], tuple[StageManifest | None, str | None]],
 ) -> dict[str, Any]:
     damage: str | None = None
     if not force:
-        manifest, damage = look_up(store)
+        manifest, damage = look()
         if manifest is not None:
             return _cached(manifest)
     reason = _reason(storage, key, force=force, damage=damage)
-    lease = _acquire(store, key, wait=not force)
+    lease = _acquire(store, key, wait=not force, look=look)
     if lease is None:
         manifest, _ = look_up(store)
         if manifest is None:
@@ -110,7 +116,7 @@ def _look_or_work(
         return _cached(manifest)
     with lease:
         if not force:  # between our look and the lease another process may have finished
-            manifest, damage = look_up(store)
+            manifest, damage = look()
             if manifest is not None:
                 return _cached(manifest)
         if force or damage is not None:
@@ -196,9 +202,20 @@ def _reason(storage: str, key: StageKey, *, force: bool, damage: str | None) -> 
     return explain_miss(storage, key).reason
 
 
-def _acquire(store: Store, key: StageKey, *, wait: bool) -> Lease | None:
+def _look(
+    store: Store, inspect: Callable[[StageManifest], str | None] | None
+) -> tuple[StageManifest | None, str | None]:
+    manifest, damage = look_up(store)
+    if manifest is not None and inspect is not None and (problem := inspect(manifest)):
+        return None, problem
+    return manifest, damage
+
+
+def _acquire(
+    store: Store, key: StageKey, *, wait: bool, look: Callable[[], tuple[StageManifest | None, str | None]]
+) -> Lease | None:
     def done() -> bool:
-        return wait and look_up(store)[0] is not None
+        return wait and look()[0] is not None
 
     def waiting(holder: object) -> None:
         _tell(key.stage, "waiting", f"another process is at work on it: {holder}")

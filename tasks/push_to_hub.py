@@ -9,7 +9,7 @@ from typing import Any
 
 from tasks import _mlflow, _progress
 from tasks._keys import StageKey, stage_key, versions
-from tasks._manifests import KEY_FILE, StageManifest, look_up, stage_store
+from tasks._manifests import KEY_FILE, StageManifest
 from tasks._stage import StageContext, StageOutput, run_stage
 from tasks._task import stage_task
 from tasks.configs import PublishConfig
@@ -72,7 +72,10 @@ def push_to_hub(
             _mlflow.set_tags(_mlflow.RunHandle.from_dict(tracking), tags)
         return StageOutput(files, meta=facts)
 
-    return run_stage(key, storage, work, retries=config.retries, force=force or _is_gone(config, storage, key, to))
+    def inspect(manifest: StageManifest) -> str | None:
+        return _problem(config, to, manifest)
+
+    return run_stage(key, storage, work, retries=config.retries, force=force, inspect=inspect)
 
 
 def publish_key(
@@ -114,24 +117,16 @@ def _inputs(
     return inputs
 
 
-def _is_gone(config: PublishConfig, storage: str, key: StageKey, to: str) -> bool:
-    """Whether an earlier publication under this key has vanished from the hub, or was damaged there."""
-    manifest, _ = look_up(stage_store(storage, key))
-    if manifest is None:
-        return False
+def _problem(config: PublishConfig, to: str, manifest: StageManifest) -> str | None:
+    """What is wrong with an earlier publication; None when it is there, or cannot be asked about now."""
     hub = open_hub(to, revision=config.revision, private=config.private)
     try:
         there = hub.holds(str(manifest.meta["revision"]), str(manifest.meta["published_digest"]))
     except (StorageError, ConfigError) as error:  # out of reach now: the manifest's word stands
-        _warn(f"{to} could not be asked whether the publication is still there: {error.message}")
-        return False
-    if not there:
-        _warn(f"The publication {manifest.meta['published_url']} is gone or damaged; it is made again.")
-    return not there
-
-
-def _warn(message: str) -> None:
-    _progress.publish({"event": "warning", "stage": STAGE, "message": message})
+        message = f"{to} could not be asked whether the publication is still there: {error.message}"
+        _progress.publish({"event": "warning", "stage": STAGE, "message": message})
+        return None
+    return None if there else f"{manifest.meta['published_url']} is gone, or not as it was published"
 
 
 def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> Content:

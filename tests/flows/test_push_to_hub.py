@@ -1,0 +1,220 @@
+"""push-to-hub as a stage: against a folder and against a server that speaks the Hub's protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard, snapshot_download
+
+from tasks._keys import stage_key
+from tasks._stage import StageContext, StageOutput, run_stage
+from tasks.configs import PublishConfig
+from tasks.push_to_hub import publish_key, push_to_hub
+from tests.support.hub_server import HubServer, ImpatientTime
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.hub.folder import FolderHub
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = bytes(range(256)) * 8192
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        monkeypatch.setattr("huggingface_hub.utils._http.time", ImpatientTime())
+        yield server
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    return str(tmp_path / "storage")
+
+
+def _stage(storage: str, stage: str, fields: dict[str, Any], files: dict[str, bytes], **facts: Any) -> dict[str, Any]:
+    """A committed stage, as the stages before leave it."""
+
+    def work(context: StageContext) -> StageOutput:
+        return StageOutput([context.store.write_bytes(path, data) for path, data in files.items()], **facts)
+
+    manifest: dict[str, Any] = run_stage(stage_key(stage, fields), storage, work)
+    return manifest
+
+
+def _inputs(storage: str, weights: bytes = WEIGHTS, accuracy: float = 0.984) -> dict[str, Any]:
+    splits = {"splits": {"train": {"rows": 1437}, "test": {"rows": 360}}}
+    args = {"learning_rate": 2e-3, "global_batch_size": 64, "seed": 42}
+    model = {"model/model.safetensors": weights, "model/config.json": b"{}"}
+    metrics = {"test": {"test_accuracy": accuracy, "test_runtime": 3.0}}
+    return {
+        "data": _stage(storage, "prepare-data", {"a": 1}, {"data/test/00000.arrow": b"rows"}, meta=splits),
+        "model": _stage(storage, "train", {"args": args, "w": weights[:9].hex()}, model, meta={"parameters": 12345}),
+        "evaluation": _stage(storage, "evaluate", {"m": accuracy}, {"samples.txt": b"hello"}, metrics=metrics),
+    }
+
+
+def _push(storage: str, config: PublishConfig, inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
+    manifest: dict[str, Any] = push_to_hub.fn(config, name="digits", storage=storage, **inputs, **more)
+    return manifest
+
+
+def test_a_folder_below_the_storage_is_the_default_hub(storage: str) -> None:
+    manifest = _push(storage, PublishConfig(license="apache-2.0", tags=["vision"]), _inputs(storage))
+    folder = Path(manifest["meta"]["published_url"])
+    assert folder.parent == Path(storage) / "hub" / "digits" / "revisions"
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert (folder / "evaluation" / "samples.txt").read_bytes() == b"hello"
+    assert json.loads((folder / "metrics.json").read_text()) == {"test": {"accuracy": 0.984}}
+
+
+def test_the_card_tells_metrics_data_arguments_and_lineage(storage: str) -> None:
+    inputs = _inputs(storage)
+    manifest = _push(storage, PublishConfig(title="Digits", license="apache-2.0"), inputs)
+    text = (Path(manifest["meta"]["published_url"]) / "README.md").read_text()
+    data: Any = ModelCard(text).data
+    assert [(one.metric_type, one.metric_value) for one in data.eval_results] == [("accuracy", 0.984)]
+    assert data.to_dict()["trainflow"] == {
+        "data_digest": inputs["data"]["content_digest"],
+        "stage_keys": {one["stage"]: one["key"] for one in inputs.values()},
+    }
+    for part in ("`learning_rate` | 0.002", "1,437", "12,345", hashlib.sha256(WEIGHTS).hexdigest()):
+        assert part in text
+
+
+def test_a_second_run_is_a_hit_and_publishes_nothing(storage: str) -> None:
+    inputs = _inputs(storage)
+    first = _push(storage, PublishConfig(), inputs)
+    again = _push(storage, PublishConfig(), inputs)
+    assert again == first
+    assert len(FolderHub(f"{storage}/hub/digits").revisions()) == 1
+
+
+def test_forced_the_stage_runs_and_the_hub_gets_nothing_new(storage: str) -> None:
+    inputs = _inputs(storage)
+    first = _push(storage, PublishConfig(), inputs)
+    again = _push(storage, PublishConfig(), inputs, force=True)
+    assert (first["meta"]["created"], again["meta"]["created"]) == (True, False)
+    assert again["meta"]["revision"] == first["meta"]["revision"]
+
+
+@pytest.mark.parametrize("harm", ["removed", "truncated"])
+def test_a_publication_that_is_gone_or_damaged_is_made_again(storage: str, harm: str) -> None:
+    inputs = _inputs(storage)
+    published = Path(_push(storage, PublishConfig(), inputs)["meta"]["published_url"])
+    if harm == "removed":
+        shutil.rmtree(published)
+    else:
+        (published / "model.safetensors").write_bytes(b"short")
+    again = _push(storage, PublishConfig(), inputs)
+    assert again["meta"]["created"]
+    assert "is gone, or not as it was published" in again["meta"]["reason"]
+    assert (Path(again["meta"]["published_url"]) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_another_model_is_another_revision(storage: str) -> None:
+    _push(storage, PublishConfig(), _inputs(storage))
+    _push(storage, PublishConfig(), _inputs(storage, weights=b"other weights"))
+    assert len(FolderHub(f"{storage}/hub/digits").revisions()) == 2
+
+
+def test_the_key_says_what_differs_and_holds_no_path(storage: str) -> None:
+    inputs = _inputs(storage)
+    key = publish_key(PublishConfig(), name="digits", **inputs)
+    assert storage not in json.dumps(key.fields)
+    changed = publish_key(PublishConfig(license="mit"), name="digits", **inputs)
+    assert changed.fields["card"] != key.fields["card"]
+    assert {name for name in key.fields if key.fields[name] != changed.fields[name]} == {"card"}
+    private = publish_key(PublishConfig(private=False), name="digits", **inputs)
+    assert private.digest == key.digest  # says who may read it, not what it is
+
+
+def test_an_upload_to_the_hub_comes_back_with_equal_digests(storage: str, hub: HubServer, tmp_path: Path) -> None:
+    config = PublishConfig(to="hf://org/digits", license="apache-2.0")
+    manifest = _push(storage, config, _inputs(storage))
+    revision = manifest["meta"]["revision"]
+    local = snapshot_download(
+        "org/digits", revision=revision, local_dir=tmp_path / "back", endpoint=hub.endpoint, token=hub.token
+    )
+    record = json.loads((Path(local) / "trainflow.json").read_text())
+    assert record["content_digest"] == manifest["meta"]["published_digest"]
+    for file in record["files"]:
+        assert hashlib.sha256((Path(local) / file["path"]).read_bytes()).hexdigest() == file["sha256"]
+    assert (Path(local) / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.repos["org/digits"].private
+
+    assert _push(storage, config, _inputs(storage)) == manifest  # a hit
+    _push(storage, config, _inputs(storage), force=True)
+    assert len(hub.repos["org/digits"].commits) == 2
+
+
+def test_a_hub_that_fails_in_the_middle_is_retried_and_ends_with_one_commit(storage: str, hub: HubServer) -> None:
+    config, inputs = PublishConfig(to="hf://org/digits"), _inputs(storage)
+    hub.fault = lambda method, path: 500 if "/commit/" in path else None
+    with pytest.raises(StorageError, match="The Hub failed") as caught:
+        _push(storage, config, inputs)
+    assert caught.value.retryable
+    hub.fault = lambda method, path: None
+    manifest = _push(storage, config, inputs)
+    assert manifest["meta"]["attempt"] == 2
+    assert [commit.summary[:7] for commit in hub.repos["org/digits"].commits] == ["initial", "Publish"]
+
+
+def test_prefect_retries_it_by_itself(storage: str, hub: HubServer, prefect_server: str) -> None:
+    from prefect import flow
+
+    inputs = _inputs(storage)
+    failures = [500]
+    hub.fault = lambda method, path: failures.pop() if failures and "/commit/" in path else None
+
+    @flow
+    def publishing() -> Any:
+        return push_to_hub(PublishConfig(to="hf://org/digits"), name="digits", storage=storage, **inputs)
+
+    manifest: Any = publishing()
+    meta = manifest["meta"]
+    assert (meta["created"], meta["attempt"]) == (True, 2)
+    assert failures == []
+
+
+def test_a_hub_that_cannot_be_asked_leaves_a_hit_a_hit(storage: str, hub: HubServer) -> None:
+    config, inputs = PublishConfig(to="hf://org/digits"), _inputs(storage)
+    first = _push(storage, config, inputs)
+    hub.fault = lambda method, path: 503
+    assert _push(storage, config, inputs) == first
+
+
+def test_a_repository_that_was_deleted_is_published_again(storage: str, hub: HubServer) -> None:
+    config, inputs = PublishConfig(to="hf://org/digits"), _inputs(storage)
+    _push(storage, config, inputs)
+    del hub.repos["org/digits"]
+    assert _push(storage, config, inputs)["meta"]["created"]
+    assert "org/digits" in hub.repos
+
+
+def test_a_manifest_of_the_wrong_stage_or_without_a_model_is_bad_input(storage: str) -> None:
+    inputs = _inputs(storage)
+    with pytest.raises(ConfigError, match="train"):
+        _push(storage, PublishConfig(), {**inputs, "model": inputs["data"]})
+    empty = _stage(storage, "train", {"x": 1}, {"other.txt": b""})
+    with pytest.raises(ConfigError, match="no model"):
+        _push(storage, PublishConfig(), {**inputs, "model": empty})
+
+
+def test_importing_the_stage_imports_no_torch_and_no_hub_client() -> None:
+    code = (
+        "import sys, tasks.push_to_hub; "
+        "sys.exit(', '.join({'torch', 'mlflow', 'huggingface_hub'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
