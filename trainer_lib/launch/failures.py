@@ -26,6 +26,7 @@ def failure(run_dir: RunDir, ending: Ending) -> TrainflowError:
     """Why a launch gave no result."""
     records = run_dir.errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
+    stopped.sort(key=lambda record: record.get("step") is None)  # a rank stopped twice may know no step
     if ending.hung_s is not None:
         return _hung(run_dir, ending)
     if ending.cancelled:
@@ -52,7 +53,7 @@ def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
 
 
 def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:
-    step = next((record["step"] for record in stopped if record.get("step") is not None), None)
+    step = stopped[0].get("step") if stopped else None
     if step is None:
         return Interrupted("Cancelled.", step=ending.step, remedy="The same command continues from the last save.")
     return Interrupted(f"Cancelled; saved at step {step}.", step=step, remedy="The same command continues from there.")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer_lib import distributed
@@ -70,7 +71,8 @@ def _afterwards(work: Work, store: Store, model: nn.Module, data: DataInfo) -> t
         return {}, []
     work.events.emit("progress", message="after_evaluate")
     model.eval()
-    given = dict(work.recipe.after_evaluate(model, data, work.request["options"]))
+    with torch.no_grad():
+        given = dict(work.recipe.after_evaluate(model, data, work.request["options"]))
     unknown = sorted(set(given) - set(RETURNED))
     if unknown:
         remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'

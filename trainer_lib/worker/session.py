@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import importlib
 import io
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(Path(path))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run_dir.record_process(f"worker-{rank}", os.getpid())
+    leaving = _Leaving()
     _set_up_streams(rank)
     _set_up_signals(run_dir, rank)
     watch = ParentWatch(float(os.environ.get("TRAINFLOW_GRACE_S", "60")))
@@ -92,15 +94,38 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        code = _fail(run_dir, rank, world_size, error, work)
-        _leave_within(FAILED_EXIT_S, code)
-        return code
+        return leaving.within(FAILED_EXIT_S, _fail(run_dir, rank, world_size, error, work))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # done: there is nothing left to stop
     if rank == 0:
         run_dir.write_json("result.json", result)
     watch.close()
-    _leave_within(EXIT_S, 0)
-    return 0
+    return leaving.within(EXIT_S, 0)
+
+
+class _Leaving:
+    """The end of the process: exit handlers run (trackers send what they hold), then it ends at once.
+
+    Taking torch apart module by module costs more than a second, and a process group whose peers are gone may never
+    come to its end. Exit handlers run last in, first out, and this one is registered before anything is imported.
+    """
+
+    def __init__(self) -> None:
+        self._code = 1
+        atexit.register(self._leave)
+
+    def within(self, seconds: float, code: int) -> int:
+        """Remember the exit code and return it; whatever the exit handlers wait for, wait no longer than `seconds`."""
+        self._code = code
+        timer = threading.Timer(seconds, self._leave)
+        timer.daemon = True
+        timer.start()
+        return code
+
+    def _leave(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(self._code)
 
 
 def run_here(verb: str, run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -199,20 +224,6 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send(process, signal.SIGKILL)
     return typed.exit_code
-
-
-def _leave_within(seconds: float, code: int) -> None:
-    """Let the interpreter end in order (trackers send what they hold), but not wait for a peer or a thread for ever."""
-
-    def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-    timer = threading.Timer(seconds, leave)
-    timer.daemon = True
-    timer.start()
 
 
 def _lost_contact(error: BaseException) -> bool:

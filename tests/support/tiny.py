@@ -1,0 +1,108 @@
+"""A recipe that is cheap to train and easy to resume wrongly (dropout, a ragged last batch), and its requests."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tests.support.launched import request
+from trainer_lib.launch import LaunchConfig, launch
+
+RECIPE = """
+import os
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def prepare(options, out):
+    generator = np.random.default_rng(0)
+    out.info["width"] = 6
+    out.write_file("note.txt", b"hello")
+
+    def rows(count):
+        for _ in range(count):
+            x = generator.normal(size=6).astype(np.float32)
+            yield {"x": x, "label": int(x.sum() > 0)}
+
+    return {"train": rows(90), "test": rows(25)}
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+    def forward(self, x, labels=None):
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+        logits = self.layers(x)
+        return {"logits": logits} if labels is None else {
+            "loss": nn.functional.cross_entropy(logits, labels), "logits": logits
+        }
+
+
+def build_model(options, data):
+    assert data.read_file("note.txt") == b"hello"
+    assert data.splits["test"] == 25
+    return Net(data.info["width"])
+
+
+def collate(rows):
+    if os.environ.get("BAD_RANK") == os.environ.get("RANK", "0"):
+        raise ValueError("this rank cannot collate")
+    batch = {"x": torch.from_numpy(np.stack([row["x"] for row in rows]))}
+    return {**batch, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+def compute_metrics(p):
+    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
+
+
+def after_evaluate(model, data, options):
+    assert not model.training
+    return {"metrics": {"weights": float(sum(p.abs().sum() for p in model.parameters()))},
+            "files": {"note.txt": b"seen"}}
+"""
+
+ARGS: dict[str, Any] = {
+    "seed": 3,
+    "num_train_epochs": 3,
+    "global_batch_size": 8,
+    "learning_rate": 0.01,
+    "logging_steps": 10,
+    "save_steps": 6,
+    "save_total_limit": 2,
+    "use_cpu": True,
+}
+
+
+def prepared(folder: Path) -> dict[str, Any]:
+    """The recipe's data, prepared below `folder` (in this process), as requests describe it."""
+    asked = request(folder, RECIPE, output=str(folder / "data"), shard_rows=40)
+    result = run(asked, kind="in_process")
+    return {"url": asked["output"], **result}
+
+
+def train_request(folder: Path, data: dict[str, Any], output: str, **args: Any) -> dict[str, Any]:
+    """A request to train the recipe."""
+    more = {"data": data, "model": {}, "args": {**ARGS, **args}, "train_split": "train", "eval_split": None}
+    return request(folder, RECIPE, "train", output=output, **more)
+
+
+def run(asked: dict[str, Any], env: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
+    """Launch a request and wait for its result."""
+    return launch(
+        asked,
+        LaunchConfig(**{"grace_s": 20.0, **config}),
+        env={"OMP_NUM_THREADS": "1", **(env or {})} if config.get("kind") != "in_process" else env or {},
+        on_line=lambda line: None,
+        on_event=lambda event: None,
+    )
+
+
+def weights(output: str) -> str:
+    """The digest of an exported model."""
+    return hashlib.sha256(Path(output, "model", "model.safetensors").read_bytes()).hexdigest()
