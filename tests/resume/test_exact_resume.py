@@ -245,10 +245,9 @@ def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_
                 data.read.clear()
 
         given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no", "global_batch_size": 8}
+        given |= {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1}
         callbacks = [Note()] if resume else [Note(), StopAt(4)]
-        one = trainer(
-            tmp_path / folder, data, callbacks=callbacks, **{**given, "per_device_train_batch_size": per_device}
-        )
+        one = trainer(tmp_path / folder, data, callbacks=callbacks, **given)
         one.train("auto") if resume else preempted_at(one)
         return steps
 
