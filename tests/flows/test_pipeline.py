@@ -194,7 +194,7 @@ def broken(folder: Path, old: str, new: str) -> None:
         ('out.info["slope"] = 2.0', "raise KeyError('no such column')", "prepare-data", CodeError, "no such column"),
         ("points(rows, 0)", "points(0, 0)", "prepare-data", DataError, "train"),
         ('"x": [x]', '"x": [float("nan")]', "prepare-data", DataError, "x"),
-        ("y = self.linear(x)", "raise ValueError('wrong shape')", "train", CodeError, "wrong shape"),
+        ("y = self.linear(x.float())", "raise ValueError('wrong shape')", "train", CodeError, "wrong shape"),
         ('return {"error"', 'raise ZeroDivisionError("no rows")', "evaluate", CodeError, "no rows"),
     ],
 )
