@@ -30,6 +30,8 @@ def arguments(work: Work, verb: str, output_dir: str) -> TrainingArguments:
     given = dict(work.request["args"])
     given["output_dir"] = output_dir
     given.setdefault("disable_tqdm", True)
+    if verb != "train":  # these arguments come from training, and ask for what is not there now
+        given |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
     if work.recipe.collate is not None:
         given.setdefault("remove_unused_columns", False)
     args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
