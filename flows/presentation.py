@@ -71,10 +71,14 @@ def _metrics(result: PipelineResult) -> list[Text]:
     lines = []
     for split, values in manifest.get("metrics", {}).items():
         if isinstance(values, Mapping):
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(value)}" for name, value in numbers.items())
+            names = [name for name, value in values.items() if isinstance(value, int | float) and not _is_timing(name)]
+            text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
             lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
     return lines
+
+
+def _is_timing(name: str) -> bool:
+    return name == "epoch" or name.endswith(("runtime", "_per_second"))
 
 
 def _number(value: float) -> str:

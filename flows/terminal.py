@@ -10,8 +10,10 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -44,59 +46,90 @@ class Display(Protocol):
         """Show one line of our own."""
 
 
+@dataclass
+class _Stage:
+    """What is known of one stage."""
+
+    status: str = ""
+    since: float | None = None
+    """When it started; None if it did not."""
+    seconds: float | None = None
+    """How long it took; None while it runs, or when it did not."""
+    loss: float | None = None
+    step: float = 0.0
+    max_steps: float | None = None
+    text: str = ""
+    """Where it is."""
+    measured: str = ""
+    """What was evaluated last."""
+
+    def take(self, event: Event) -> None:
+        """Keep what an event says."""
+        if event.get("event") == "stage":
+            self.status = str(event.get("status"))
+            if self.status == "started":
+                self.since, self.seconds = time.monotonic(), None
+                self.max_steps, self.text, self.measured = None, "", ""
+            elif self.since is not None:
+                self.seconds = time.monotonic() - self.since
+            return
+        if isinstance(event.get("loss"), int | float):
+            self.loss = event["loss"]
+        self.step = event.get("step") or self.step
+        self.max_steps = event.get("max_steps") or self.max_steps
+        self.measured = measured(event) or self.measured
+        self.text = str(event.get("message") or describe({"loss": self.loss, **_given(event)}) or self.text)
+
+
+def _given(event: Event) -> Event:
+    return {name: value for name, value in event.items() if value is not None}
+
+
 class PlainDisplay:
     """One line per thing worth knowing; a stage's progress every few seconds."""
 
     def __init__(self, out: Console) -> None:
         self._out = out
-        self._started: dict[str, float] = {}
-        self._shown: dict[str, float] = {}
-        self._last: dict[str, str] = {}
+        self._stages: dict[str, _Stage] = defaultdict(_Stage)
+        self._printed: dict[str, tuple[float, str]] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        stage, kind = str(event.get("stage", "")), event.get("event")
-        if kind == "stage":
-            self._stage(stage, event)
-        elif kind == "line":
-            self._print(stage, f"| {event.get('message', '')}")
-        elif kind in ("warning", "resume") and event.get("message"):
-            self._print(stage, f"{'warning: ' if kind == 'warning' else ''}{event['message']}")
-        elif kind == "log" and (text := measured(event)):
-            self._print(stage, text)
-        elif kind in ("progress", "log"):
-            self._progress(stage, event)
+        name, kind = str(event.get("stage", "")), event.get("event")
+        if kind == "line":
+            self._print(name, f"| {event.get('message', '')}")
+        elif kind in ("warning", "resume"):
+            self._print(name, f"{'warning: ' if kind == 'warning' else ''}{event.get('message', '')}")
+        elif kind == "stage":
+            self._change(name, event)
+        else:
+            self._stages[name].take(event)
+            if kind == "log" and (text := measured(event)):
+                self._print(name, text)
+            elif kind in ("progress", "log"):
+                self._progress(name)
 
     def say(self, text: str) -> None:
         """Show one line of our own."""
         self._out.print(text)
 
-    def _stage(self, stage: str, event: Event) -> None:
-        status = str(event.get("status"))
-        if status == "skipped":
-            return  # the summary says so
-        if status == "started":
-            self._started[stage] = self._shown[stage] = time.monotonic()
-        elif stage in self._started and (last := self._last.pop(stage, "")):
-            self._print(stage, last)  # where it stood when it ended
-        self._print(stage, stage_sentence(event, self._seconds(stage)))
+    def _change(self, name: str, event: Event) -> None:
+        stage = self._stages[name]
+        if stage.text and self._printed.get(name, (0.0, ""))[1] != stage.text:
+            self._print(name, stage.text)  # where it stood when it ended
+        stage.take(event)
+        self._printed[name] = (time.monotonic(), "")
+        if stage.status != "skipped":  # the summary says so
+            self._print(name, stage_sentence(event, stage.seconds))
 
-    def _progress(self, stage: str, event: Event) -> None:
-        text = describe(event) if event.get("max_steps") else str(event.get("message") or "")
-        if not text:
-            return
-        if time.monotonic() - self._shown.get(stage, 0.0) < _PLAIN_EVERY_S:
-            self._last[stage] = text
-            return
-        self._shown[stage] = time.monotonic()
-        self._last.pop(stage, None)
-        self._print(stage, text)
+    def _progress(self, name: str) -> None:
+        text = self._stages[name].text
+        if text and time.monotonic() - self._printed.get(name, (0.0, ""))[0] >= _PLAIN_EVERY_S:
+            self._printed[name] = (time.monotonic(), text)
+            self._print(name, text)
 
-    def _seconds(self, stage: str) -> float | None:
-        return time.monotonic() - self._started[stage] if stage in self._started else None
-
-    def _print(self, stage: str, text: str) -> None:
-        self._out.print(f"{stage:<13} {text}")
+    def _print(self, name: str, text: str) -> None:
+        self._out.print(f"{name:<13} {text}")
 
 
 def readable(reason: str) -> str:
@@ -127,7 +160,7 @@ class LiveDisplay:
 
     def __init__(self, out: Console) -> None:
         self._out = out
-        self._stages: dict[str, Event] = {}
+        self._stages: dict[str, _Stage] = defaultdict(_Stage)
         self._live = Live(console=out, get_renderable=self._render, refresh_per_second=8, transient=True)
 
     @contextlib.contextmanager
@@ -138,60 +171,45 @@ class LiveDisplay:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
-        stage, kind = str(event.get("stage", "")), event.get("event")
-        known = self._stages.setdefault(stage, {"status": "", "since": time.monotonic()})
-        if kind == "stage":
-            known.update(event)
-            if event.get("status") == "started":
-                self._stages[stage] = {**event, "since": time.monotonic()}
-            elif event.get("status") in ("retrying", "waiting"):
-                self.say(f"{stage}: {stage_sentence(event, None)}")
-            elif event.get("status") in ("committed", "failed", "interrupted"):
-                known["seconds"] = time.monotonic() - known["since"]
-        elif kind == "line":
-            self._above(stage, str(event.get("message", "")), "dim")
-        elif kind in ("warning", "resume") and event.get("message"):
-            self._above(stage, str(event["message"]), "yellow" if kind == "warning" else "")
+        name, kind = str(event.get("stage", "")), event.get("event")
+        if kind == "line":
+            self._above(name, str(event.get("message", "")), "dim")
+        elif kind in ("warning", "resume"):
+            self._above(name, str(event.get("message", "")), "yellow" if kind == "warning" else "")
         else:
-            known.update({name: value for name, value in event.items() if value is not None and name != "stage"})
-            if kind == "log" and (text := measured(event)):
-                known["measured"] = text
+            self._stages[name].take(event)
+            if kind == "stage" and event.get("status") in ("retrying", "waiting"):
+                self._above(name, stage_sentence(event, self._stages[name].seconds), "yellow")
 
     def say(self, text: str) -> None:
         """Show one line of our own."""
         self._out.print(text)
 
-    def _above(self, stage: str, text: str, style: str) -> None:
-        self._out.print(Text.assemble((f"{stage} │ ", "dim cyan"), (text, style)))
+    def _above(self, name: str, text: str, style: str) -> None:
+        self._out.print(Text.assemble((f"{name} │ ", "dim cyan"), (text, style)))
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 1))
-        for stage, state in self._stages.items():
-            if stage:
-                table.add_row(*_live_row(stage, state))
-        return Group(table)
+        for name, stage in list(self._stages.items()):
+            table.add_row(*(_running_row(name, stage) if stage.status == "started" else _other_row(name, stage)))
+        return table
 
 
-def _live_row(stage: str, state: Mapping[str, Any]) -> list[RenderableType]:
-    status = str(state.get("status"))
-    if status != "started":
-        mark = _MARKS.get({"committed": "ran"}.get(status, status), " ")
-        style = STYLES.get({"committed": "ran"}.get(status, status), "")
-        seconds = state.get("seconds")
-        words = {"committed": "done"}.get(status, status)
-        return [Text(mark, style), Text(stage), Text(words, style), Text(duration(seconds) if seconds else "", "dim")]
-    elapsed = Text(duration(time.monotonic() - float(state["since"])), "dim")
-    total, step = state.get("max_steps"), state.get("step")
-    if total:
-        bar = ProgressBar(total=float(total), completed=float(step or 0), width=24)
-        measurement = Text(str(state.get("measured", "")), "dim", no_wrap=True)
-        return [
-            _SPINNER,
-            Text(stage, "bold"),
-            bar,
-            Group(Text(describe(state)), *([measurement] if measurement else [])),
-        ]
-    return [_SPINNER, Text(stage, "bold"), elapsed, Text(str(state.get("message") or ""), "dim", no_wrap=True)]
+def _running_row(name: str, stage: _Stage) -> list[RenderableType]:
+    elapsed = Text(duration(time.monotonic() - stage.since) if stage.since is not None else "", "dim")
+    text = Text(stage.text, no_wrap=True)
+    if stage.max_steps is None:
+        return [_SPINNER, Text(name, "bold"), elapsed, text]
+    bar = ProgressBar(total=stage.max_steps, completed=stage.step, width=24)
+    lines = [text, Text(stage.measured, "dim", no_wrap=True)] if stage.measured else [text]
+    return [_SPINNER, Text(name, "bold"), bar, Group(*lines)]
+
+
+def _other_row(name: str, stage: _Stage) -> list[RenderableType]:
+    status = {"committed": "ran"}.get(stage.status, stage.status)
+    style = STYLES.get(status, "")
+    took = duration(stage.seconds) if stage.seconds is not None else ""
+    return [Text(_MARKS.get(status, " "), style), Text(name), Text(status, style), Text(took, "dim")]
 
 
 _SPINNER = Spinner("dots", style="cyan")

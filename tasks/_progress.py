@@ -124,7 +124,8 @@ def measured(event: Mapping[str, Any]) -> str:
         for name, value in logs.items()
         if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(timings)
     ]
-    return f"step {event.get('step', 0)}: {', '.join(values)}" if values else ""
+    where = f"step {event['step']}: " if event.get("step") else ""
+    return where + ", ".join(values) if values else ""
 
 
 def duration(seconds: float) -> str:
