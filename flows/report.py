@@ -67,7 +67,7 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         failed=bool(result.get("error")),
         error=result.get("error"),
         total=_duration(float(result.get("seconds") or 0.0)),
-        started=result.get("started") or datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        started=_moment(result.get("started")),
         stages=stages,
         charts=draw_charts(history),
         tables=_metric_tables(result),
@@ -171,7 +171,7 @@ def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
         "status": stage["status"],
         "reason": stage.get("reason") or "",
         "seconds": seconds,
-        "time": _duration(seconds),
+        "time": _duration(seconds) if seconds or stage["status"] != "skipped" else "",
         "key": manifest.get("key") or "",
         "digest": manifest.get("content_digest") or "",
         "link": _link(manifest.get("url"), result),
@@ -259,6 +259,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+
+
+def _moment(started: str | None) -> str:
+    moment = datetime.fromisoformat(started) if started else datetime.now(UTC)
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _duration(seconds: float) -> str:

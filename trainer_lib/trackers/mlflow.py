@@ -174,16 +174,17 @@ def connect(tracking_uri: str) -> MlflowClient:
         # The migrations of a new database announce themselves line by line, and so does every try to reach one.
         for name in ("alembic", "mlflow.store.db.utils"):
             logging.getLogger(name).setLevel(logging.ERROR)
-    with _database_set_up(tracking_uri), _few_tries():
+    is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+    with _database_set_up(tracking_uri), _few_tries() if is_database else contextlib.nullcontext():
         return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
 
 
 @contextlib.contextmanager
 def _few_tries() -> Iterator[None]:
     """MLflow tries a database it cannot open for 102 s; those who wait for us have their own patience."""
-    import mlflow.store.db.utils as databases
-
     with _importing:
+        import mlflow.store.db.utils as databases
+
         before, databases.MAX_RETRY_COUNT = databases.MAX_RETRY_COUNT, DATABASE_TRIES
         try:
             yield
@@ -281,10 +282,10 @@ def _ship_leftover(client: MlflowClient, session: Session, *, current: Session |
         session.remove()
     except GoneError as error:
         session.set_aside("orphan")
-        _log.warning("Metrics kept in %s.orphan could not be sent: %s", session.path, error)
+        _log.warning("Metrics kept in %s could not be sent: %s", session.path, error)
     except (KeyError, TypeError, ValueError) as error:  # its session.json is not ours
         session.set_aside("damaged")
-        _log.warning("Metrics kept in %s.damaged could not be sent: %r", session.path, error)
+        _log.warning("Metrics kept in %s could not be sent: %r", session.path, error)
 
 
 def _attach(client: MlflowClient, session: Session) -> None:

@@ -106,7 +106,7 @@ class Shipper(threading.Thread):
         self._done = True
         self._session.set_aside("orphan")
         where = (self._delivery.server, error, self._session.path)
-        _log.warning("Metrics no longer go to %s: %s They are kept in %s.orphan.", *where)
+        _log.warning("Metrics no longer go to %s: %s They are kept in %s.", *where)
 
 
 def brief(error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 A *session* is a folder that one process writes while it tracks one attempt at training::
 
-    <root>/<nanoseconds>-<pid>/
+    <root>/<nanoseconds>-<pid>-<random>/
         session.json    where the points go: tracking URI, run, parameters
         points.jsonl    {"t": <ms since 1970>, "s": <step>, "m": {key: value}} per log call, appended as training goes
         state.json      how far it has been sent, and how the attempt ended; replaced as a whole by the sender
@@ -97,13 +97,13 @@ class Session:
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
         """A new, empty session. Raises OSError where the disk cannot take it."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = root / f"{time.time_ns():020d}-{os.getpid()}"
-        path.mkdir(mode=0o700)
-        session = cls(path, dict(head))
-        if not session._acquire():
-            raise BlockingIOError(f"{path} is locked")
+        name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
+        session = cls(root / f"{name}.new", dict(head))  # nobody takes it for a leftover before it is ours
+        session.path.mkdir(mode=0o700)
+        session._acquire()
         session.save_head()
-        session._points = os.open(path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        session._move(root / name)
         return session
 
     @classmethod
@@ -172,7 +172,7 @@ class Session:
     def set_aside(self, why: str) -> None:
         """Keep the folder for a person to look at; no later process will touch it."""
         with contextlib.suppress(OSError):
-            self.path.rename(self.path.with_name(f"{self.path.name}.{why}"))
+            self._move(self.path.with_name(f"{self.path.name}.{why}"))
         self.release()
 
     def release(self) -> None:
@@ -203,6 +203,13 @@ class Session:
                 return False
             _HELD.add(self.path)
             return True
+
+    def _move(self, path: Path) -> None:
+        self.path.rename(path)
+        with _held:
+            _HELD.discard(self.path)
+            _HELD.add(path)
+            self.path = path
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
         draft = self.path / f"{name}.{threading.get_ident()}"
