@@ -40,6 +40,13 @@ def ending(**changes: Any) -> Ending:
     return Ending(**{**plain, **changes})
 
 
+def fail(run_dir: RunDir, how: Ending) -> TrainflowError:
+    """The failure of a launch under torchrun; the guard saw its command end with code 1."""
+    if not (run_dir.path / "guard.json").exists():
+        run_dir.write_json("guard.json", {"code": 1})
+    return failure(run_dir, how, direct=False)
+
+
 def record(run_dir: RunDir, rank: int, error: TrainflowError, at: float, *, secondary: bool = False) -> None:
     error.rank = rank
     run_dir.write_json(f"error-rank{rank}.json", {**error.to_record(), "time": at, "secondary": secondary})
@@ -54,7 +61,7 @@ def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:
     record(run_dir, 0, InfrastructureError("rank 0 lost contact with the others."), 1.0, secondary=True)
     record(run_dir, 2, CodeError("later"), 3.0)
     record(run_dir, 1, DataError("row 7 is bad", field="x", value=3, remedy="repair it"), 2.0)
-    error = failure(run_dir, ending())
+    error = fail(run_dir, ending())
     assert isinstance(error, DataError)
     assert (error.rank, error.field, error.value, error.remedy) == (1, "x", "3", "repair it")
 
@@ -62,7 +69,7 @@ def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:
 def test_a_killed_rank_comes_before_those_that_only_noticed(run_dir: RunDir) -> None:
     record(run_dir, 0, InfrastructureError("rank 0 lost contact with the others."), 1.0, secondary=True)
     ranks_ended(run_dir, (1, -9), (0, 18))
-    error = failure(run_dir, ending())
+    error = fail(run_dir, ending())
     assert isinstance(error, InfrastructureError)
     assert error.message == "rank 1 was killed by SIGKILL (9) at step 120."
     assert (error.rank, error.step, error.details) == (1, 120, "last words")
@@ -70,28 +77,31 @@ def test_a_killed_rank_comes_before_those_that_only_noticed(run_dir: RunDir) -> 
 
 def test_a_kill_by_the_kernel_for_memory(run_dir: RunDir) -> None:
     ranks_ended(run_dir, (1, -9))
-    error = failure(run_dir, ending(out_of_memory=True))
+    error = fail(run_dir, ending(out_of_memory=True))
     assert isinstance(error, OutOfMemoryError)
     assert "per_device_train_batch_size" in (error.remedy or "")
 
 
 def test_a_crash_of_native_code(run_dir: RunDir) -> None:
     ranks_ended(run_dir, (0, -11))
-    error = failure(run_dir, ending(step=None))
+    error = fail(run_dir, ending(step=None))
     assert error.message == "rank 0 was killed by SIGSEGV (11)."
     assert "native library" in (error.remedy or "")
 
 
 def test_an_exit_code_without_a_word(run_dir: RunDir) -> None:
     run_dir.write_json("guard.json", {"code": 3})
-    assert failure(run_dir, ending()).message == "rank 0 ended with exit code 3 at step 120 and left no reason."
+    assert (
+        failure(run_dir, ending(), direct=True).message
+        == "rank 0 ended with exit code 3 at step 120 and left no reason."
+    )
 
 
 def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
     for rank in (0, 1):
         record(run_dir, rank, Preempted("Asked to stop.", step=130), float(rank))
     ranks_ended(run_dir, (0, 19))
-    error = failure(run_dir, ending())
+    error = fail(run_dir, ending())
     assert isinstance(error, Preempted)
     assert error.step == 130
 
@@ -99,25 +109,25 @@ def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
 def test_a_killed_rank_comes_before_the_stop_it_caused(run_dir: RunDir) -> None:
     record(run_dir, 0, Preempted("Asked to stop."), 9.0)
     ranks_ended(run_dir, (1, -9))
-    assert isinstance(failure(run_dir, ending()), InfrastructureError)
+    assert isinstance(fail(run_dir, ending()), InfrastructureError)
 
 
 def test_a_cancel_names_the_step_that_was_saved(run_dir: RunDir) -> None:
     record(run_dir, 0, Preempted("Asked to stop.", step=130), 1.0)
-    error = failure(run_dir, ending(cancelled=True))
+    error = fail(run_dir, ending(cancelled=True))
     assert isinstance(error, Interrupted)
     assert error.message == "Cancelled; saved at step 130."
     assert not error.retryable
 
 
 def test_a_cancel_before_anything_was_saved(run_dir: RunDir) -> None:
-    assert failure(run_dir, ending(cancelled=True)).message == "Cancelled."
+    assert fail(run_dir, ending(cancelled=True)).message == "Cancelled."
 
 
 def test_a_hang_shows_where_every_rank_stood(run_dir: RunDir) -> None:
     for rank in (0, 1):
         (run_dir.path / f"stack-{rank}.txt").write_text(f"stack of {rank}")
-    error = failure(run_dir, ending(hung_s=31.0))
+    error = fail(run_dir, ending(hung_s=31.0))
     assert isinstance(error, InfrastructureError)
     assert "no progress for 31 s" in error.message
     assert error.details == "--- rank 0\nstack of 0\n--- rank 1\nstack of 1"
@@ -127,17 +137,23 @@ def test_a_hang_shows_where_every_rank_stood(run_dir: RunDir) -> None:
     ("guard", "message"),
     [
         ({"code": -9}, "the launcher was killed by SIGKILL (9)."),
-        ({"code": 7}, "the launcher ended with exit code 7 and without a result."),
         (None, "the guard process was killed by SIGKILL (9)."),
     ],
 )
-def test_a_launcher_that_died_by_itself(run_dir: RunDir, guard: dict[str, int] | None, message: str) -> None:
-    (run_dir.path / "agent.pid").write_text("1 1")
+def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
+    run_dir: RunDir, guard: dict[str, int] | None, message: str
+) -> None:
+    record(run_dir, 0, Preempted("Asked to stop."), 9.0)
     if guard is not None:
         run_dir.write_json("guard.json", guard)
-    error = failure(run_dir, ending(code=-9))
+    error = failure(run_dir, ending(code=-9), direct=False)
     assert isinstance(error, InfrastructureError)
     assert error.message == message
+
+
+def test_a_launcher_that_ended_by_itself(run_dir: RunDir) -> None:
+    run_dir.write_json("guard.json", {"code": 7})
+    assert fail(run_dir, ending()).message == "the launcher ended with exit code 7 and without a result."
 
 
 COUNTERS = {

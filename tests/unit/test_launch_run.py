@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import tempfile
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.launched import request
-from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, Interrupted
+from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, Interrupted, Preempted
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.launch.run_dir import RunDir
 
@@ -95,6 +96,12 @@ def test_a_killed_worker_is_named_with_its_signal(heard: Heard, tmp_path: Path) 
     with pytest.raises(InfrastructureError, match=r"rank 0 was killed by SIGKILL \(9\)") as caught:
         heard.launch(request(tmp_path, recipe))
     assert caught.value.details == "here"
+
+
+def test_a_worker_told_to_stop_is_preempted(heard: Heard, tmp_path: Path) -> None:
+    recipe = "import os, time; print(os.getpid()); time.sleep(300)\n"
+    with pytest.raises(Preempted, match="Asked to stop"):
+        heard.launch(request(tmp_path, recipe), on_line=lambda line: os.kill(int(line), signal.SIGTERM))
 
 
 def test_restarts_go_on_after_a_lost_worker_but_not_after_a_bug(heard: Heard, tmp_path: Path) -> None:

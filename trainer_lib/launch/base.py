@@ -140,7 +140,8 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    config = check(config, use_cpu=bool(request.get("args", {}).get("use_cpu", False)))
+    use_cpu = str(request.get("args", {}).get("use_cpu", "")).lower() in ("true", "1", "yes")
+    config = check(config, use_cpu=use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
     restarts = 0
     while True:
@@ -177,7 +178,7 @@ def _attempt(
     # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.
     if result is not None and not run_dir.errors():
         return result
-    raise failure(run_dir, ending)
+    raise failure(run_dir, ending, direct=config.kind == "process")
 
 
 def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """From what is left in a run directory to one typed failure.
 
 Several ranks usually fail together: one for a reason, the others because it is gone. In this order the first that
-applies is reported: a rank's own record (the earliest), a rank that was killed, an agreed stop, a rank that only
-lost contact.
+applies is reported: a rank's own record (the earliest), a rank that was killed, a launcher or guard that was killed
+(workers then stop, and would say that they were asked to), an agreed stop, a rank that only lost contact.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
 
 
-def failure(run_dir: RunDir, ending: Ending) -> TrainflowError:
-    """Why a launch gave no result."""
+def failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
+    """Why a launch gave no result.
+
+    Args:
+        direct: the guard's command was the only worker itself, not a launcher of workers.
+    """
     records = run_dir.errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
     stopped.sort(key=lambda record: record.get("step") is None)  # a rank stopped twice may know no step
@@ -34,12 +38,15 @@ def failure(run_dir: RunDir, ending: Ending) -> TrainflowError:
     for record in records:
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
-    dead = _died_without_a_word(run_dir, ending, {int(record["rank"] or 0) for record in records})
+    dead = _died_without_a_word(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
     if dead is not None:
         return dead
+    guard = run_dir.read_json("guard.json")
+    if guard is None or int(guard["code"]) < 0:
+        return _launcher_failed(guard, ending)
     for record in [*stopped, *records]:
         return from_record(record)
-    return _launcher_failed(run_dir, ending)
+    return _launcher_failed(guard, ending)
 
 
 def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
@@ -59,7 +66,7 @@ def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:
     return Interrupted(f"Cancelled; saved at step {step}.", step=step, remedy="The same command continues from there.")
 
 
-def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int]) -> TrainflowError | None:
+def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int], *, direct: bool) -> TrainflowError | None:
     """The first rank that ended without leaving a record: by a signal, or by an exit code of its own."""
     agent = run_dir.read_json("agent.json")
     guard = run_dir.read_json("guard.json")
@@ -67,7 +74,7 @@ def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int]) -> Tr
         silent = [rank for rank in agent["failures"] if rank["rank"] not in spoke]
         silent.sort(key=lambda rank: (rank["time"], rank["rank"]))
         codes = [(int(rank["rank"]), int(rank["exitcode"])) for rank in silent]
-    elif guard is not None and not (run_dir.path / "agent.pid").exists() and not spoke:
+    elif guard is not None and direct and not spoke:
         codes = [(0, int(guard["code"]))]
     else:
         return None
@@ -98,9 +105,8 @@ def _silent_rank(rank: int, code: int, ending: Ending) -> TrainflowError:
     )
 
 
-def _launcher_failed(run_dir: RunDir, ending: Ending) -> TrainflowError:
+def _launcher_failed(guard: dict[str, Any] | None, ending: Ending) -> TrainflowError:
     """No rank is to blame: torchrun or the guard itself ended."""
-    guard = run_dir.read_json("guard.json")
     code, who = (ending.code, "the guard process") if guard is None else (int(guard["code"]), "the launcher")
     ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and without a result"
     return InfrastructureError(
