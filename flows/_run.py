@@ -253,6 +253,10 @@ class Run:
             for entry in manifest["files"]:
                 if entry["size"] <= _ARTIFACT_BYTES:
                     _mlflow.log_file(self.handle, store.read_bytes(entry["path"]), f"evaluate/{entry['path']}")
+        elif stage == "push-to-hub":
+            published = manifest["meta"]
+            tags = {"url": published["published_url"], "digest": published["published_digest"]}
+            _mlflow.set_tags(self.handle, {f"trainflow.published_{name}": value for name, value in tags.items()})
 
     # -- closing ------------------------------------------------------------------------------------------------------
 

@@ -56,9 +56,7 @@ def pipeline(
             model = run.stage(train, spec.train, data=data, tracking=tracking, **code)
             metrics = run.stage(evaluate, spec.evaluate_config(), data=data, model=model, tracking=tracking, **code)
             run.stage(predict, spec.predict_config(), data=data, model=model, tracking=tracking, **code)
-            run.stage(
-                push_to_hub, spec.publish, name=spec.name, data=data, model=model, evaluation=metrics, tracking=tracking
-            )
+            run.stage(push_to_hub, spec.publish, name=spec.name, data=data, model=model, evaluation=metrics)
     except Interrupted as error:
         return Cancelled(message=error.message)
     return run.result.to_dict()

@@ -137,14 +137,7 @@ def open_run(
     """
     if not config.enabled:
         return None
-    if config.uri and mask(config.uri) != config.uri:
-        raise ConfigError(
-            "A spec holds no credentials: it is stored with every run.",
-            field="tracking.uri",
-            value=mask(config.uri),
-            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
-        )
-    uri = config.uri or default_tracking_uri(storage)
+    uri = _configured_uri(config) or default_tracking_uri(storage)
     handle: RunHandle | None = None
     with _never_failing(uri, "open a run"):
         client = _client(uri)
@@ -270,6 +263,17 @@ def finish(handle: RunHandle | None, status: str) -> None:
     with _never_failing(handle.tracking_uri, "end the run"):
         tracker.ship_leftovers(Path(handle.spool_dir), handle.tracking_uri)
         _client(handle.tracking_uri).set_terminated(handle.run_id, status)
+
+
+def _configured_uri(config: TrackingConfig) -> str | None:
+    if config.uri and mask(config.uri) != config.uri:
+        raise ConfigError(
+            "A spec holds no credentials: it is stored with every run.",
+            field="tracking.uri",
+            value=mask(config.uri),
+            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
+        )
+    return config.uri
 
 
 def _tracking_dir(storage: Store) -> Path:

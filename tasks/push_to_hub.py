@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tasks import _mlflow, _progress
+from tasks import _progress
 from tasks._keys import StageKey, stage_key, versions
 from tasks._manifests import KEY_FILE, StageManifest
 from tasks._stage import StageContext, StageOutput, run_stage
@@ -34,7 +34,6 @@ def push_to_hub(
     data: dict[str, Any],
     model: dict[str, Any],
     evaluation: dict[str, Any] | None = None,
-    tracking: dict[str, Any] | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
     """Publish the model, unless just this content is published there already and still is.
@@ -43,7 +42,6 @@ def push_to_hub(
         name: the pipeline's name: default of the card's title and of the folder below `hub/`.
         storage: the pipeline's storage root.
         data, model, evaluation: the manifests of prepare-data, train and (when there is one) evaluate.
-        tracking: the MLflow run that is told where the model went (`RunHandle.to_dict()`).
         force: publish even if the manifest of an earlier publication is there; a hub that has the content still
             makes no new revision.
 
@@ -67,9 +65,6 @@ def push_to_hub(
         }
         # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
         files = [context.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
-        if tracking is not None:
-            tags = {"trainflow.published": done.url, "trainflow.published_digest": done.content_digest}
-            _mlflow.set_tags(_mlflow.RunHandle.from_dict(tracking), tags)
         return StageOutput(files, meta=facts)
 
     def inspect(manifest: StageManifest) -> str | None:
