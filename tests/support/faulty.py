@@ -101,7 +101,10 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         if mode == "rb":
             FAULTS.look()
-            return super()._open(path, mode, **kwargs)
+            try:
+                return super()._open(path, mode, **kwargs)
+            except FileExistsError as error:  # what fsspec's memory says when a part of the path is a file
+                raise NotADirectoryError(path) from error
         with FAULTS.write(f"open {path}"):
             return FaultyFile(super()._open(path, mode, **kwargs), path)
 

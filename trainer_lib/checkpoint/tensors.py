@@ -88,6 +88,8 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
         StorageError: it cannot be read.
     """
     where = f"{store.url}/{rel}"
+    if expect is not None and not store.exists(rel):
+        raise _damaged(where, "it is missing")
     size = store.size(rel)
     if expect is not None and size != expect.size:
         raise _damaged(where, f"it has {size:,} bytes, committed were {expect.size:,}")

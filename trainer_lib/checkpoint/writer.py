@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint.catalogue import KIND, CheckpointInfo, checkpoint_name
+from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, CheckpointInfo, checkpoint_name
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.tensors import write_safetensors
@@ -51,7 +51,8 @@ TRAINING_ARGS = "training_args.json"
 WRITING = "WRITING.json"
 """The claim of whoever is writing the folder; gone when it is done, no part of the checkpoint."""
 
-_OURS = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS, WRITING}
+_STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
+_OURS = {*_STATE, WRITING, COMMIT, DAMAGED}
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _OVERHEAD = 2**20
 """Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""

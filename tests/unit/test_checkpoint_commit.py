@@ -1,0 +1,515 @@
+"""A checkpoint is there whole or not at all, on every store, whatever fails while it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.checkpoints import Net, save, snapshot, trained
+from tests.support.faulty import Died, Faults, Kind
+from trainer_lib.checkpoint import writer
+from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.optimizer import restore_optimizer
+from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.writer import WRITING, bytes_needed, save_checkpoint
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    DamagedError,
+    LeaseLostError,
+    StorageError,
+    StorageFullError,
+    TrainflowError,
+)
+from trainer_lib.lease import Holder
+from trainer_lib.manifest import COMMIT, read_commit, verify
+from trainer_lib.storage import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [
+    "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
+    "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",
+]  # fmt: skip
+
+
+def no_damage(what: str) -> None:
+    pytest.fail(what)
+
+
+# ---------------------------------------------------------------------------------------------- every kind of store
+
+
+def test_everything_that_was_saved_is_loaded(any_store: Store) -> None:
+    saved = snapshot(2)
+    info = save_checkpoint(any_store, saved, SingleProcess())
+
+    assert (info.step, info.name, info.url) == (2, "checkpoint-2", f"{any_store.url}/checkpoint-2")
+    assert [entry.path for entry in info.commit.files] == FILES
+    assert info.commit.meta == {"strategy": "single", "global_samples": 16, "step": 2, "world_size": 1}
+    assert any_store.child("checkpoint-2").children() == sorted({name.split("/")[0] for name in FILES} | {COMMIT})
+    assert newest_good(any_store, on_damage=no_damage) == info
+
+    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
+    assert loaded.commit == info.commit
+    assert (loaded.scheduler, loaded.scaler, loaded.data) == (saved.scheduler, saved.scaler, saved.data)
+    assert loaded.trainer_state == saved.trainer_state
+    assert loaded.rng(0) == saved.rng
+    assert loaded.file("tokenizer/vocab.txt") == b"a\nb\n"
+    assert loaded.has_optimizer
+    found = loaded.model()
+    assert found.keys() == saved.model.keys()
+    for name, tensor in saved.model.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    optimizer = loaded.optimizer()
+    assert optimizer is not None
+    assert saved.optimizer is not None
+    assert optimizer.groups == saved.optimizer.groups
+    assert optimizer.tensors.keys() == saved.optimizer.tensors.keys()
+    assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in saved.optimizer.tensors.items())
+
+
+def test_training_goes_on_from_it_bit_for_bit(any_store: Store) -> None:
+    net, optimizer = trained(2)
+    save(any_store, 2)
+    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
+    other = Net()
+    other.load_state_dict(loaded.model())
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
+    found = loaded.optimizer()
+    assert found is not None
+    restore_optimizer(resumed, other.named_parameters(), found)
+
+    for model, optim in ((net, optimizer), (other, resumed)):
+        for step in range(3):
+            optim.zero_grad()
+            model(torch.arange(5).roll(step)).backward()
+            optim.step()
+    for one, two in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_saving_the_same_step_again_replaces_it(any_store: Store) -> None:
+    save(any_store, 2, files={"old.txt": b"1"})
+    info = save(any_store, 2, data={"position": 99})
+    assert newest_good(any_store, on_damage=no_damage) == info
+    assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
+    assert not any_store.exists("checkpoint-2/old.txt")
+
+
+def test_what_an_interrupted_save_left_is_cleared_first(any_store: Store) -> None:
+    folder = any_store.child("checkpoint-2")
+    folder.write_bytes("model.safetensors", b"half")
+    folder.write_bytes("model-00001-of-00002.safetensors", b"of another layout")
+    folder.write_bytes(WRITING, b"torn")
+    save(any_store, 2)
+    assert [info.path for info in folder.list()] == sorted([*FILES, COMMIT])
+
+
+def test_only_the_model_can_be_saved(any_store: Store) -> None:
+    info = save(any_store, 2, optimizer=None, scheduler=None, scaler=None, rng={}, files={})
+    names = [entry.path for entry in info.commit.files]
+    assert names == ["data.json", "model.safetensors", "trainer_state.json", "training_args.json"]
+    loaded = load_checkpoint(any_store, info.name, SingleProcess())
+    assert not loaded.has_optimizer
+    assert (loaded.optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
+    with pytest.raises(ConfigError, match="no random state of rank 0"):
+        loaded.rng(0)
+
+
+def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
+    save(any_store, 2)
+    any_store.delete(f"checkpoint-2/{COMMIT}")
+    assert list_checkpoints(any_store) == []
+    for name in ("checkpoint-2", "checkpoint-9"):
+        with pytest.raises(ConfigError, match="no committed checkpoint") as caught:
+            load_checkpoint(any_store, name, SingleProcess())
+        assert caught.value.value == f"{any_store.url}/{name}"
+
+
+# --------------------------------------------------------------------------------------------------- what others read
+
+
+def test_the_weights_load_with_safetensors_as_they_are(tmp_path: Path) -> None:
+    info = save(Store.open(tmp_path))
+    net = Net()
+    safetensors.torch.load_model(net, Path(info.url) / "model.safetensors")
+    for one, two in zip(net.state_dict().values(), trained()[0].state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    info = save(Store.open(tmp_path))
+    args = json.loads((Path(info.url) / "training_args.json").read_text())
+    assert args == {"learning_rate": 0.01, "hub_token": "<HUB_TOKEN>", "nested": {"api_key": "<API_KEY>"}}
+    assert all(b"s3cr3t" not in path.read_bytes() for path in Path(info.url).rglob("*") if path.is_file())
+
+
+def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise AssertionError("pickle")
+
+    for module, names in ((pickle, ("dump", "dumps", "load", "loads", "Unpickler")), (torch, ("load", "save"))):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    root = Store.open(tmp_path)
+    save(root)
+    loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
+    loaded.model()
+    loaded.optimizer()
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or path.suffix in (".json", ".safetensors", ".txt")
+
+
+# --------------------------------------------------------------------------------------------------- stores that fail
+
+
+def _writes(url: str, faults: Faults) -> int:
+    faults.plan(None)
+    save(Store.open(f"{url}/counting"))
+    return faults.count
+
+
+@pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "die"])
+def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(
+    kind: Kind, faulty_url: str, faults: Faults
+) -> None:
+    writes = _writes(faulty_url, faults)
+    assert writes > 3 * len(FILES)
+    root = Store.open(faulty_url)
+    first = save(root, 1)
+    second = snapshot(2)
+    for at in range(1, writes + 1):
+        faults.plan(at, kind)
+        told = None
+        try:
+            told = save_checkpoint(root, second, SingleProcess())
+        except (TrainflowError, Died) as error:
+            assert isinstance(error, StorageFullError) or kind != "full", error
+        faults.plan(None)
+        found = newest_good(root, on_damage=lambda _: None)
+        assert found is not None
+        if told is not None:
+            assert found == told
+        else:
+            # Whole and committed although the writer does not know it, or absent: nothing between.
+            assert found == first or (found.step == 2 and verify(root.child(found.name), found.commit) == [])
+        if kind not in ("die", "after") and told is None:
+            left = {info.path for info in root.list() if info.path.startswith("checkpoint-2")}
+            assert left <= {f"checkpoint-2/{WRITING}"}  # the space is given back
+        root.delete_tree("checkpoint-2")
+    assert newest_good(root, on_damage=no_damage) == first
+
+
+def test_after_a_death_at_each_write_the_same_save_works(faulty_url: str, faults: Faults) -> None:
+    writes = _writes(faulty_url, faults)
+    root = Store.open(faulty_url)
+    second = snapshot(2)
+    for at in range(1, writes + 1):
+        faults.plan(at, "die")
+        with pytest.raises(Died):
+            save_checkpoint(root, second, SingleProcess())
+        faults.plan(None)
+        info = save_checkpoint(root, second, SingleProcess())
+        assert [file.path for file in root.child(info.name).list()] == sorted([*FILES, COMMIT])
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Store.open(tmp_path)
+    save(root, 1)
+    needed = bytes_needed(snapshot(2), 1)
+    monkeypatch.setattr(Store, "free_bytes", lambda self: 1234)
+    with pytest.raises(StorageFullError, match=f"needs {needed:,} bytes, 1,234 are free"):
+        save(root, 2)
+    assert root.children() == ["checkpoint-1"]
+    monkeypatch.setattr(Store, "free_bytes", lambda self: needed)
+    save(root, 2)
+
+
+def test_the_space_check_is_an_upper_bound(tmp_path: Path) -> None:
+    info = save(Store.open(tmp_path))
+    assert sum(entry.size for entry in info.commit.files) <= bytes_needed(snapshot(2), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"data": {"x": object()}}, "data.json"),
+        ({"scheduler": {"fn": object()}}, "checkpoint"),
+        ({"trainer_state": {"x": {1, 2}}}, "trainer_state.json"),
+        ({"model": {"w": torch.zeros(2, dtype=torch.complex128)}}, "checkpoint"),
+        ({"files": {"../escape": b""}}, "checkpoint"),
+        ({"files": {"COMMIT.json": b""}}, "checkpoint"),
+        ({"files": {"model.safetensors": b""}}, "checkpoint"),
+        ({"files": {"rng/rank-00000.json": b""}}, "checkpoint"),
+    ],
+)
+def test_a_state_that_cannot_be_written_is_refused_whole(changes: dict[str, Any], where: str, tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        save(root, 2, **changes)
+    assert caught.value.field == where
+    assert root.children() == []
+
+
+# ----------------------------------------------------------------------------------------------------- two at one time
+
+
+def test_a_folder_that_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    root = Store.open(tmp_path)
+    try:
+        claim = replace(Holder.this_process(), pid=sleeper.pid, started=_start(sleeper.pid))
+        root.child("checkpoint-2").create(WRITING, claim.to_bytes())
+        root.write_bytes("checkpoint-2/model.safetensors", b"theirs")
+        with pytest.raises(StorageError, match=f"being written by process {sleeper.pid} on"):
+            save(root, 2)
+        assert root.read_bytes("checkpoint-2/model.safetensors") == b"theirs"
+    finally:
+        sleeper.communicate()
+    save(root, 2)
+
+
+def _start(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Store.open(tmp_path)
+    errors: list[TrainflowError] = []
+    write = writer._write_shared
+
+    def meanwhile(store: Store, given: writer.Snapshot) -> Any:
+        monkeypatch.setattr(writer, "_write_shared", write)
+        with pytest.raises(StorageError, match="being written") as caught:
+            save(root, 2)
+        errors.append(caught.value)
+        return write(store, given)
+
+    monkeypatch.setattr(writer, "_write_shared", meanwhile)
+    info = save(root, 2)
+    assert len(errors) == 1
+    assert newest_good(root, on_damage=no_damage) == info
+
+
+def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Store.open(tmp_path)
+    write = writer._write_shared
+    theirs = replace(Holder.this_process(), machine="elsewhere")
+
+    def replaced(store: Store, given: writer.Snapshot) -> Any:
+        store.write_bytes(WRITING, theirs.to_bytes())
+        return write(store, given)
+
+    monkeypatch.setattr(writer, "_write_shared", replaced)
+    with pytest.raises(LeaseLostError, match="taken this checkpoint's folder over"):
+        save(root, 2)
+    assert list_checkpoints(root) == []
+    assert root.read_bytes(f"checkpoint-2/{WRITING}") == theirs.to_bytes()  # not ours to remove
+
+
+ZYGOTE = """
+import os, sys, torch
+from tests.support.checkpoints import untrained
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.storage import Store
+
+root = Store.open(sys.argv[1])
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        while True:
+            step = max((info.step for info in list_checkpoints(root)), default=0) + 1
+            save_checkpoint(root, untrained(step), SingleProcess())
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_kill_9_while_saving_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    root = Store.open(tmp_path / "root")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", ZYGOTE, root.url]
+    zygote = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    pause = random.Random(7)
+    newest = 0
+    for _ in range(4):
+        zygote.stdin.write("\n")
+        victim = int(zygote.stdout.readline())
+        while not (tmp_path / "root" / f"checkpoint-{newest + 2}").exists():  # one is whole, the next under way
+            time.sleep(0.001)
+        time.sleep(pause.random() * 0.03)
+        os.kill(victim, signal.SIGKILL)
+        assert int(zygote.stdout.readline()) == -signal.SIGKILL
+        info = newest_good(root, on_damage=no_damage)
+        assert info is not None
+        assert info.step > newest
+        newest = info.step
+        load_checkpoint(root, info.name, SingleProcess()).optimizer()
+    zygote.communicate()
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("intact")
+    save(Store.open(root), 1)
+    save(Store.open(root), 2)
+    return root
+
+
+def flip(data: bytes, at: float) -> bytes:
+    position = int(at * len(data))
+    return data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :]
+
+
+HARM: dict[str, Callable[[bytes], bytes | None]] = {
+    "first byte": lambda data: flip(data, 0),
+    "middle": lambda data: flip(data, 0.5),
+    "last byte": lambda data: flip(data, 1 - 1e-9),
+    "cut": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "longer": lambda data: data + b"x",
+    "missing": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_path: Path) -> None:
+    for kind, harm in HARM.items():
+        root = tmp_path / kind.replace(" ", "-")
+        subprocess.run(["cp", "-r", str(intact), str(root)], check=True)
+        path = root / "checkpoint-2" / name
+        harmed = harm(path.read_bytes())
+        path.unlink() if harmed is None else path.write_bytes(harmed)
+        store = Store.open(root)
+
+        with pytest.raises(DamagedError) as caught:
+            _read_all(store, "checkpoint-2")
+        assert str(caught.value.field).endswith(name)
+
+        told: list[str] = []
+        found = newest_good(store, on_damage=told.append)
+        assert found is not None
+        assert found.step == 1
+        assert len(told) == 1
+        assert f"checkpoint-2 is damaged and will not be used: {name}: " in told[0]
+        assert [info.step for info in list_checkpoints(store)] == [1]
+        record = json.loads((root / "checkpoint-2" / "DAMAGED.json").read_text())
+        assert record["problems"][0].startswith(name)
+        assert json.loads(record["commit"])["meta"]["step"] == 2
+        assert newest_good(store, on_damage=no_damage) == found  # set aside: it is not reported twice
+
+
+def _read_all(store: Store, name: str) -> None:
+    loaded = load_checkpoint(store, name, SingleProcess())
+    loaded.model()
+    loaded.optimizer()
+    loaded.rng(0)
+    for entry in loaded.commit.files:
+        loaded.file(entry.path)
+
+
+def test_a_file_with_the_right_digest_and_the_wrong_content_is_refused(tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    save(root, 2)
+    folder = root.child("checkpoint-2")
+    commit = read_commit(folder)
+    assert commit is not None
+    for name, data in (("data.json", b"[1]"), ("optimizer.json", b'{"groups": 1}'), ("scaler.json", b"[" * 90_000)):
+        from trainer_lib.manifest import write_commit
+
+        others = [entry for entry in commit.files if entry.path != name]
+        original = folder.read_bytes(name)
+        crafted = [*others, folder.write_bytes(name, data)]
+        folder.delete(COMMIT)
+        write_commit(folder, "checkpoint", crafted, commit.meta)
+        with pytest.raises(DamagedError, match="is damaged"):
+            _read_all(root, "checkpoint-2")
+        folder.write_bytes(name, original)
+
+
+def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
+    from trainer_lib.manifest import write_commit
+
+    root = Store.open(tmp_path)
+    write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
+    loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
+    with pytest.raises(DamagedError, match="does not list it"):
+        loaded.model()
+
+
+# --------------------------------------------------------------------------------------------------------- many ranks
+
+
+class Ranks:
+    """Rank 0 of a world whose other ranks answer from a script."""
+
+    rank = 0
+    local_rank = 0
+
+    def __init__(self, failing: TrainflowError | None = None, at: int = 0, shared: Store | None = None) -> None:
+        self.world_size = 2
+        self._shared = shared
+        self.local_world_size = 2
+        self._failing, self._at, self._agreed = failing, at, 0
+
+    def agree(self, error: TrainflowError | None) -> None:
+        self._agreed += 1
+        error = error or (self._failing if self._agreed == self._at else None)
+        if error is not None:
+            raise error
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        if self._shared is not None:
+            self._shared.write_bytes("checkpoint-2/rng/rank-00001.json", b"{}")
+        return [
+            obj,
+            [
+                {
+                    "path": "rng/rank-00001.json",
+                    "size": 2,
+                    "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+                }
+            ],
+        ]
+
+    def broadcast_json(self, obj: Any) -> Any:
+        return json.loads(json.dumps(obj))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_failure_of_another_rank_at_any_point_leaves_nothing(at: int, tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    comm: Any = Ranks(CodeError("rank 1 failed", rank=1), at, root)
+    with pytest.raises(CodeError, match="rank 1 failed"):
+        save_checkpoint(root, snapshot(2), comm)
+    assert root.children() == []
+
+
+def test_a_rank_whose_files_are_not_on_this_storage_prevents_the_commit(tmp_path: Path) -> None:
+    comm: Any = Ranks()
+    with pytest.raises(StorageError, match=r"rng/rank-00001\.json: missing") as caught:
+        save_checkpoint(Store.open(tmp_path), snapshot(2), comm)
+    assert "must be one they share" in str(caught.value.remedy)
