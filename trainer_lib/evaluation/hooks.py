@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.distributed import Communicator
 from trainer_lib.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:  # a sibling: only its name is known here
+    from trainer_lib.callbacks.base import CallbackHandler
 
 
 class EvaluationHooks(Protocol):
