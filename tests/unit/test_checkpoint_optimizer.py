@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, restore_optimizer, snapshot_optimizer
+from trainer_lib.checkpoint.optimizer import (
+    OptimizerSnapshot,
+    _device,
+    _placed,
+    restore_optimizer,
+    snapshot_optimizer,
+)
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
 
@@ -300,3 +306,33 @@ def test_a_schedule_goes_on_after_json(make: Callable[[torch.optim.Optimizer], A
     other.param_groups[0]["lr"] = lr
     resumed.load_state_dict(from_json(saved))
     assert rates(other, resumed, 6) == rates(optimizer, schedule, 6)
+
+
+@pytest.mark.parametrize(
+    ("placed", "shape", "group", "where"),
+    [
+        ("param", (3,), {}, "meta"),  # a moment beside its weight
+        ("any", (3,), {}, "meta"),  # saved on a CPU, resumed on a device
+        ("cpu", (3,), {}, "cpu"),  # offloaded then, offloaded now
+        ("any", (), {}, "cpu"),  # a step count belongs on the host
+        ("cpu", (), {}, "cpu"),
+        ("any", (), {"fused": True}, "meta"),  # but where the implementation reads it on the device
+        ("cpu", (), {"capturable": True}, "meta"),
+        ("param", (), {}, "meta"),
+    ],
+)
+def test_state_goes_where_the_optimizer_needs_it_now(
+    placed: str, shape: tuple[int, ...], group: dict[str, Any], where: str
+) -> None:
+    param = nn.Parameter(torch.empty(3, device="meta"))  # stands for any device that is not the CPU
+    assert _device(placed, torch.ones(shape), param, group).type == where
+
+
+def test_where_state_lives_is_recorded() -> None:
+    elsewhere, here = torch.ones(3, device="meta"), torch.ones(3)
+    assert [_placed(elsewhere, elsewhere), _placed(here, elsewhere), _placed(here, here), _placed(here, None)] == [
+        "param",
+        "cpu",
+        "any",
+        "any",
+    ]
