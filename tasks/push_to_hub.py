@@ -136,7 +136,8 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> C
             "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
         )
     for evaluation in rest:
-        files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in evaluation.files}
+        more = [entry for entry in evaluation.files if entry.path not in _MADE_HERE]
+        files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
     card = Card(
         title=config.title or name,
