@@ -25,7 +25,8 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "trainer_lib.distributed"])
+# torch imports its compiler at the first optimizer step: seconds, once here instead of in every child.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "trainer_lib.trainer", "tests.support.training"])
 
 
 class RemoteFailure(AssertionError):
@@ -117,6 +118,8 @@ def _rebuilt(rank: int, payload: bytes | None, text: str) -> BaseException:
 def _child(
     connection: Connection, env: dict[str, str], timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    # A child of the fork server would start DataLoader workers through a fork server of its own: seconds each.
+    multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
     os.environ.update(env)
     faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True)

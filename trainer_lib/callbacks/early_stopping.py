@@ -92,6 +92,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self.best_metric = None
         elif self.best_metric is None:
             self.best_metric = state.best_metric
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True  # resumed after it had stopped: it stays stopped
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count, and stop when patience is out."""

@@ -149,7 +149,6 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         self._run = run
         self.state = self._resume(run, loaded) if loaded is not None else TrainerState()
         self.state.train_batch_size = self.args.train_batch_size
-        self._saved_max_steps = self.state.max_steps
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, min(num_epochs, max_steps), trial)
         handler = self.callback_handler
@@ -177,11 +176,9 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         if self.args.eval_on_start and self.state.global_step == 0:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
         if loaded is None:
+            self._part_random_numbers()
             return
         self.control.should_evaluate, self.control.should_save = pending.should_evaluate, pending.should_save
-        # A run that had ended may be prolonged; one that a callback had stopped stays stopped.
-        ended = self.state.global_step >= self._saved_max_steps
-        self.control.should_training_stop = pending.should_training_stop and not ended
         self._report(run, None, None, trial, ignore_keys_for_eval)
         self._restore_random_numbers(loaded)
 

@@ -21,12 +21,14 @@ from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.manifest import withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer.reporting import ReportingMixin
 from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.seeding import set_seed
 
 _log = logging.getLogger(__name__)
 PREFIX = "checkpoint"
@@ -220,11 +222,13 @@ class SavingMixin(ReportingMixin):
         if self.comm.rank < int(loaded.commit.meta.get("world_size", 1)):
             restore_rng(loaded.rng(self.comm.rank))
             return
-        from trainer_lib.data.order import derive
-        from trainer_lib.trainer.seeding import set_seed
-
-        set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
+        self._part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
+
+    def _part_random_numbers(self) -> None:
+        """Let every rank but the first draw its own: equal dropout masks on all ranks would be half the noise."""
+        if self.comm.rank > 0:
+            set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
 
     def _restore_callbacks(self, saved: TrainerState) -> TrainerControl:
         """Give stateful callbacks their state back (by class, in order); the saved control.

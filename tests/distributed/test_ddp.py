@@ -1,0 +1,330 @@
+"""Several processes train like one: same losses, same weights, same samples; they stop, fail and resume together."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.distributed import run_distributed
+from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
+from tests.support.training import assert_equal, final_state, logged, trainer
+from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.errors import DataError, InfrastructureError, NonFiniteError, Preempted
+from trainer_lib.evaluation.stream import stream_predictions
+
+TOKENS = token_rows(23)
+ROWS = classification_rows(23)
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+def tokens(folder: str, **given: Any) -> dict[str, Any]:
+    """Two epochs over 23 sequences with unequal token counts, in global batches of 10: the last step has 3."""
+    torch.manual_seed(0)
+    one = trainer(
+        folder,
+        TOKENS,
+        model=TokenModel(),
+        **{"num_train_epochs": 2, "global_batch_size": 10, "per_device_train_batch_size": 2, **LOGGED, **given},
+    )
+    one.train()
+    state = {name: value.numpy() for name, value in one.model.state_dict().items()}
+    return {"state": state, "logs": logged(one), "strategy": one.strategy.name}
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one["state"].items():
+        np.testing.assert_allclose(value, other["state"][name], rtol=2e-5, atol=1e-6, err_msg=name)
+    for mine, theirs in zip(one["logs"], other["logs"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_processes_train_like_one(world: int, tmp_path: Path) -> None:
+    """Unequal token counts per rank, ranks without samples in the last step, accumulation, clipping."""
+    alone = tokens(str(tmp_path / "one"))
+    assert alone["strategy"] == "single"
+    ranks = run_distributed(tokens, world, str(tmp_path / "many"))
+    for rank in ranks:
+        assert rank["strategy"] == "ddp"
+        close(alone, rank)
+        for name, value in rank["state"].items():
+            assert np.array_equal(value, ranks[0]["state"][name]), "ranks drifted apart"
+
+
+def test_without_averaging_over_ranks_each_has_its_own_mean(tmp_path: Path) -> None:
+    one, other = run_distributed(per_rank_means, 2, str(tmp_path))
+    exact = tokens(str(tmp_path / "exact"))
+    assert np.array_equal(one["state"]["head.weight"], other["state"]["head.weight"])
+    assert not np.allclose(one["state"]["head.weight"], exact["state"]["head.weight"], rtol=1e-5)
+
+
+def per_rank_means(folder: str) -> dict[str, Any]:
+    return tokens(folder, average_tokens_across_devices=False)
+
+
+class Frozen(Classifier):
+    """One part frozen, one never used, a buffer that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(3, 3)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.body.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen.add_(len(x))
+        return super().forward(x, labels)
+
+
+def with_unused_parameters(folder: str) -> list[float]:
+    one = trainer(folder, ROWS, model=Frozen(), max_steps=4, gradient_accumulation_steps=2, save_strategy="steps")
+    one.train()
+    return [float(value.sum()) for value in one.model.parameters()]
+
+
+def test_frozen_and_unused_parameters_train_under_replication(tmp_path: Path) -> None:
+    zero, one = run_distributed(with_unused_parameters, 2, str(tmp_path))
+    assert zero == one
+
+
+# ------------------------------------------------------------------------------------------------------------ stopping
+class StopRank(TrainerCallback):
+    """SIGTERM to one rank only."""
+
+    def __init__(self, step: int, rank: int = 1, event: str = "on_step_begin") -> None:
+        self.step, self.rank = step, rank
+        setattr(self, event, self._stop)
+
+    def _stop(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and os.environ.get("RANK") == str(self.rank):
+            self.step = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+RESUMABLE: dict[str, Any] = {
+    "num_train_epochs": 2,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 3,
+}
+
+
+def stoppable(folder: str, stop: int | None, event: str = "on_step_begin") -> dict[str, Any] | int:
+    callbacks = [] if stop is None else [StopRank(stop, event=event)]
+    one = trainer(
+        folder, Augmented(ROWS), eval_dataset=ROWS[:9], callbacks=callbacks, dataloader_num_workers=1, **RESUMABLE
+    )
+    try:
+        one.train("auto")
+    except Preempted as stopped:
+        assert stopped.step is not None
+        return stopped.step
+    return final_state(one)
+
+
+@pytest.mark.parametrize(("stop", "event"), [(2, "on_step_begin"), (2, "on_prediction_step")])
+def test_one_ranks_signal_stops_all_at_one_step_and_resuming_is_exact(stop: int, event: str, tmp_path: Path) -> None:
+    whole = run_distributed(stoppable, 2, str(tmp_path / "whole"), None)
+    stops = run_distributed(stoppable, 2, str(tmp_path / "cut"), stop, event)
+    assert stops[0] == stops[1]
+    assert stops[0] in (stop, stop + 1, stop + 2)
+    resumed = run_distributed(stoppable, 2, str(tmp_path / "cut"), None)
+    for before, after in zip(whole, resumed, strict=True):
+        assert_equal(before, after)
+
+
+def test_stopped_on_two_processes_it_goes_on_with_one_and_back(tmp_path: Path) -> None:
+    """The sequence of samples is the one of an uninterrupted run; none lost, none twice."""
+    [alone] = run_distributed(reading, 1, str(tmp_path / "one"), None)
+    first = run_distributed(reading, 2, str(tmp_path / "moved"), 2)
+    [second] = run_distributed(reading, 1, str(tmp_path / "moved"), 4)
+    third = run_distributed(reading, 3, str(tmp_path / "moved"), None)
+    assert together(first) + second + together(third) == alone
+
+
+def together(ranks: list[list[list[int]]]) -> list[list[int]]:
+    return [sorted(itertools.chain.from_iterable(step)) for step in zip(*ranks, strict=True)]
+
+
+def reading(folder: str, stop: int | None) -> list[list[int]]:
+    """The samples each step read on this rank; training stops itself (and commits) after step `stop`."""
+    data = Augmented(ROWS)
+    steps: list[list[int]] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            read = iter(data.read)  # micro-batch by micro-batch; a filler is one sample of weight zero
+            items = one._run.items  # type: ignore[union-attr]
+            taken = [rows if count else [] for count in items for rows in [list(itertools.islice(read, count or 1))]]
+            steps.append(sorted(itertools.chain.from_iterable(taken)))
+            data.read.clear()
+            control.should_training_stop = control.should_training_stop or state.global_step == stop
+            control.should_save = True
+
+    one = trainer(
+        folder, data, callbacks=[Note()], num_train_epochs=2, global_batch_size=6, per_device_train_batch_size=2
+    )
+    one.train("auto")
+    return steps
+
+
+# ------------------------------------------------------------------------------------------------------------- failing
+def poisoned(folder: str) -> str:
+    """Only rank 1's samples of step 2 have a NaN: both ranks must skip that step, and give up together."""
+    rows = [dict(row) for row in ROWS[:12]]
+    for index in range(4, 12):
+        rows[index]["x"] = rows[index]["x"] * float("nan") if (index // 2) % 2 else rows[index]["x"]
+    one = trainer(
+        folder,
+        rows,
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=2,
+        max_steps=9,
+        max_nonfinite_steps=2,
+        **LOGGED,
+    )
+    try:
+        one.train()
+    except NonFiniteError as error:
+        assert all(torch.isfinite(parameter).all() for parameter in one.model.parameters())
+        return f"{error.step} {len(one.state.log_history)}"
+    return "did not notice"
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    zero, one = run_distributed(poisoned, 2, str(tmp_path))
+    assert zero == one == "3 2"
+
+
+def broken_data(folder: str) -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if os.environ["RANK"] == "1":
+                raise DataError("row is broken", field="train")
+            return super().__getitem__(index)
+
+    trainer(folder, Broken(ROWS), max_steps=5).train()
+
+
+def test_a_failure_on_one_rank_ends_the_others_with_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises((DataError, InfrastructureError)):
+        run_distributed(broken_data, 2, str(tmp_path), timeout_s=30)
+
+
+def unwritable(folder: str) -> str:
+    one = trainer(folder, ROWS, max_steps=2, save_strategy="steps")
+    if one.comm.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(folder).write_text("in the way")
+    one.comm.barrier()
+    try:
+        one.train()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_save_that_fails_on_rank_zero_fails_on_all(tmp_path: Path) -> None:
+    zero, one = run_distributed(unwritable, 2, str(tmp_path / "out"))
+    assert zero == one != "nothing"
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+def evaluated(folder: str, count: int) -> dict[str, Any]:
+    seen: list[Any] = []
+
+    def metrics(p: Any) -> dict[str, float]:
+        seen.append((p.predictions.shape, p.label_ids.tolist()))
+        return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
+
+    one = trainer(folder, None, eval_dataset=ROWS[:count], compute_metrics=metrics, per_device_eval_batch_size=3)
+    found = one.evaluate()
+    predicted = one.predict(ROWS[:count])
+    streamed = [
+        (rows.tolist(), logits.shape)
+        for rows, logits in stream_predictions(one, ROWS, start=5 * one.comm.rank, stop=5 * one.comm.rank + 4)
+    ]
+    kept = None if predicted.predictions is None else predicted.predictions.tolist()
+    measured = {"loss": found["eval_loss"], "accuracy": found["eval_accuracy"]}
+    return {**measured, "seen": seen, "kept": kept, "rows": streamed}
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_evaluation_counts_every_row_once_in_order(count: int, tmp_path: Path) -> None:
+    alone = evaluated(str(tmp_path / "one"), count)
+    zero, *others = run_distributed(evaluated, 2, str(tmp_path / "many"), count)
+    assert zero["seen"][0] == ((count, 3), [row["labels"] for row in ROWS[:count]])
+    assert np.allclose(zero["kept"], alone["kept"], atol=1e-6)
+    for rank in (zero, *others):
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert rank["accuracy"] == alone["accuracy"]
+    assert all(rank["kept"] is None and rank["seen"] == [] for rank in others)
+    assert others[0]["rows"] == [([5, 6, 7], (3, 3)), ([8], (1, 3))]
+
+
+def failing_metrics(folder: str) -> None:
+    def metrics(p: Any) -> dict[str, float]:
+        raise ZeroDivisionError("no positives")
+
+    trainer(folder, None, eval_dataset=ROWS[:5], compute_metrics=metrics).evaluate()
+
+
+def test_a_metric_function_that_fails_on_rank_zero_fails_everywhere(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no positives"):
+        run_distributed(failing_metrics, 2, str(tmp_path))
+
+
+def streaming(folder: str) -> list[float]:
+    given = {"max_steps": 5, "global_batch_size": 6, "per_device_train_batch_size": 3, **LOGGED}
+    one = trainer(folder, StatefulStream(ROWS), model=Classifier(dropout=0.0), **given)
+    one.train()
+    return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+
+def test_a_stream_trains_the_same_on_several_processes(tmp_path: Path) -> None:
+    [alone] = run_distributed(streaming, 1, str(tmp_path / "one"))
+    zero, one = run_distributed(streaming, 2, str(tmp_path / "two"))
+    assert zero == one
+    assert zero == pytest.approx(alone, rel=1e-5)
+
+
+class Facade(Trainer):
+    """A training step as subclasses of old write it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        inputs = self._prepare_inputs(inputs)
+        loss: torch.Tensor = self.compute_loss(model, inputs) / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        gathered = self.accelerator.gather(loss.detach())
+        assert gathered.shape == (self.accelerator.num_processes,)
+        assert self.accelerator.unwrap_model(model) is self.model
+        return loss.detach()
+
+
+def through_the_facade(folder: str) -> list[float]:
+    one = trainer(folder, ROWS[:16], cls=Facade, model=Classifier(0.0), max_steps=2, gradient_accumulation_steps=2)
+    one.train()
+    return [float(value.sum()) for value in one.model.parameters()]
+
+
+def test_steps_of_old_train_through_the_facade(tmp_path: Path) -> None:
+    zero, one = run_distributed(through_the_facade, 2, str(tmp_path / "a"))
+    assert zero == one
