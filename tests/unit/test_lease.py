@@ -235,7 +235,7 @@ def test_of_processes_that_race_one_holds_at_a_time(where: str, tmp_path: Path, 
     url = str(tmp_path / "s") if where == "file" else s3_url
     store = Store.open(url)
     store.write_bytes("count", b"0")
-    rounds = 4
+    rounds = 2
     processes = [Process(COUNT, url, str(rounds)) for _ in range(3)]
     assert [process.end() for process in processes] == [0, 0, 0]
     assert store.read_bytes("count") == str(3 * rounds).encode()
