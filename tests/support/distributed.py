@@ -55,6 +55,7 @@ def run_distributed(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above is the rendezvous: no port is guessed
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     children: dict[Connection, tuple[int, BaseProcess]] = {}
     child: BaseProcess

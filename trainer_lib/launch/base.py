@@ -192,6 +192,8 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     threads = config.threads or environment.get("OMP_NUM_THREADS") or max(1, cores() // int(config.processes))
     environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
     environment["PYTHONSAFEPATH"] = "1"  # a folder in the working directory must not pass for a module of ours
+    # torch's C++ side would advise every rank of every run against the search for unused parameters.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment["TRAINFLOW_GRACE_S"] = str(config.grace_s)
     if Path("/sys/class/net/lo").exists():  # one machine: collectives have no business on any other interface
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
