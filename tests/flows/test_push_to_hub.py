@@ -57,6 +57,7 @@ def _inputs(storage: str, weights: bytes = WEIGHTS, accuracy: float = 0.984) -> 
     args = {"learning_rate": 2e-3, "global_batch_size": 64, "seed": 42}
     model = {"model/model.safetensors": weights, "model/config.json": b"{}"}
     metrics = {"test": {"test_accuracy": accuracy, "test_runtime": 3.0}}
+    measured = {"samples.txt": b"hello", "metrics.json": b"{}"}
     return {
         "data": _stage(storage, "prepare-data", {"a": 1}, {"data/test/00000.arrow": b"rows"}, meta=splits),
         "model": _stage(storage, "train", {"args": args, "w": weights[:9].hex()}, model, meta={"parameters": 12345}),

@@ -116,6 +116,18 @@ def test_a_parameter_changed_on_resume_becomes_an_artifact(
     assert json.loads(changed.read_text()) == {"lr": {"was": "0.1", "is": "0.2"}}
 
 
+def test_a_value_told_twice_in_a_step_is_one_point(uri: str, tmp_path: Path) -> None:
+    tracker = MLflowTracker(str(tmp_path / "out"))
+    tracker.start(run_name=None, params={}, resume_step=0)
+    for step in (1, 2):
+        tracker.log({"loss": 0.5, "epoch": 1.0}, step)
+        tracker.log({"eval_loss": 0.5, "epoch": 1.0}, step)
+    tracker.close()
+    [run] = runs(uri)
+    for key in ("loss", "eval_loss", "epoch"):
+        assert [step for step, _ in points(uri, run.info.run_id, key)] == [1, 2]
+
+
 # -- a run that somebody else owns ------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ class MLflowTracker:
         self._root: Path | None = None
         self._session: Session | None = None
         self._shipper: Shipper | None = None
+        self._last: dict[str, tuple[int, float]] = {}
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
         """Attach to `MLFLOW_RUN_ID`, or to a run of our own: the one before, when training resumes, else a new one."""
@@ -69,6 +70,7 @@ class MLflowTracker:
                 "token": self._own_token(head["tracking_uri"], resume=resume_step > 0),
             }
         self._head = head
+        self._last = {}
         self._open()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -78,9 +80,12 @@ class MLflowTracker:
         if self._session is None:  # closed before, and there is more to tell
             self._head = {**self._head, "dedupe": False}
             self._open()
-        if self._session is not None and metrics:
+        # What is logged with every kind of log (the epoch) comes several times a step.
+        news = {clean_key(key): value for key, value in metrics.items() if self._last.get(key) != (step, value)}
+        if self._session is not None and news:
+            self._last |= {key: (step, value) for key, value in metrics.items()}
             try:
-                self._session.append({clean_key(key): value for key, value in metrics.items()}, step)
+                self._session.append(news, step)
             except OSError as error:
                 self._disable(error)
 
