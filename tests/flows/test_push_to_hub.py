@@ -61,9 +61,7 @@ def _inputs(storage: str, weights: bytes = WEIGHTS, accuracy: float = 0.984) -> 
     return {
         "data": _stage(storage, "prepare-data", {"a": 1}, {"data/test/00000.arrow": b"rows"}, meta=splits),
         "model": _stage(storage, "train", {"args": args, "w": weights[:9].hex()}, model, meta={"parameters": 12345}),
-        "evaluation": _stage(
-            storage, "evaluate", {"m": accuracy}, {"samples.txt": b"hello", "metrics.json": b"{}"}, metrics=metrics
-        ),
+        "evaluation": _stage(storage, "evaluate", {"m": accuracy}, measured, metrics=metrics),
     }
 
 
