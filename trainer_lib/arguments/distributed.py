@@ -41,7 +41,9 @@ class DistributedArguments:
         1800, "How long a collective may take before the run fails.", affects="nothing", unit="seconds", ge=1
     )
     ddp_find_unused_parameters: bool | None = arg(
-        None, "Look for parameters without gradient at every step; when not given, on unless activations are recomputed.", affects="nothing"
+        None,
+        "Look for parameters without gradient at every step; when not given, on unless activations are recomputed.",
+        affects="nothing",
     )
     ddp_bucket_cap_mb: int | None = arg(
         None, "Size of the pieces in which gradients are exchanged.", affects="nothing", unit="MiB", ge=1
