@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import random
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +13,17 @@ import torch
 
 from tests.support.checkpoints import Net, save, snapshot, trained
 from tests.support.faulty import Died, Faults, Kind
-from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import WRITING, bytes_needed, save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (
-    CodeError,
     ConfigError,
-    DamagedError,
-    LeaseLostError,
-    StorageError,
     StorageFullError,
     TrainflowError,
 )
-from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, read_commit, verify
+from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,251 +251,3 @@ def test_a_state_that_cannot_be_written_is_refused_whole(changes: dict[str, Any]
         save(root, 2, **changes)
     assert caught.value.field == where
     assert root.children() == []
-
-
-# ----------------------------------------------------------------------------------------------------- two at one time
-
-
-def test_a_folder_that_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
-    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    root = Store.open(tmp_path)
-    try:
-        claim = replace(Holder.this_process(), pid=sleeper.pid, started=_start(sleeper.pid))
-        root.child("checkpoint-2").create(WRITING, claim.to_bytes())
-        root.write_bytes("checkpoint-2/model.safetensors", b"theirs")
-        with pytest.raises(StorageError, match=f"being written by process {sleeper.pid} on"):
-            save(root, 2)
-        assert root.read_bytes("checkpoint-2/model.safetensors") == b"theirs"
-    finally:
-        sleeper.communicate()
-    save(root, 2)
-
-
-def _start(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Store.open(tmp_path)
-    errors: list[TrainflowError] = []
-    write = writer._write_shared
-
-    def meanwhile(store: Store, given: writer.Snapshot) -> Any:
-        monkeypatch.setattr(writer, "_write_shared", write)
-        with pytest.raises(StorageError, match="being written") as caught:
-            save(root, 2)
-        errors.append(caught.value)
-        return write(store, given)
-
-    monkeypatch.setattr(writer, "_write_shared", meanwhile)
-    info = save(root, 2)
-    assert len(errors) == 1
-    assert newest_good(root, on_damage=no_damage) == info
-
-
-def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Store.open(tmp_path)
-    write = writer._write_shared
-    theirs = replace(Holder.this_process(), machine="elsewhere")
-
-    def replaced(store: Store, given: writer.Snapshot) -> Any:
-        store.write_bytes(WRITING, theirs.to_bytes())
-        return write(store, given)
-
-    monkeypatch.setattr(writer, "_write_shared", replaced)
-    with pytest.raises(LeaseLostError, match="taken this checkpoint's folder over"):
-        save(root, 2)
-    assert list_checkpoints(root) == []
-    assert root.read_bytes(f"checkpoint-2/{WRITING}") == theirs.to_bytes()  # not ours to remove
-
-
-ZYGOTE = """
-import os, sys, torch
-from tests.support.checkpoints import untrained
-from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.distributed import SingleProcess
-from trainer_lib.storage import Store
-
-root = Store.open(sys.argv[1])
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        while True:
-            step = max((info.step for info in list_checkpoints(root)), default=0) + 1
-            save_checkpoint(root, untrained(step), SingleProcess())
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-def test_kill_9_while_saving_loses_nothing_that_was_committed(tmp_path: Path) -> None:
-    root = Store.open(tmp_path / "root")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", ZYGOTE, root.url]
-    zygote = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert zygote.stdin is not None
-    assert zygote.stdout is not None
-    pause = random.Random(7)
-    newest = 0
-    for _ in range(4):
-        zygote.stdin.write("\n")
-        victim = int(zygote.stdout.readline())
-        while not (tmp_path / "root" / f"checkpoint-{newest + 2}").exists():  # one is whole, the next under way
-            time.sleep(0.001)
-        time.sleep(pause.random() * 0.03)
-        os.kill(victim, signal.SIGKILL)
-        assert int(zygote.stdout.readline()) == -signal.SIGKILL
-        info = newest_good(root, on_damage=no_damage)
-        assert info is not None
-        assert info.step > newest
-        newest = info.step
-        load_checkpoint(root, info.name, SingleProcess()).optimizer()
-    zygote.communicate()
-
-
-# -------------------------------------------------------------------------------------------------------------- damage
-
-
-@pytest.fixture(scope="module")
-def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("intact")
-    save(Store.open(root), 1)
-    save(Store.open(root), 2)
-    return root
-
-
-def flip(data: bytes, at: float) -> bytes:
-    position = int(at * len(data))
-    return data[:position] + bytes([data[position] ^ (1 << position % 8)]) + data[position + 1 :]
-
-
-HARM: dict[str, Callable[[bytes], bytes | None]] = {
-    "first byte": lambda data: flip(data, 0),
-    "middle": lambda data: flip(data, 0.5),
-    "last byte": lambda data: flip(data, 1 - 1e-9),
-    "cut": lambda data: data[: len(data) // 2],
-    "emptied": lambda data: b"",
-    "longer": lambda data: data + b"x",
-    "missing": lambda data: None,
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_path: Path) -> None:
-    for kind, harm in HARM.items():
-        root = tmp_path / kind.replace(" ", "-")
-        subprocess.run(["cp", "-r", str(intact), str(root)], check=True)
-        path = root / "checkpoint-2" / name
-        harmed = harm(path.read_bytes())
-        path.unlink() if harmed is None else path.write_bytes(harmed)
-        store = Store.open(root)
-
-        with pytest.raises(DamagedError) as caught:
-            _read_all(store, "checkpoint-2")
-        assert str(caught.value.field).endswith(name)
-
-        told: list[str] = []
-        found = newest_good(store, on_damage=told.append)
-        assert found is not None
-        assert found.step == 1
-        assert len(told) == 1
-        assert f"checkpoint-2 is damaged and will not be used: {name}: " in told[0]
-        assert [info.step for info in list_checkpoints(store)] == [1]
-        record = json.loads((root / "checkpoint-2" / "DAMAGED.json").read_text())
-        assert record["problems"][0].startswith(name)
-        assert json.loads(record["commit"])["meta"]["step"] == 2
-        assert newest_good(store, on_damage=no_damage) == found  # set aside: it is not reported twice
-
-
-def _read_all(store: Store, name: str) -> None:
-    loaded = load_checkpoint(store, name, SingleProcess())
-    loaded.model()
-    loaded.optimizer()
-    loaded.rng(0)
-    for entry in loaded.commit.files:
-        loaded.file(entry.path)
-
-
-def test_a_file_with_the_right_digest_and_the_wrong_content_is_refused(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    save(root, 2)
-    folder = root.child("checkpoint-2")
-    commit = read_commit(folder)
-    assert commit is not None
-    for name, data in (("data.json", b"[1]"), ("optimizer.json", b'{"groups": 1}'), ("scaler.json", b"[" * 90_000)):
-        from trainer_lib.manifest import write_commit
-
-        others = [entry for entry in commit.files if entry.path != name]
-        original = folder.read_bytes(name)
-        crafted = [*others, folder.write_bytes(name, data)]
-        folder.delete(COMMIT)
-        write_commit(folder, "checkpoint", crafted, commit.meta)
-        with pytest.raises(DamagedError, match="is damaged"):
-            _read_all(root, "checkpoint-2")
-        folder.write_bytes(name, original)
-
-
-def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
-    from trainer_lib.manifest import write_commit
-
-    root = Store.open(tmp_path)
-    write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
-    loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
-    with pytest.raises(DamagedError, match="does not list it"):
-        loaded.model()
-
-
-# --------------------------------------------------------------------------------------------------------- many ranks
-
-
-class Ranks:
-    """Rank 0 of a world whose other ranks answer from a script."""
-
-    rank = 0
-    local_rank = 0
-
-    def __init__(self, failing: TrainflowError | None = None, at: int = 0, shared: Store | None = None) -> None:
-        self.world_size = 2
-        self._shared = shared
-        self.local_world_size = 2
-        self._failing, self._at, self._agreed = failing, at, 0
-
-    def agree(self, error: TrainflowError | None) -> None:
-        self._agreed += 1
-        error = error or (self._failing if self._agreed == self._at else None)
-        if error is not None:
-            raise error
-
-    def gather_json(self, obj: Any) -> list[Any] | None:
-        if self._shared is not None:
-            self._shared.write_bytes("checkpoint-2/rng/rank-00001.json", b"{}")
-        return [
-            obj,
-            [
-                {
-                    "path": "rng/rank-00001.json",
-                    "size": 2,
-                    "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
-                }
-            ],
-        ]
-
-    def broadcast_json(self, obj: Any) -> Any:
-        return json.loads(json.dumps(obj))
-
-
-@pytest.mark.parametrize("at", [1, 2])
-def test_a_failure_of_another_rank_at_any_point_leaves_nothing(at: int, tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    comm: Any = Ranks(CodeError("rank 1 failed", rank=1), at, root)
-    with pytest.raises(CodeError, match="rank 1 failed"):
-        save_checkpoint(root, snapshot(2), comm)
-    assert root.children() == []
-
-
-def test_a_rank_whose_files_are_not_on_this_storage_prevents_the_commit(tmp_path: Path) -> None:
-    comm: Any = Ranks()
-    with pytest.raises(StorageError, match=r"rng/rank-00001\.json: missing") as caught:
-        save_checkpoint(Store.open(tmp_path), snapshot(2), comm)
-    assert "must be one they share" in str(caught.value.remedy)

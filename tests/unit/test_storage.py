@@ -6,22 +6,16 @@ import errno
 import gc
 import hashlib
 import os
-import stat
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.faulty import Faults
-from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError, StorageError, StorageFullError
-from trainer_lib.storage import FileEntry, FileInfo, Store, relative_problem
+from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageFullError
+from trainer_lib.storage import FileEntry, FileInfo, Store
 
 
 def sizes(found: list[FileInfo]) -> list[tuple[str, int]]:
@@ -236,109 +230,6 @@ def test_ensure_writable_leaves_nothing(any_store: Store) -> None:
     assert any_store.list() == []
 
 
-# ------------------------------------------------------------------------------------------------------ paths and URLs
-
-
-@pytest.mark.parametrize(
-    "rel", ["/etc/passwd", "../x", "a/../x", "a//x", "a/", "./x", "a\\x", "a\0", "a\nb", ".", "x/.."]
-)
-def test_a_path_that_could_lead_outside_is_refused_everywhere(rel: str, tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "store")
-    assert relative_problem(rel)
-    for use in (
-        store.read_bytes,
-        store.exists,
-        store.child,
-        store.delete,
-        store.open_read,
-        store.local_path,
-        store.list,
-    ):
-        with pytest.raises(ConfigError, match="A path inside a store"):
-            use(rel)
-    for write in (store.write_bytes, store.create):
-        with pytest.raises(ConfigError, match="A path inside a store"):
-            write(rel, b"")
-
-
-@settings(max_examples=50)
-@given(st.text(max_size=30))
-def test_an_accepted_path_stays_inside(rel: str) -> None:
-    if relative_problem(rel) is None:
-        inside = os.path.normpath(os.path.join("/root/store", rel))  # noqa: PTH118
-        assert inside.startswith("/root/store/")
-        assert inside == f"/root/store/{rel}"
-
-
-def test_local_folders_by_any_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for url in (tmp_path / "s", "s", "./s", f"file://{tmp_path}/s", f"local://{tmp_path}/s", f"{tmp_path}/s/"):
-        store = Store.open(url)
-        assert store.url == str(tmp_path / "s")
-        assert store.is_local
-        assert store.local_path("a") == tmp_path / "s" / "a"
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert Store.open("~/s").url == str(tmp_path / "s")
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("", "empty"),
-        ("  ", "empty"),
-        ("a\0b", "empty"),
-        ("ss3://bucket/x", "Unknown URL scheme 'ss3'"),
-        ("s3://", "no bucket"),
-        ("s3://bucket/../x", r"'\.\.'"),
-        ("file://relative/x", "absolute path"),
-        ("simplecache::s3://bucket/x", "Chained"),
-        ("s3://bucket/x::memory://y", "Chained"),
-    ],
-)
-def test_a_wrong_url_is_refused_by_the_field_it_came_from(url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        Store.open(url, field="publish.target")
-    assert caught.value.field == "publish.target"
-
-
-def test_a_near_miss_is_told_the_right_scheme() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Store.open("memroy://x")
-    assert "Did you mean memory://" in str(caught.value.remedy)
-
-
-@pytest.mark.parametrize("url", ["s3://key:s3cr3t@bucket/x", "s3://bucket/x?X-Amz-Signature=s3cr3t", "gs://b/x#s3cr3t"])
-def test_secrets_in_a_url_are_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(ConfigError, match="must not carry credentials") as caught:
-        Store.open(url)
-    assert "s3cr3t" not in str(caught.value.to_record())
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = sys.modules["fsspec.registry"]._registry  # the package hides the module behind a name
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(registered, "s3", raising=False)
-    with pytest.raises(MissingExtraError) as caught:
-        Store.open("s3://bucket/x", field="storage")
-    assert caught.value.remedy == 'Install it: pip install "trainflow[s3]".'
-    assert caught.value.field == "storage"
-
-
-def test_the_endpoint_of_the_environment_is_taken_anew(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store.open(s3_url).write_bytes("x", b"1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    store = Store.open(s3_url)
-    assert store._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[attr-defined]
-
-
-def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
-    store = Store.open(memory_url)
-    assert not store.is_local
-    assert store.free_bytes() is None
-    with pytest.raises(ConfigError, match="A local folder is needed"):
-        store.local_path()
-
-
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
@@ -414,92 +305,3 @@ def test_errors_of_the_block_are_not_blamed_on_the_store(tmp_path: Path) -> None
     with pytest.raises(OSError, match="mine") as caught, store.open_read("x"):
         raise OSError(errno.EIO, "mine")
     assert not isinstance(caught.value, StorageError)
-
-
-# ---------------------------------------------------------------------------------------------------------- local disk
-
-
-def _create_many(args: tuple[str, int]) -> list[int]:
-    folder, number = args
-    store = Store.open(folder)
-    return [round_number for round_number in range(50) if store.create(f"{round_number}.json", b"%d" % number)]
-
-
-def test_of_processes_that_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
-    with get_context("spawn").Pool(3) as pool:
-        won = pool.map(_create_many, [(str(tmp_path / "s"), number) for number in range(3)])
-        pool.close()
-        pool.join()
-    assert sorted(chain.from_iterable(won)) == list(range(50))
-    assert len(list((tmp_path / "s").iterdir())) == 50  # no drafts left
-
-
-def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    real = os.fsync
-
-    def record(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
-    store = Store.open(tmp_path / "new" / "store")
-    store.write_bytes("a/x", b"1")
-    root = tmp_path / "new" / "store"
-    assert str(root / "a" / "x") in synced
-    assert {str(tmp_path), str(tmp_path / "new"), str(root)} <= set(synced)  # each new folder, in the one above
-
-    synced.clear()
-    store.sync()
-    assert set(synced) == {str(root), str(root / "a"), str(root.parent)}
-
-    synced.clear()
-    assert store.create("COMMIT.json", b"1")
-    assert synced[-1] == str(root)
-    assert any("COMMIT.json" in path for path in synced[:-1])
-
-
-def test_create_without_hard_links_is_still_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
-    store = Store.open(tmp_path / "s")
-    assert store.create("x", b"1")
-    assert not store.create("x", b"2")
-    assert store.read_bytes("x") == b"1"
-    assert store.children() == ["x"]
-
-
-def test_links_are_neither_listed_nor_followed_when_deleting(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_bytes(b"1")
-    store = Store.open(tmp_path / "store")
-    store.write_bytes("real", b"1")
-    (tmp_path / "store" / "link").symlink_to(outside / "precious")
-    (tmp_path / "store" / "folder").symlink_to(outside)
-
-    assert [info.path for info in store.list()] == ["real"]
-    store.delete_tree("folder")
-    store.delete_tree()
-    assert (outside / "precious").read_bytes() == b"1"
-    assert not (tmp_path / "store").exists()
-
-
-def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    free = Store.open(tmp_path / "not" / "there").free_bytes()
-    assert free is not None
-    assert free > 0
-
-
-def test_files_get_the_permissions_the_user_asked_for(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        store = Store.open(tmp_path / "s")
-        store.write_bytes("x", b"1")
-        store.create("y", b"1")
-    finally:
-        os.umask(before)
-    for name in ("x", "y"):
-        assert stat.S_IMODE((tmp_path / "s" / name).stat().st_mode) == 0o640

@@ -1,0 +1,100 @@
+"""The local disk: durable, exclusive between processes, and links lead nowhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from trainer_lib.storage import Store
+
+
+def _create_many(args: tuple[str, int]) -> list[int]:
+    folder, number = args
+    store = Store.open(folder)
+    return [round_number for round_number in range(50) if store.create(f"{round_number}.json", b"%d" % number)]
+
+
+def test_of_processes_that_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
+    with get_context("spawn").Pool(3) as pool:
+        won = pool.map(_create_many, [(str(tmp_path / "s"), number) for number in range(3)])
+        pool.close()
+        pool.join()
+    assert sorted(chain.from_iterable(won)) == list(range(50))
+    assert len(list((tmp_path / "s").iterdir())) == 50  # no drafts left
+
+
+def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    store = Store.open(tmp_path / "new" / "store")
+    store.write_bytes("a/x", b"1")
+    root = tmp_path / "new" / "store"
+    assert str(root / "a" / "x") in synced
+    assert {str(tmp_path), str(tmp_path / "new"), str(root)} <= set(synced)  # each new folder, in the one above
+
+    synced.clear()
+    store.sync()
+    assert set(synced) == {str(root), str(root / "a"), str(root.parent)}
+
+    synced.clear()
+    assert store.create("COMMIT.json", b"1")
+    assert synced[-1] == str(root)
+    assert any("COMMIT.json" in path for path in synced[:-1])
+
+
+def test_create_without_hard_links_is_still_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    store = Store.open(tmp_path / "s")
+    assert store.create("x", b"1")
+    assert not store.create("x", b"2")
+    assert store.read_bytes("x") == b"1"
+    assert store.children() == ["x"]
+
+
+def test_links_are_neither_listed_nor_followed_when_deleting(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"1")
+    store = Store.open(tmp_path / "store")
+    store.write_bytes("real", b"1")
+    (tmp_path / "store" / "link").symlink_to(outside / "precious")
+    (tmp_path / "store" / "folder").symlink_to(outside)
+
+    assert [info.path for info in store.list()] == ["real"]
+    store.delete_tree("folder")
+    store.delete_tree()
+    assert (outside / "precious").read_bytes() == b"1"
+    assert not (tmp_path / "store").exists()
+
+
+def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    free = Store.open(tmp_path / "not" / "there").free_bytes()
+    assert free is not None
+    assert free > 0
+
+
+def test_files_get_the_permissions_the_user_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        store = Store.open(tmp_path / "s")
+        store.write_bytes("x", b"1")
+        store.create("y", b"1")
+    finally:
+        os.umask(before)
+    for name in ("x", "y"):
+        assert stat.S_IMODE((tmp_path / "s" / name).stat().st_mode) == 0o640
