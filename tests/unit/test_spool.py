@@ -1,133 +1,105 @@
-"""Several processes around one spool and one database."""
+"""Trees of arrays on disk: padded with -100, memory-mapped, changed without changing the file, and gone afterwards."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+import resource
 import sys
-import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.support.mlflow_store import client, fresh_store, points
-from trainer_lib.trackers.mlflow import MLflowTracker, ship_leftovers
-from trainer_lib.trackers.spool import Session, State
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation import nested, spool
+from trainer_lib.evaluation.spool import Spool
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    uri = fresh_store(tmp_path / "store")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return uri
+BIG = spool._IN_MEMORY  # bytes that stay in memory
 
 
-def test_the_session_of_a_living_process_is_left_alone(uri: str, tmp_path: Path) -> None:
-    root = tmp_path / "spool"
-    code = """
-        import sys
-        from pathlib import Path
-        from trainer_lib.trackers.spool import Session
-        session = Session.create(Path(sys.argv[1]), {"tracking_uri": sys.argv[2], "run_id": "x", "dedupe": False})
-        print("ready", flush=True)
-        sys.stdin.read()
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(root), uri],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    ) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        assert Session.leftovers(root) == []
-        assert ship_leftovers(root, uri) == 0
-    [left] = Session.leftovers(root)
-    assert left.state == State()
-    left.remove()
+def filled(folder: Path, arrays: list[np.ndarray]) -> np.ndarray:
+    one = Spool(folder)
+    for array in arrays:
+        one.append(array)
+    found = one.tree()
+    one.close()
+    assert isinstance(found, np.ndarray)
+    return found
 
 
-def test_a_torn_last_line_is_not_a_point(uri: str, tmp_path: Path) -> None:
-    session = Session.create(tmp_path / "spool", {"tracking_uri": uri, "run_id": None})
-    session.append({"loss": 1.0}, 1)
-    with (session.path / "points.jsonl").open("ab") as file:
-        file.write(b'{"t": 17, "s": 2, "m": {"lo')
-    assert [point.step for point in session.read(0)[0]] == [1]
-    session.end_writing()
-    session.remove()
+@pytest.mark.parametrize("width", [3, BIG // 4])
+def test_rows_come_back_as_one_array_from_memory_and_from_disk(width: int, tmp_path: Path) -> None:
+    arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in (2, 1)]
+    assert np.array_equal(filled(tmp_path, arrays), np.concatenate(arrays))
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_our_own_live_session_is_left_alone_too(uri: str, tmp_path: Path) -> None:
-    session = Session.create(tmp_path, {"tracking_uri": uri, "run_id": "x", "dedupe": False})
-    assert Session.leftovers(tmp_path) == []
-    session.end_writing()
-    session.release()
-    [left] = Session.leftovers(tmp_path)
-    left.remove()
-    assert list(tmp_path.glob("*-*")) == []
+@pytest.mark.parametrize("width", [2, BIG // 4])
+def test_ragged_rows_are_padded_on_the_right(width: int, tmp_path: Path) -> None:
+    found = filled(tmp_path, [np.ones((2, width), np.int64), np.ones((1, width + 3), np.int64)])
+    assert found.shape == (3, width + 3)
+    assert (found[:2, width:] == -100).all()
+    assert found.sum() == 2 * width + width + 3 - 2 * 3 * 100
 
 
-def test_a_damaged_session_is_set_aside_and_the_others_are_sent(uri: str, tmp_path: Path) -> None:
-    run_id = client(uri).create_run("0").info.run_id
-    head = {"tracking_uri": uri, "run_id": run_id, "dedupe": False}
-    for content in ("{", '{"tracking_uri": "' + uri + '"}', None):
-        session = Session.create(tmp_path / "spool", head)
-        session.append({"loss": 1.0}, 1)
-        session.end_writing()
-        session.release()
-        if content is not None:
-            (session.path / "session.json").write_text(content)
-    ship_leftovers(tmp_path / "spool", uri)
-    assert points(uri, run_id, "loss") == [(1, 1.0)]
-    assert [path.suffix for path in sorted((tmp_path / "spool").iterdir())] == [".damaged", ".damaged"]
+def test_a_mapped_array_can_be_changed_by_its_owner_only(tmp_path: Path) -> None:
+    one = Spool(tmp_path)
+    one.append(np.zeros((3, BIG // 4), np.float32))
+    first = one.tree()
+    first[0] = 7.0
+    assert not one.tree().any()
+    one.close()
+    assert first[0, 0] == 7.0
 
 
-def test_a_new_database_is_set_up_once_by_two_processes_at_once(tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/new/mlflow.db"
-    code = "import sys; from trainer_lib.trackers.mlflow import connect; connect(sys.argv[1]).get_experiment('0')"
-    both = [subprocess.Popen([sys.executable, "-c", code, uri], cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
-    for process in both:
-        _, stderr = process.communicate(timeout=120)
-        assert process.returncode == 0, stderr.decode()
-        assert stderr == b""  # no migration log on the terminal
-    assert [experiment.name for experiment in client(uri).search_experiments()] == ["Default"]
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """200 MB of predictions cost pages of the file, which the system reclaims, not memory of the process."""
+    one = Spool(tmp_path)
+    block = np.ones((1 << 18, 10), np.float32)  # 10 MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(20):
+        one.append(block)
+    found = one.tree()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    one.close()
+    assert found.shape == (20 << 18, 10)
+    assert grown < 100_000 * (1024 if sys.platform == "darwin" else 1)  # kB
 
 
-def test_a_fork_waits_for_the_end_of_the_import(tmp_path: Path) -> None:
-    """A data loader worker forked while the shipper imports mlflow would inherit half a module."""
-    code = """
-        import os, threading, time
-        from trainer_lib.trackers import mlflow, shipper
-        importing, done = threading.Event(), []
-        def importer():
-            with mlflow._importing:
-                importing.set()
-                time.sleep(0.3)
-                done.append(True)
-        thread = threading.Thread(target=importer)
-        thread.start()
-        importing.wait()
-        pid = os.fork()
-        if pid == 0:
-            with mlflow._importing:
-                os._exit(0 if done else 1)
-        thread.join()
-        raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, cwd=ROOT, timeout=30)
-    assert done.returncode == 0, done.stderr
+def test_trees_keep_their_shape(tmp_path: Path) -> None:
+    one = Spool(tmp_path)
+    for _ in range(2):
+        one.append({"logits": (np.ones((2, 3)), [np.zeros(2)]), "labels": None})
+    found = one.tree()
+    assert found["labels"] is None
+    assert found["logits"][0].shape == (4, 3)
+    assert isinstance(found["logits"][1], list)
+    assert [len(each["logits"][0]) for each in one.by_batch()] == [2, 2]
+    with pytest.raises(DataError, match="differ in what the model returns"):
+        one.append({"logits": (np.ones((2, 3)),), "labels": None})
+    one.append({"logits": (np.ones((2, 3, 1)), [np.zeros(2)]), "labels": None})
+    with pytest.raises(DataError, match="number of dimensions"):
+        one.tree()
+    one.close()
 
 
-def test_without_an_output_folder_the_spool_is_the_users_own(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    tracker = MLflowTracker("s3://bucket/out")
-    tracker.start(run_name=None, params={}, resume_step=0)
-    tracker.log({"loss": 1.0}, 1)
-    tracker.close()
-    [spool] = (tmp_path / "data" / "trainflow" / "spool").iterdir()
-    assert spool.stat().st_mode & 0o077 == 0
-    shutil.rmtree(tmp_path / "data")
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=4), st.booleans())
+def test_packing_is_undone_by_unpacking(shapes: list[tuple[int, int]], nest: bool) -> None:
+    arrays = [np.arange(a * b, dtype=np.int32).reshape(a, b) for a, b in shapes]
+    tree = {"a": tuple(arrays), "b": [None, np.float64(3.5)]} if nest else arrays
+    found = nested.unpack(nested.pack(nested.to_numpy(tree)))
+    assert nested.structure(found) == nested.structure(tree)
+    for mine, theirs in zip(nested.leaves(tree), nested.leaves(found), strict=True):
+        assert np.array_equal(mine, theirs)
+        assert np.asarray(mine).dtype == theirs.dtype
+
+
+def test_tensors_become_arrays() -> None:
+    found = nested.to_numpy((torch.ones(2, dtype=torch.bfloat16), torch.tensor([1]), None))
+    assert found[0].dtype == np.float32
+    assert found[1].dtype == np.int64
+    assert found[2] is None
+    with pytest.raises(ConfigError, match="no tensor"):
+        nested.to_numpy({"cache": object()})
