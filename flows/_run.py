@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from prefect import Task
 
 _RUN_FILE = "run.json"
+_REPORT = "report.html"
 _RUN_FILE_BYTES = 1 << 20
 _HISTORY_BYTES = 256 << 20
 _ARTIFACT_BYTES = 64 << 20
@@ -81,6 +82,7 @@ class Run:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._manifests: dict[str, dict[str, Any]] = {}
         self._record: dict[str, Any] = {}
+        self._stands = False
         collected = _collecting.get()
         if collected is not None:
             collected.result = self.result
@@ -126,7 +128,8 @@ class Run:
         self.result.tracking_uri = self._record.get("tracking_uri")
         self.result.run_url = self._record.get("run_url")
         if finished and shown and not self.force and all(reason.hit for reason in wanted):
-            return  # nothing new happens: the finished run stands for it
+            self._stands = True  # nothing new happens: the finished run, and its report, stand for it
+            return
         self.handle = _mlflow.open_run(
             self.spec.tracking,
             self.storage,
@@ -279,12 +282,14 @@ class Run:
             _mlflow.finish(self.handle, status)
 
     def _report(self) -> None:
-        url = f"{self.folder.url}/report.html"  # its links are relative to where it lies
-        result = {**self.result.to_dict(), "report_url": url, "started": self._started}
-        text = render_report(result, self._history())
-        self.folder.write_bytes("report.html", text.encode())
+        url = f"{self.folder.url}/{_REPORT}"  # its links are relative to where it lies
         self.result.report_url = url
-        _mlflow.log_file(self.handle, text, "report.html")
+        if self._stands and self.result.ok and self.folder.exists(_REPORT):
+            return
+        result = {**self.result.to_dict(), "started": self._started}
+        text = render_report(result, self._history())
+        self.folder.write_bytes(_REPORT, text.encode())
+        _mlflow.log_file(self.handle, text, _REPORT)
 
     def _history(self) -> list[dict[str, Any]]:
         train = self._manifests.get("train")

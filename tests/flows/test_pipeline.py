@@ -66,9 +66,13 @@ def stage_folder(folder: Path, stage: str) -> Path:
 
 def test_an_unchanged_spec_starts_nothing(folder: Path) -> None:
     told: list[dict[str, Any]] = []
+    [report] = folder.glob("store/runs/*/report.html")
+    before = report.read_text()
     with _progress.subscribe(told.append):
         result = run(folder)
     assert [outcome.status for outcome in result.stages] == ["cached"] * 5
+    assert report.read_text() == before  # it still tells of the run that did the work
+    assert result.report_url == str(report)
     assert {event["status"] for event in told} == {"cached"}
     assert all(one.hit for one in explain(spec_of(folder)))
 
@@ -239,6 +243,23 @@ def test_ctrl_c_passes_through_and_the_next_run_continues(folder: Path) -> None:
     with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
         run(folder)
     assert ran(run(folder)) == {"evaluate"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_the_same_code_runs_on_other_stores(
+    s3_server: object, folder: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    first = run(folder, f"storage={url}/store")
+    first.raise_for_error()
+    assert ran(first) == ALL
+    assert ran(run(folder, f"storage={url}/store")) == set()
+    manifests = {outcome.stage: StageManifest.from_dict(outcome.manifest or {}) for outcome in first.stages}
+    local = StageManifest.from_dict(run(folder).outcome("train").manifest or {})  # type: ignore[union-attr]
+    assert manifests["train"].content_digest == local.content_digest
+    manifests["predict"].store().delete(manifests["predict"].files[0].path)
+    _manifests._verified.clear()
+    assert ran(run(folder, f"storage={url}/store")) == {"predict"}
 
 
 # -- MLflow -----------------------------------------------------------------------------------------------------------
