@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.faulty import Faults, FaultyFileSystem
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import (
     DAMAGED,
+    WRITING,
     clean_leftovers,
     get_last_checkpoint,
     list_checkpoints,
@@ -22,6 +24,7 @@ from trainer_lib.checkpoint.catalogue import (
     rotate,
 )
 from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.lease import Holder
 from trainer_lib.manifest import COMMIT, write_commit
 from trainer_lib.storage import Store
 
@@ -200,6 +203,16 @@ def test_leftovers_are_removed_and_nothing_else(any_store: Store) -> None:
 
     assert steps(any_store) == [1]
     assert any_store.children() == ["checkpoint-1", "checkpoint-2", "model"]
+
+
+def test_a_save_under_way_on_this_machine_is_no_leftover(tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    living = Holder.this_process()
+    for step, claim in ((1, living), (2, replace(living, started="1")), (3, replace(living, machine="elsewhere"))):
+        root.write_bytes(f"checkpoint-{step}/{WRITING}", claim.to_bytes())
+    root.write_bytes(f"checkpoint-4/{WRITING}", b"torn")
+    assert clean_leftovers(root) == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+    assert root.children() == ["checkpoint-1"]
 
 
 def test_the_catalogue_imports_no_torch() -> None:

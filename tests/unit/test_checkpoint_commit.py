@@ -13,10 +13,10 @@ import torch
 
 from tests.support.checkpoints import Net, save, snapshot, trained
 from tests.support.faulty import Died, Faults, Kind
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import WRITING, bytes_needed, save_checkpoint
+from trainer_lib.checkpoint.writer import bytes_needed, save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (
     ConfigError,

@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.checkpoints import save, snapshot
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import WRITING, save_checkpoint
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import CodeError, LeaseLostError, StorageError, TrainflowError
 from trainer_lib.lease import Holder

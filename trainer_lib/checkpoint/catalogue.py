@@ -13,11 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.lease import Holder
 from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify, withdraw
 from trainer_lib.storage import Store
 
 KIND = "checkpoint"
 DAMAGED = "DAMAGED.json"
+WRITING = "WRITING.json"
+"""The claim (`lease.Holder`) of whoever is writing a folder; gone when it is done, no part of the checkpoint."""
+
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 
 
@@ -123,13 +127,17 @@ def rotate(root: Store, *, keep: int | None, protect: Collection[str]) -> list[s
 def clean_leftovers(root: Store) -> list[str]:
     """Delete what interrupted saves left: checkpoint folders without a commit. The names deleted.
 
-    Only the owner of `root` may call this (the holder of its lease, a training that just began): to everybody else a
-    save under way looks the same. Damaged ones that were set aside stay.
+    Only the owner of `root` may call this (the holder of its lease, a training that just began): another machine's save
+    under way looks the same. One under way on this machine is left alone, and so are damaged ones that were set aside.
     """
     victims = []
     for _, name in _named(root):
         store = root.child(name)
-        if not store.exists(COMMIT) and not store.exists(DAMAGED):
+        names = store.children()
+        if COMMIT in names or DAMAGED in names:
+            continue
+        claim = Holder.from_bytes(store.read_if_exists(WRITING) or b"") if WRITING in names else None
+        if claim is None or not claim.is_alive():
             store.delete_tree()
             victims.append(name)
     return victims

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, CheckpointInfo, checkpoint_name
+from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, WRITING, CheckpointInfo, checkpoint_name
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.tensors import write_safetensors
@@ -48,8 +48,6 @@ SCALER = "scaler.json"
 DATA = "data.json"
 TRAINER_STATE = "trainer_state.json"
 TRAINING_ARGS = "training_args.json"
-WRITING = "WRITING.json"
-"""The claim of whoever is writing the folder; gone when it is done, no part of the checkpoint."""
 
 _STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
 _OURS = {*_STATE, WRITING, COMMIT, DAMAGED}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good, rotate
+from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good, rotate
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
@@ -261,9 +261,18 @@ class SavingMixin(ReportingMixin):
             setattr(callback, attribute, value)
 
     def _claim_output_dir(self, resumed_from: str | None) -> None:
-        """Refuse to mix a new run's checkpoints with an earlier run's, whose newest a later resume would take."""
-        if resumed_from is None:
-            self._on_main_process(lambda: self._clear_earlier_run(self._checkpoint_root()))
+        """Refuse to mix a new run's checkpoints with an earlier run's, whose newest a later resume would take.
+
+        What interrupted saves left is removed.
+        """
+
+        def claim() -> None:
+            root = self._checkpoint_root()
+            if resumed_from is None:
+                self._clear_earlier_run(root)
+            clean_leftovers(root)
+
+        self._on_main_process(claim)
 
     def _clear_earlier_run(self, root: Store) -> None:
         present = list_checkpoints(root)
