@@ -234,7 +234,10 @@ class Run:
         """
         if self.handle is None:
             return
-        _mlflow.set_tags(self.handle, {f"trainflow.{stage}": str(manifest["key"])[:16]})
+        tags = {f"trainflow.{stage}": str(manifest["key"])[:16]}
+        if manifest["meta"].get("rung"):
+            tags[f"trainflow.{stage}.rung"] = f"memory ran out: batch halved {manifest['meta']['rung']} times"
+        _mlflow.set_tags(self.handle, tags)
         train = self._manifests.get("train")
         step = int(train["meta"].get("global_step") or 0) if train is not None else 0
         _mlflow.log_metrics(self.handle, flat_metrics(stage, manifest["metrics"]), step)

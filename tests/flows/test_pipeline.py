@@ -325,6 +325,40 @@ def test_ctrl_c_ends_the_mlflow_run_as_killed(folder: Path) -> None:
     assert mlflow_run(result).info.status == "FINISHED"
 
 
+# -- retries ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
+    once = f"__import__('pathlib').Path({str(folder / 'once')!r})"
+    kill = f"{once}.exists() or ({once}.touch(), __import__('os').kill(__import__('os').getpid(), 9))"
+    broken(folder, 'out.info["slope"] = 2.0', f'out.info["slope"] = 2.0\n    {kill}')
+    result = run_pipeline(load_spec(folder / "pipeline.yaml", ["prepare.options.rows=9"]), only="prepare")
+    result.raise_for_error()
+    manifest = StageManifest.from_dict(result.stages[0].manifest or {})
+    assert manifest.meta["attempt"] == 2
+    record = json.loads(Path(manifest.url, "attempts", "0001.end.json").read_text())
+    assert record["error"]["class"] == "InfrastructureError"
+    assert "SIGKILL" in record["error"]["message"]
+    assert record["decision"] == "retry 1 of 3"
+
+
+def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder: Path) -> None:
+    check = "assert not self.training or len(x) <= 2 or exhausted()\n            y = self.linear"
+    broken(folder, "y = self.linear", check)
+    broken(
+        folder,
+        "def compute_metrics",
+        "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics",
+    )
+    result = tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
+    result.raise_for_error()
+    trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
+    assert (trained.meta["rung"], trained.meta["attempt"]) == (2, 3)
+    assert (trained.meta["global_step"], trained.meta["global_samples"]) == (8, 64)
+    assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.rung"]
+    assert ran(tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")) == set()
+
+
 # -- in processes of their own ----------------------------------------------------------------------------------------
 
 
