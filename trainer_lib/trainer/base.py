@@ -22,7 +22,7 @@ from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer import checks
 from trainer_lib.trainer.facade import AcceleratorFacade
-from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals
+from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
@@ -143,7 +143,7 @@ class TrainerBase:
         """A fresh model from `model_init`, which takes nothing or the trial of a search."""
         if self.model_init is None:
             raise ConfigError("is needed here.", field="model_init", remedy="Give it to the Trainer.")
-        model = self.model_init(trial) if takes_positionals(self.model_init, 1) else self.model_init()
+        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if not isinstance(model, nn.Module):
             raise ConfigError("gave no model.", field="model_init", value=model, remedy="Return a torch.nn.Module.")
         return model

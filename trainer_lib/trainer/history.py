@@ -54,11 +54,11 @@ class StepHistory:
         values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()
         for loss, norm in zip(values[0], values[1], strict=True):
             self._note(loss, norm)
-        first = step - len(self._losses) + 1
         self._losses, self._norms = [], []
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
-                f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row (seen from step {first}).",
+                f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row, "
+                f"from step {step - self._in_a_row + 1} on.",
                 step=step,
                 remedy="Lower learning_rate, check the data for extreme values, or use bf16 instead of fp16.",
             )

@@ -33,6 +33,14 @@ def takes_positionals(function: Callable[..., Any], count: int) -> bool:
     return places >= count or inspect.Parameter.VAR_POSITIONAL in kinds
 
 
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Whether `model_init` wants a search's trial: its first parameter has no default, or is called so."""
+    first = next(iter(parameters_of(model_init).values()), None)
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD, first.VAR_POSITIONAL):
+        return False
+    return first.default is first.empty or first.name == "trial"
+
+
 @dataclass(frozen=True)
 class ForwardInfo:
     """What `model.forward` takes.

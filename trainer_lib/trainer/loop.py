@@ -19,6 +19,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.callbacks.tracking import TrackingCallback
 from trainer_lib.checkpoint.reader import Loaded
+from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed import lost_peer
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
@@ -154,11 +155,15 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         _log.info(
-            "Training %d steps of %s samples on %d processes (%s, %s), %d trainable parameters%s.",
-            *(max_steps, source.global_batch or "unknown", self.comm.world_size, self.strategy.name),
-            *(self.precision.name, self.get_num_trainable_parameters(), f", from {url}" if url else ""),
+            "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
+            *(max_steps, source.global_batch or "?", self._known_examples(source), self.comm.world_size),
+            *(self.strategy.name, self.precision.name, self.get_num_trainable_parameters()),
+            f", from {url}" if url else "",
         )
         return run, loaded
+
+    def _known_examples(self, source: TrainSource) -> int | str:
+        return "a stream" if source.epoch_samples is None else self.num_examples(source)
 
     def _nonfinite_limit(self) -> int:
         # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where it is the model's own.

@@ -1,0 +1,222 @@
+"""What cannot work is refused with field, value and remedy, before the first step where it can be known."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.toys import Classifier, Stream, classification_rows
+from tests.support.training import trainer
+from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.errors import ConfigError, DataError, NonFiniteError, TrainflowError
+
+ROWS = classification_rows(8)
+
+
+class Logits(Classifier):
+    """Never computes a loss."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"logits": super().forward(x)["logits"]}
+
+
+class Vector(Classifier):
+    """Returns a loss per sample."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return (super().forward(x)["logits"].sum(1),)
+
+
+ADAM = torch.optim.AdamW(Classifier().parameters())
+BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
+    ({"train": []}, DataError, "train_dataset: The training data has no samples"),
+    ({"train": Stream(ROWS)}, ConfigError, "max_steps = -1: The training data has no length.*Give max_steps"),
+    ({"eval_strategy": "epoch"}, ConfigError, "eval_dataset: eval_strategy = epoch needs data"),
+    (
+        {"train": Stream(ROWS), "max_steps": 3, "train_sampling_strategy": "group_by_length"},
+        ConfigError,
+        "train_sampling_strategy = group_by_length: cannot sort a stream",
+    ),
+    ({"model": nn.Linear(2, 2), "model_init": Classifier}, ConfigError, "model and model_init: Both were given"),
+    ({"model": "bert"}, ConfigError, "model = str: is not a torch.nn.Module"),
+    ({"model_init": Classifier, "optimizers": (ADAM, None)}, ConfigError, "optimizers: holds parameters of a model"),
+    (
+        {"optimizers": (ADAM, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+        ConfigError,
+        "optimizers and optimizer_cls_and_kwargs: Both",
+    ),
+    (
+        {"batch_eval_metrics": True, "compute_metrics": lambda p: {}},
+        ConfigError,
+        "compute_metrics: batch_eval_metrics .*Give it a parameter compute_result",
+    ),
+    (
+        {
+            "eval_dataset": {"a": ROWS, "b": ROWS},
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "load_best_model_at_end": True,
+        },
+        ConfigError,
+        r'metric_for_best_model = loss: does not say which .*Name one of a, b: "eval_a_loss"',
+    ),
+    ({"fsdp": "full_shard"}, ConfigError, "fsdp = full_shard: is not served"),
+    ({"past_index": 2}, ConfigError, "past_index = 2: is not served"),
+    ({"report_to": "wandb"}, ConfigError, "report_to = wandb"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "match"), BUILDING)
+def test_refused_when_the_trainer_is_built(
+    given: dict[str, Any], error: type[TrainflowError], match: str, tmp_path: Path
+) -> None:
+    settings = {"train": ROWS, **given}
+    with pytest.raises(error, match=match):
+        trainer(tmp_path, settings.pop("train"), **settings)
+
+
+TRAINING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
+    ({"train": None}, ConfigError, "train_dataset: is needed to train"),
+    ({"model": Logits()}, ConfigError, "model: The model returned no loss but only logits; it was given x, labels"),
+    ({"model": Vector()}, ConfigError, r"a tensor of shape \(4,\) first"),
+    (
+        {"train": [{"x": row["x"]} for row in ROWS]},
+        ConfigError,
+        "returned no loss but only logits; it was given x.*give labels",
+    ),
+    (
+        {"train": [{"pixels": row["x"]} for row in ROWS]},
+        ConfigError,
+        "remove_unused_columns = pixels: No column of the training data is a parameter",
+    ),
+    ({"train": [{"x": [1.0] * (i % 2 + 1)} for i in range(8)]}, DataError, "x: Samples of one batch cannot be stacked"),
+    ({"gradient_checkpointing": True}, ConfigError, "gradient_checkpointing = True: The model has no gradient_ch"),
+    ({"neftune_noise_alpha": 1.0}, ConfigError, "neftune_noise_alpha = 1.0: The model has no embedding"),
+    ({"train": Stream([]), "max_steps": 2}, DataError, "The training data gave no batch"),
+    ({"dataloader_drop_last": True, "global_batch_size": 9}, DataError, r"fewer samples \(8\) than a global batch"),
+    ({"optim": "adamw_bnb_8bit"}, ConfigError, "bitsandbytes"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "match"), TRAINING)
+def test_refused_before_the_first_step_is_done(
+    given: dict[str, Any], error: type[TrainflowError], match: str, tmp_path: Path
+) -> None:
+    settings = {"train": ROWS, **given}
+    one = trainer(tmp_path, settings.pop("train"), **settings)
+    with pytest.raises(error, match=match):
+        one.train()
+    assert one.state.global_step == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_model_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model or model_init: Neither was given"):
+        Trainer(None, TrainingArguments("out", use_cpu=True))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "match"),
+    [
+        (lambda p: {"matrix": p.predictions}, "compute_metrics = ndarray: returned no number for 'matrix'"),
+        (lambda p: [1.0], "compute_metrics = list: did not return a mapping"),
+        (lambda p: {"report": "fine"}, "compute_metrics = fine: returned no number for 'report'"),
+    ],
+)
+def test_metric_functions_return_numbers(metrics: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=metrics).evaluate()
+
+
+def test_evaluation_says_what_it_lacks(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    with pytest.raises(ConfigError, match="eval_dataset: is needed to evaluate"):
+        one.evaluate()
+    with pytest.raises(ConfigError, match="eval_dataset = dev: is no evaluation set"):
+        one.evaluate("dev")
+    with pytest.raises(DataError, match="nothing to evaluate"):
+        one.evaluate([])
+    best: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    wrong = trainer(tmp_path / "b", ROWS, eval_dataset=ROWS, metric_for_best_model="f1", **best)
+    with pytest.raises(ConfigError, match="metric_for_best_model = f1: The evaluation gave only eval_loss"):
+        wrong.train()
+
+
+# ---------------------------------------------------------------------------------------------------------- not finite
+class Exploding(Classifier):
+    """Its loss is infinite for rows whose first value is above 100."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        outputs = super().forward(x.clamp(-5, 5), labels)
+        infinite = torch.where((x[:, 0] > 100).any(), torch.inf, 0.0)
+        return {**outputs, "loss": outputs["loss"] + infinite}
+
+
+def rows_with_outliers(*numbers: int) -> list[dict[str, Any]]:
+    rows = [dict(row) for row in classification_rows(40)]
+    for number in numbers:
+        rows[number]["x"] = torch.full((6,), 1000.0)
+    return rows
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_a_step_that_is_not_finite_is_never_taken_but_counted_and_shown(optim: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"optim": optim, "train_sampling_strategy": "sequential", "logging_strategy": "steps"}
+    given |= {"logging_steps": 1, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
+    weights: list[torch.Tensor] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights.append(kwargs["model"].head.weight.detach().clone())
+
+    one = trainer(tmp_path, rows_with_outliers(9), model=Exploding(), callbacks=[Note()], **given)
+    one.train()
+    entries = [entry for entry in one.state.log_history if "loss" in entry]
+    assert [entry.get("nonfinite_steps", 0) for entry in entries] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert math.isnan(entries[2]["loss"])  # nothing finite to show
+    assert [torch.equal(*pair) for pair in itertools.pairwise(weights)] == [False, True] + [False] * 7
+    assert one.state.global_step == 10
+
+
+def test_the_filter_hides_only_what_is_displayed(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "train_sampling_strategy": "sequential",
+        "logging_strategy": "epoch",
+        "num_train_epochs": 1,
+    }
+    shown = trainer(tmp_path / "a", rows_with_outliers(9), model=Exploding(), logging_nan_inf_filter=False, **given)
+    shown.train()
+    hidden = trainer(tmp_path / "b", rows_with_outliers(9), model=Exploding(), **given)
+    hidden.train()
+    assert shown.state.log_history[0]["loss"] == float("inf")
+    assert 0 < hidden.state.log_history[0]["loss"] < 10
+    assert shown.state.log_history[0]["nonfinite_steps"] == hidden.state.log_history[0]["nonfinite_steps"] == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"fp16": True, "max_nonfinite_steps": 1, "num_train_epochs": 30}])
+def test_too_many_in_a_row_end_the_run(given: dict[str, Any], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_nonfinite_steps": 3, "logging_strategy": "steps", "logging_steps": 2, **given}
+    one = trainer(tmp_path, rows_with_outliers(*range(40)), model=Exploding(), **settings)
+    with pytest.raises(NonFiniteError, match=r"for \d+ steps in a row, from step 1 on.*Lower learning_rate"):
+        one.train()
+
+
+def test_a_model_in_trouble_is_never_the_best(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
+    given |= {"train_sampling_strategy": "sequential", "metric_for_best_model": "loss", "num_train_epochs": 1}
+    one = trainer(
+        tmp_path,
+        rows_with_outliers(*range(4, 40)),
+        eval_dataset=ROWS,
+        model=Exploding(),
+        max_nonfinite_steps=99,
+        **given,
+    )
+    one.train()
+    assert one.state.best_global_step == 1
