@@ -19,7 +19,9 @@ act must not be an import that takes a second.
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import http.client
 import json
 import os
 import secrets
@@ -28,7 +30,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import uvicorn
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
+SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
 # How long (seconds) a newcomer tries for the server lock: a client that looks whether it is taken holds it briefly.
@@ -56,13 +59,52 @@ def main(folder: Path) -> int:
     password = f"trainflow:{secrets.token_urlsafe(24)}"
     running: list[uvicorn.Server] = []
     threading.Thread(target=_end_without_clients, args=(folder, running), daemon=True).start()
-    _describe(folder, {"pid": os.getpid(), "url": url, "auth": password})
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = password
     os.environ["PREFECT_SERVER_UI_API_URL"] = f"{url}/api"
     server = _build()
     running.append(server)
+    threading.Thread(target=_open, args=(folder, server, url, password), daemon=True).start()
     server.run(sockets=[listener])
     return 0
+
+
+def _open(folder: Path, server: uvicorn.Server, url: str, password: str) -> None:
+    """Once it answers: tidy up, then let clients know."""
+    while not server.started:
+        time.sleep(0.02)
+    try:
+        _pause_unserved(url, password)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        sys.stderr.write(f"Schedules that nobody serves could not be paused: {error!r}\n")
+    _describe(folder, {"pid": os.getpid(), "url": url, "auth": password})
+
+
+def _pause_unserved(url: str, password: str) -> None:
+    """A server that has just started serves nobody: who served a schedule here is gone, perhaps without a word.
+
+    Left active, such a schedule would have runs planned for it that nobody starts, until the next `serve` of that name
+    starts them all.
+    """
+    served = {"deployments": {"tags": {"all_": [SERVED_TAG]}, "paused_": {"eq_": False}}}
+    for deployment in _request(url, password, "/api/deployments/filter", served):
+        if not deployment.get("paused"):
+            _request(url, password, f"/api/deployments/{deployment['id']}/pause_deployment")
+
+
+def _request(url: str, password: str, path: str, body: object = None) -> Any:
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=20)
+    try:
+        token = base64.b64encode(password.encode()).decode()
+        headers = {"Authorization": f"Basic {token}", "Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        data = answer.read()
+        if answer.status >= http.HTTPStatus.BAD_REQUEST:
+            raise http.client.HTTPException(f"{path}: {answer.status} {data[:200]!r}")
+        return json.loads(data) if data else None
+    finally:
+        connection.close()
 
 
 def _claim(folder: Path) -> bool:

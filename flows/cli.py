@@ -208,8 +208,7 @@ def serve(
     from flows import serving
 
     schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
-    with _until_stopped():
-        serving.serve(parsed, schedule, name=name, say=terminal.console().print)
+    serving.serve(parsed, schedule, name=name, say=terminal.console().print)
 
 
 @app.command()

@@ -22,6 +22,7 @@ __all__ = ["pipeline"]
 
 
 def _follow(owner: int) -> None:
+    os.setsid()  # the terminal's Ctrl-C is for the one that serves us: it tells us once, and waits
     guard.prctl(guard.PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != owner:  # it ended before we asked
         os.kill(os.getpid(), signal.SIGTERM)
@@ -36,4 +37,5 @@ if OWNER in os.environ:
     _follow(int(os.environ[OWNER]))
 if SERVER_FOLDER in os.environ:
     _keep_server(Path(os.environ[SERVER_FOLDER]))
-quiet_failures().__enter__()  # for the life of the process: Prefect logs a failure after the flow has returned
+_quiet = quiet_failures()
+_quiet.__enter__()  # for the life of the process: Prefect logs a failure after the flow has returned

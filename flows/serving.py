@@ -10,14 +10,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import psutil
 from rich.text import Text
 
+from flows._server import SERVED_TAG
 from flows.engine import prefect_api, server_folder
 from flows.spec import PipelineSpec
 from trainer_lib.errors import ConfigError
@@ -25,12 +29,15 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.deployments.runner import RunnerDeployment
+    from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
 
 _POOL_TYPE = "process"
 _ENTRYPOINT = "flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
+# Seconds that a run may take to save and end: longer than the stages' own grace.
+_END_S = 90.0
 # Read by `flows.deployed`, which cannot be imported here: it brings Prefect.
 OWNER = "TRAINFLOW_SERVED_BY"
 SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
@@ -110,11 +117,54 @@ def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Call
         logging.getLogger("prefect.runner").setLevel(logging.WARNING)  # every poll says what waits for its turn
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into each run's process.
-        runner.add_deployment(_deployment(spec, name, when))
+        _forget_planned_runs(name)
+        runner.add_deployment(_deployment(spec, name, when, tags=[SERVED_TAG] if server_folder(url) else []))
         say(f"Serving pipeline/{name}: {schedule}. Ctrl-C ends it.")
         # A run starts in our working directory, and Prefect puts that first on the import path.
-        with contextlib.chdir(folder), contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(runner.start())
+        with contextlib.chdir(folder):
+            asyncio.run(_until_signalled(runner, say))
+
+
+async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
+    """Serve until SIGINT or SIGTERM; then let the run that is at work save and end, before the runner itself ends."""
+    loop = asyncio.get_running_loop()
+    serving = asyncio.create_task(runner.start())
+    ending: list[asyncio.Task[None]] = []
+
+    def end() -> None:
+        if ending:
+            serving.cancel()  # asked twice: at once
+            return
+        say("Ending. Work that is running is saved first; Ctrl-C again to end it at once.")
+        ending.append(asyncio.create_task(_end(serving)))
+
+    await asyncio.sleep(0)  # the runner sets a handler of its own when it starts
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
+
+
+async def _end(serving: asyncio.Task[None]) -> None:
+    told: set[psutil.Process] = set()
+    deadline = time.monotonic() + _END_S
+    while (runs := _runs()) and time.monotonic() < deadline and not serving.done():
+        for run in runs - told:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                run.terminate()
+        told |= runs
+        await asyncio.sleep(0.1)
+    serving.cancel()
+
+
+def _runs() -> set[psutil.Process]:
+    """The processes of the runs that we started."""
+    found = set()
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "prefect.engine" in process.cmdline():
+                found.add(process)
+    return found
 
 
 @contextlib.contextmanager
@@ -148,6 +198,7 @@ def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bo
 
         with get_client(sync_client=True) as client:
             _require_pool(client, pool, create=create_pool)
+        _forget_planned_runs(name)
         _deployment(spec, name, when, work_pool_name=pool, job_variables={"env": _RUN_ENVIRONMENT}).apply()
     return [
         Text(f"Deployed pipeline/{name} to the work pool {pool}: {schedule}."),
@@ -194,6 +245,32 @@ def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None
         )
 
 
+def _forget_planned_runs(name: str) -> None:
+    """Runs planned by an earlier deployment of that name hold its spec: they must not come before the new one's.
+
+    Prefect forgets those of the future when a deployment is replaced, but not those already late.
+    """
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, FlowRunFilter
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        try:
+            deployment = client.read_deployment_by_name(f"pipeline/{name}").id
+        except ObjectNotFound:
+            return
+        client.pause_deployment(deployment)
+        planned = FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED"]}}})
+        its_own = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+        kept = 0
+        while runs := client.read_flow_runs(flow_run_filter=planned, deployment_filter=its_own, offset=kept, limit=200):
+            kept += sum(not run.auto_scheduled for run in runs)
+            for run in runs:
+                if run.auto_scheduled:
+                    with contextlib.suppress(ObjectNotFound):
+                        client.delete_flow_run(run.id)
+
+
 def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None, **more: Any) -> RunnerDeployment:
     from prefect.deployments.runner import RunnerDeployment
     from prefect.types.entrypoint import EntrypointType
@@ -207,6 +284,7 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
         parameters={"spec": spec.model_dump(mode="json")},
         description=f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}",
         entrypoint_type=EntrypointType.MODULE_PATH,
+        paused=False,
         **more,
     )
     deployment.entrypoint = _ENTRYPOINT

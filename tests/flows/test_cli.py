@@ -244,7 +244,7 @@ def test_the_ui_needs_a_free_port(tmp_path: Path) -> None:
 
 
 def test_a_tracking_server_that_runs_already_is_only_named(spec: Path) -> None:
-    done = trainflow("ui", spec, MLFLOW_TRACKING_URI="http://user:secret@127.0.0.1:9/")
+    done = trainflow("ui", spec, env={"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:9/"})
     assert done.code == 0
     assert "secret" not in done.out + done.err
     assert "127.0.0.1:9" in done.out

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +24,15 @@ class Done:
     err: str
 
 
-def trainflow(*arguments: str | Path, cwd: Path | None = None, timeout: float = 150, **env: str) -> Done:
-    """Run the command to its end."""
+def trainflow(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
+    """Run the command to its end; `env` is added to ours."""
     done = subprocess.run(
         [*TRAINFLOW, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=160,
         cwd=cwd,
-        env={**os.environ, **env},
+        env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
         check=False,
     )
@@ -71,17 +71,17 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    *arguments: str | Path, log: Path, cwd: Path | None = None, command: list[str] | None = None, **env: str
+    *arguments: str | Path, log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[Running]:
-    """A command (`trainflow` unless another is given) in a session of its own; killed at the end if it still runs."""
+    """A command in a session of its own; killed at the end if it still runs."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*(command or TRAINFLOW), *map(str, arguments)],
+            [*TRAINFLOW, *map(str, arguments)],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             start_new_session=True,
         )
     try:

@@ -1,0 +1,216 @@
+"""Schedules that fire by themselves and train: served by one process, and deployed to a server, a pool and a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from flows.spec import load_spec, parse_spec
+from tests.support import police, toy
+from tests.support.command import running, trainflow
+
+ROOT = Path(__file__).resolve().parents[2]
+# prepare and train: what a schedule has to show, in the least time.
+SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
+SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
+ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
+
+
+def wait_for(what: str, condition: Callable[[], Any], timeout: float = 90) -> Any:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{what}: not within {timeout:g} s")
+
+
+def trained(store: Path) -> list[Path]:
+    """Committed train stages."""
+    return list(store.glob("stages/train/*/COMMIT.json"))
+
+
+def training() -> list[psutil.Process]:
+    """Runs of this test session, their workers, and what supervises those."""
+    marks = ("trainer_lib", "prefect.engine")
+    return [process for process in police.session_processes() if any(mark in _line(process) for mark in marks)]
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def has_begun(store: Path) -> bool:
+    """Whether a worker is training."""
+    attempted = any(store.glob("stages/train/*/attempts/0001.json"))
+    return attempted and any("trainer_lib.worker" in _line(process) for process in training())
+
+
+# --------------------------------------------------------------------------------------------------------------- serve
+def test_a_served_schedule_fires_by_itself_and_trains(tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project")
+    with running(
+        "serve", spec, *SHORT, "--interval", "5", log=tmp_path / "log", env={"TMPDIR": str(tmp_path)}
+    ) as serving:
+        serving.wait_for("Serving pipeline/toy: every 5 s")
+        [commit] = wait_for("a scheduled run that trains", lambda: trained(tmp_path / "project" / "store"))
+        assert (commit.parent / "model" / "model.safetensors").exists()
+        serving.wait_for("Finished in state Completed()")
+        assert serving.stop(signal.SIGTERM) == 0
+    assert "Traceback" not in serving.output, serving.output
+
+
+def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
+    with running(
+        "serve", spec, *ENDLESS, "--interval", "5", log=tmp_path / "log", env={"TMPDIR": str(tmp_path)}
+    ) as serving:
+        store = tmp_path / "project" / "store"
+        wait_for("training", lambda: has_begun(store))
+        serving.process.kill()
+        wait_for("the end of everything it had started", lambda: not training(), 30)
+
+
+# -------------------------------------------------------------------------------------------------------------- deploy
+class Server:
+    """A Prefect server with a home of its own, and one worker of the pool `main`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "server.log"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.environ = {
+            "PREFECT_HOME": str(folder),
+            "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "TMPDIR": str(folder),
+        }
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: str) -> None:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**os.environ, **self.environ},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+
+    def stop(self) -> None:
+        for process in reversed(self._processes):
+            process.terminate()
+            process.wait(40)
+
+    def answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self.api("GET", "health") is True
+        return False
+
+    def api(self, method: str, path: str, body: Any = None) -> Any:
+        answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=20)
+        assert answer.is_success, f"{answer.status_code} {answer.text}"
+        return answer.json() if answer.content else None
+
+    def runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
+        wanted = {
+            "deployments": {"name": {"any_": [deployment]}},
+            "flow_runs": {"state": {"type": {"any_": list(states)}}},
+        }
+        return list(self.api("POST", "flow_runs/filter", wanted))
+
+    def prefect(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
+            env={**os.environ, **self.environ},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    try:
+        factory = ("--factory", "prefect.server.api.server:create_app")
+        server.start("uvicorn", *factory, "--port", str(server.port), "--log-level", "error")
+        wait_for("the server", server.answers)
+        server.prefect("work-pool", "create", "--type", "process", "main")
+        server.start("prefect", "worker", "start", "--pool", "main")
+        yield server
+    finally:
+        server.stop()
+
+
+def test_a_deployed_schedule_fires_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project")
+    deployed = trainflow("deploy", spec, *SHORT, "--pool", "main", "--interval", "5", env=server.environ)
+    assert deployed.code == 0, deployed.err
+    assert "Deployed pipeline/toy to the work pool main: every 5 s." in deployed.out
+    [run, *_] = wait_for("a scheduled run that completes", lambda: server.runs("toy", "COMPLETED"))
+    assert run["auto_scheduled"] is True
+    [commit] = trained(tmp_path / "project" / "store")
+    assert (commit.parent / "model" / "model.safetensors").exists()
+    server.prefect("deployment", "delete", "pipeline/toy")
+    wait_for("the end of what had begun", lambda: not training(), 40)
+
+
+def test_a_cancelled_deployed_run_leaves_no_process(server: Server, tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
+    deployed = trainflow("deploy", spec, *ENDLESS, "--pool", "main", "--name", "endless", env=server.environ)
+    assert deployed.code == 0, deployed.err
+    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["endless"]}}})
+    run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+    wait_for("training", lambda: has_begun(tmp_path / "project" / "store"))
+    server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_for("the cancelled state", lambda: server.runs("endless", "CANCELLED"), 60)
+    wait_for("the end of every process", lambda: not training(), 30)
+    assert not trained(tmp_path / "project" / "store")
+
+
+def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> None:
+    spec = toy.project(tmp_path)
+    absent = trainflow("deploy", spec, "--pool", "other", env=server.environ)
+    assert absent.code == 2
+    assert "--create-pool" in absent.err
+    made = trainflow("deploy", spec, "--pool", "other", "--create-pool", "--cron", "0 3 * * *", env=server.environ)
+    assert made.code == 0, made.err
+    assert server.api("GET", "work_pools/other")["type"] == "process"
+    server.prefect("work-pool", "create", "--type", "docker", "containers")
+    wrong = trainflow("deploy", spec, "--pool", "containers", env=server.environ)
+    assert wrong.code == 2
+    assert "of type docker" in wrong.err
+
+
+def test_the_example_file_deploys_the_digits_every_night(server: Server) -> None:
+    server.prefect("work-pool", "create", "--type", "process", "trainflow")
+    server.prefect("deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
+    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["digits-nightly"]}}})
+    assert deployment["entrypoint"] == "flows/pipeline.py:pipeline"
+    assert [schedule["schedule"]["cron"] for schedule in deployment["schedules"]] == ["0 3 * * *"]
+    wait_for("planned runs", lambda: server.runs("digits-nightly", "SCHEDULED"))
+    example = load_spec(ROOT / "examples" / "digits" / "pipeline.yaml").model_dump(mode="json", exclude={"root"})
+    written = parse_spec(deployment["parameters"]["spec"]).model_dump(mode="json", exclude={"root"})
+    written |= {name: os.path.normpath(ROOT / written[name]) for name in ("recipe", "storage")}
+    assert written == example
