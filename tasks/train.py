@@ -41,10 +41,8 @@ def train(
         The stage's manifest: the model lies below `model/`; `meta` holds steps, checkpoints and what was resumed.
     """
     StageManifest.from_dict(data)
-    processes = world_size(config.launch)
 
     def work(context: StageContext) -> StageOutput:
-        args = lower_training(config.args, context.rung, world_size=processes)
         result = run_verb(
             "train",
             context,
@@ -56,12 +54,12 @@ def train(
             debug=debug,
             data=data_request(data),
             model=config.model,
-            args=args,
+            args=lower_training(config.args, context.rung, world_size=world_size(config.launch)),
             train_split=config.train_split,
             eval_split=config.eval_split,
         )
-        facts = {name: result.get(name) for name in _FACTS}
-        facts |= {"model": config.model, "mlflow_run_id": None if tracking is None else tracking["run_id"]}
+        origin = None if tracking is None else tracking["run_id"]
+        facts = {name: result.get(name) for name in _FACTS} | {"model": config.model, "mlflow_run_id": origin}
         return StageOutput(entries(result["files"]), metrics=result["metrics"], meta=facts)
 
     micro_batch = TrainingArguments.from_dict(config.args, prefix="train.args").per_device_train_batch_size
