@@ -1,0 +1,532 @@
+"""Training on one process: how long it is, what happens in which order, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
+from tests.support.training import StopAt, logged, preempted_at, trainer
+from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, enable_full_determinism, set_seed
+from trainer_lib.callbacks.base import EVENTS
+from trainer_lib.errors import ConfigError, Preempted
+
+ROWS = classification_rows(10)
+EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+# -------------------------------------------------------------------------------------------------------------- length
+@pytest.mark.parametrize(
+    ("given", "steps", "epoch"),
+    [
+        ({"num_train_epochs": 2}, 6, 2.0),
+        ({"num_train_epochs": 0.5}, 2, 2 / 3),
+        ({"max_steps": 4}, 4, 4 / 3),
+        ({"gradient_accumulation_steps": 2, "num_train_epochs": 3}, 6, 3.0),
+        ({"dataloader_drop_last": True, "num_train_epochs": 2}, 4, 2.0),
+        ({"global_batch_size": 3, "num_train_epochs": 1}, 4, 1.0),
+        ({"global_batch_size": 10, "per_device_train_batch_size": 3, "num_train_epochs": 2}, 2, 2.0),
+    ],
+)
+def test_length(given: dict[str, Any], steps: int, epoch: float, tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, **given)
+    output = one.train()
+    assert (output.global_step, one.state.global_step, one.state.max_steps) == (steps, steps, steps)
+    assert one.state.epoch == pytest.approx(epoch)
+
+
+def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) -> None:
+    data = Augmented(ROWS)
+    trainer(tmp_path, data, num_train_epochs=2, gradient_accumulation_steps=2).train()
+    assert sorted(data.read[:10]) == sorted(data.read[10:]) == list(range(10))
+    assert data.read[:10] != data.read[10:]
+    again = Augmented(ROWS)
+    trainer(tmp_path, again, num_train_epochs=1, dataloader_num_workers=0, data_seed=42).train()
+    assert again.read == data.read[:10]
+    other = Augmented(ROWS)
+    trainer(tmp_path, other, num_train_epochs=1, data_seed=1).train()
+    assert other.read != again.read
+
+
+def test_samples_of_similar_length_are_trained_on_together(tmp_path: Path) -> None:
+    rows = [{"x": row["x"], "labels": row["labels"], "length": (7 * i) % 10} for i, row in enumerate(ROWS)]
+    data = Augmented(rows)
+    data.column_names = ["x", "labels", "length"]  # type: ignore[attr-defined]
+
+    class Listed(Augmented):
+        column_names = ("x", "labels", "length")
+
+        def __getitem__(self, index: Any) -> Any:
+            if isinstance(index, str):
+                return [row[index] for row in self.rows]
+            return super().__getitem__(index)
+
+    listed = Listed(rows)
+    trainer(tmp_path, listed, num_train_epochs=1, train_sampling_strategy="group_by_length").train()
+    lengths = [rows[index]["length"] for index in listed.read]
+    assert lengths == sorted(lengths, reverse=True)
+    with pytest.raises(ConfigError, match="neither a column 'length' nor one 'input_ids'"):
+        trainer(tmp_path, ROWS, train_sampling_strategy="group_by_length").train()
+
+
+# --------------------------------------------------------------------------------------------------------- the story
+class Recorder(TrainerCallback):
+    """Notes every event with the step it came at."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        for event in EVENTS:
+            setattr(self, event, self._noting(event))
+
+    def _noting(self, event: str) -> Any:
+        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.events.append((event.removeprefix("on_"), state.global_step))
+
+        return note
+
+
+def test_events_come_in_the_order_the_callback_module_draws(tmp_path: Path) -> None:
+    recorder = Recorder()
+    given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer(
+        tmp_path,
+        ROWS[:8],
+        eval_dataset=ROWS[:2],
+        callbacks=[recorder],
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        **EVERY_STEP,
+        **given,
+    ).train()
+    assert recorder.events == [
+        ("init_end", 0),
+        ("train_begin", 0),
+        ("epoch_begin", 0),
+        ("step_begin", 0),
+        ("substep_end", 0),
+        ("pre_optimizer_step", 0),
+        ("optimizer_step", 0),
+        ("step_end", 1),
+        ("log", 1),
+        ("prediction_step", 1),
+        ("log", 1),
+        ("evaluate", 1),
+        ("save", 1),
+        ("epoch_end", 1),
+        ("log", 1),
+        ("train_end", 1),
+    ]
+
+
+def test_what_is_logged(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, num_train_epochs=1, lr_scheduler_type="linear", **EVERY_STEP)
+    output = one.train()
+    *steps, last = logged(one)
+    assert [entry["step"] for entry in steps] == [1, 2, 3]
+    assert steps[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert [entry["learning_rate"] for entry in steps] == pytest.approx([0.01, 0.01 * 2 / 3, 0.01 / 3])
+    assert last["train_loss"] == output.training_loss == pytest.approx(np.mean([entry["loss"] for entry in steps]))
+    sparse = trainer(tmp_path, ROWS, num_train_epochs=1, logging_strategy="steps", logging_steps=3)
+    sparse.train()
+    assert sparse.state.log_history[0]["loss"] == pytest.approx(np.mean([entry["loss"] for entry in steps]))
+    first = trainer(tmp_path, ROWS, max_steps=2, logging_strategy="steps", logging_steps=9, logging_first_step=True)
+    first.train()
+    assert [entry["step"] for entry in first.state.log_history] == [1, 2]
+
+
+def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
+    norms: list[float] = []
+
+    class Note(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gradients = [p.grad.flatten() for p in kwargs["model"].parameters()]
+            norms.append(float(torch.cat(gradients).norm()))
+
+    for limit in (0.01, 0.0):
+        one = trainer(tmp_path, ROWS, max_steps=1, callbacks=[Note()], max_grad_norm=limit, **EVERY_STEP)
+        one.train()
+    assert norms[0] == pytest.approx(0.01, rel=1e-3)
+    assert norms[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
+
+
+class CountingSyncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls that make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
+            self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_quiet_step_never_waits_for_the_device(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            counts.append(sum(counter.calls.values()))
+
+    given: dict[str, Any] = {"max_steps": 9, "gradient_accumulation_steps": 2, "logging_strategy": "steps"}
+    one = trainer(tmp_path, classification_rows(80), callbacks=[Count()], **given)
+    with CountingSyncs() as counter:
+        one.train()
+    assert counts == [counts[0]] * 9
+
+
+@pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}, {"optim": "sgd"}, {"optim": "adafactor"}, {}])
+def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
+    rows = classification_rows(64)
+    one = trainer(tmp_path, rows, num_train_epochs=12, learning_rate=0.05, logging_strategy="epoch", **given)
+    one.train()
+    losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_noise_on_embeddings_while_training_only(tmp_path: Path) -> None:
+    rows = token_rows(8)
+    losses = {}
+    for alpha in (None, 5.0):
+        torch.manual_seed(0)
+        one = trainer(
+            tmp_path, rows, model=TokenModel(), eval_dataset=rows, neftune_noise_alpha=alpha, max_steps=1, **EVERY_STEP
+        )
+        before = one.evaluate()["eval_loss"]
+        one.train()
+        losses[alpha] = (before, one.state.log_history[0]["loss"])
+        assert not one.model.embedding._forward_hooks  # type: ignore[union-attr]
+    assert losses[None][0] == losses[5.0][0]
+    assert losses[None][1] != losses[5.0][1]
+
+
+# ------------------------------------------------------------------------------------------------------ the optimizer
+def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, weight_decay=0.1)
+    with pytest.raises(ConfigError, match="There is no optimizer yet"):
+        one.get_learning_rates()
+    one.create_optimizer_and_scheduler(10)
+    assert one.get_learning_rates() == [0.01, 0.01]
+    assert one.get_optimizer_group("body.weight")["weight_decay"] == 0.1
+    assert one.get_optimizer_group(one.model.norm.weight)["weight_decay"] == 0.0  # type: ignore[union-attr,arg-type]
+    assert len(one.get_optimizer_group()) == 2
+    with pytest.raises(ConfigError, match="param = other: is not in the optimizer"):
+        one.get_optimizer_group("other")
+    assert one.get_num_trainable_parameters() == sum(p.numel() for p in one.model.parameters())
+    assert one.get_decay_parameter_names(one.model) == ["body.weight", "head.weight"]
+
+
+def test_a_users_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    one = trainer(tmp_path, ROWS, model=model, optimizers=(optimizer, schedule), max_steps=2, **EVERY_STEP)
+    one.train()
+    assert [entry["learning_rate"] for entry in one.state.log_history[:2]] == pytest.approx([0.5, 0.05])
+    chosen = trainer(tmp_path, ROWS, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.3}), max_steps=1)
+    chosen.train()
+    assert isinstance(chosen.optimizer, torch.optim.SGD)
+
+
+def test_a_schedule_that_follows_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
+    one = trainer(
+        tmp_path,
+        ROWS,
+        eval_dataset=ROWS,
+        compute_metrics=lambda p: {"worse": 1.0},
+        metric_for_best_model="worse",
+        eval_strategy="steps",
+        eval_steps=1,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        max_steps=3,
+        **EVERY_STEP,
+    )
+    one.train()
+    rates = [entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry]
+    assert rates == pytest.approx([0.01, 0.01, 0.005])
+
+
+def test_training_twice_trains_again_from_the_weights_there_are(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, max_steps=2, save_strategy="steps", save_steps=1)
+    one.train()
+    first = one.model.head.weight.detach().clone()  # type: ignore[operator,union-attr]
+    one.train()
+    assert one.state.global_step == 2
+    assert not torch.equal(first, one.model.head.weight)  # type: ignore[arg-type,union-attr]
+    assert one.get_learning_rates() == [0.0, 0.0]
+    fresh = trainer(tmp_path / "b", ROWS, model_init=Classifier, max_steps=2)
+    fresh.train()
+    weights = fresh.model.state_dict()["head.weight"].clone()
+    fresh.train()
+    assert torch.equal(weights, fresh.model.state_dict()["head.weight"])
+
+
+# -------------------------------------------------------------------------------------------------- best, early, limit
+def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
+    values = iter([0.5, 0.9, 0.7, 0.6])
+    weights: list[torch.Tensor] = []
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights.append(kwargs["model"].head.weight.detach().clone())
+
+    one = trainer(
+        tmp_path,
+        ROWS,
+        eval_dataset=ROWS,
+        compute_metrics=lambda p: {"accuracy": next(values)},
+        callbacks=[Note(), EarlyStoppingCallback(2)],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+        max_steps=9,
+    )
+    one.train()
+    assert one.state.global_step == 4
+    assert (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
+    assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert torch.equal(one.model.state_dict()["head.weight"], weights[1])
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_saving_only_what_is_best(tmp_path: Path) -> None:
+    values = iter([3.0, 5.0, 2.0])
+    one = trainer(
+        tmp_path,
+        ROWS,
+        eval_dataset=ROWS,
+        compute_metrics=lambda p: {"error": next(values)},
+        metric_for_best_model="error",
+        greater_is_better=False,
+        eval_strategy="epoch",
+        save_strategy="best",
+        num_train_epochs=3,
+    )
+    one.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]
+
+
+# ------------------------------------------------------------------------------------------------------------ stopping
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_at_a_step_boundary_and_handlers_are_put_back(number: int, tmp_path: Path) -> None:
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(number)
+    one = trainer(tmp_path, ROWS, callbacks=[Signal()], max_steps=5)
+    with pytest.raises(Preempted, match="Stopped on request at step 2") as stopped:
+        one.train()
+    assert stopped.value.step == 2
+    assert signal.getsignal(number) is handler
+    assert (tmp_path / "checkpoint-2" / "COMMIT.json").exists()
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    class Twice(TrainerCallback):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), self.number)
+
+    assert preempted_at(trainer(tmp_path / "a", ROWS, callbacks=[Twice(signal.SIGTERM)], max_steps=5)) == 1
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "b", ROWS, callbacks=[Twice(signal.SIGINT)], max_steps=5).train()
+    assert not list((tmp_path / "b").glob("checkpoint-*"))
+
+
+def test_sigterm_may_be_left_to_the_program(tmp_path: Path) -> None:
+    seen: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        trainer(tmp_path, ROWS, callbacks=[StopAt(1)], enable_jit_checkpoint=False, max_steps=2).train()
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert seen == [signal.SIGTERM]
+
+
+# ----------------------------------------------------------------------------------------------------- files and shows
+class Configured(Classifier):
+    config = {"features": 6, "model_type": "toy"}  # noqa: RUF012
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("url", ["memory://exports/one", "model"])
+def test_the_exported_model_loads_elsewhere(url: str, tmp_path: Path) -> None:
+    from safetensors.torch import load
+
+    from trainer_lib.storage import Store
+
+    folder = url if "://" in url else str(tmp_path / url)
+    one = trainer(tmp_path, ROWS, model=Configured(), processing_class=Tokenizer(), max_steps=1)
+    one.train()
+    one.save_model(folder)
+    store = Store.open(folder)
+    names = ["config.json", "model.safetensors", "tokenizer.json", "training_args.json"]
+    assert [info.path for info in store.list()] == names
+    weights = load(store.read_bytes("model.safetensors"))
+    for name, value in one.model.state_dict().items():
+        assert torch.equal(weights[name], value)
+    assert json.loads(store.read_bytes("config.json"))["model_type"] == "toy"
+    assert json.loads(store.read_bytes("training_args.json"))["max_steps"] == 1
+    store.delete_tree()
+
+
+def test_checkpoints_go_to_any_store(tmp_path: Path) -> None:
+    from trainer_lib.storage import Store
+
+    url = "memory://runs/one"
+    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
+    stopped = trainer(url, ROWS, callbacks=[StopAt(3)], **given)
+    assert preempted_at(stopped) == 3
+    resumed = trainer(url, ROWS, **given)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path, ROWS, **given)
+    whole.train()
+    assert torch.equal(resumed.model.state_dict()["head.weight"], whole.model.state_dict()["head.weight"])
+    Store.open("memory://runs").delete_tree()
+
+
+def test_metrics_and_state_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = trainer(tmp_path, ROWS, max_steps=1)
+    output = one.train()
+    one.save_metrics("train", output.metrics)
+    one.save_metrics("eval", {"eval_loss": float("nan")})
+    one.save_state()
+    assert json.loads((tmp_path / "all_results.json").read_text()).keys() == {*output.metrics, "eval_loss"}
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 1
+    shown = one.metrics_format(
+        {"train_mem_cpu_alloc_delta": 3 << 20, "train_runtime": 3725.5, "total_flos": 5 << 30, "loss": 0.123456}
+    )
+    assert list(shown.values()) == ["3MB", "1:02:05.50", "5GF", 0.1235]
+    capsys.readouterr()
+    one.log_metrics("train", {"loss": 0.5, "train_runtime": 1.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "***** train metrics *****",
+        "  loss          =        0.5",
+        "  train_runtime = 0:00:01.00",
+    ]
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    class Costly(TokenModel):
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 1000 * len(inputs["input_ids"])
+
+    one = trainer(
+        tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, include_num_input_tokens_seen="all", **EVERY_STEP
+    )
+    output = one.train()
+    assert one.state.num_input_tokens_seen == 70
+    assert output.metrics["total_flos"] == one.state.total_flos == 10_000
+    assert [entry["num_input_tokens_seen"] for entry in one.state.log_history] == [28, 56, 70, 70]
+    assert one.num_tokens(one.get_train_dataloader()) == 70
+
+
+def test_memory_is_reported_when_asked_for(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, eval_dataset=ROWS, skip_memory_metrics=False, max_steps=1)
+    metrics = one.train().metrics
+    assert {"init_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta", "before_init_mem_cpu"} <= metrics.keys()
+    assert "eval_mem_cpu_alloc_delta" in one.evaluate()
+
+
+def test_trackers_are_told_and_closed(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, report_to="jsonl", max_steps=2, **EVERY_STEP)
+    one.train()
+    written = "".join(path.read_text() for path in tmp_path.rglob("*.jsonl"))
+    assert '"loss"' in written and "train_loss" in written
+
+
+def test_columns_the_model_does_not_take_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**row, "note": "text", "extra": 1} for row in ROWS]
+    with caplog.at_level(logging.INFO, logger="trainer_lib"):
+        trainer(tmp_path, rows, max_steps=1).train()
+    assert "does not take are dropped: extra, note" in caplog.text
+    with pytest.raises(TypeError, match="extra"):
+        trainer(tmp_path, rows, max_steps=1, remove_unused_columns=False).train()
+
+    class Table(list[Any]):
+        """Like `datasets.Dataset`, which drops columns itself."""
+
+        column_names = ("x", "labels", "extra")
+
+        def remove_columns(self, names: list[str]) -> Table:
+            return Table({name: value for name, value in row.items() if name not in names} for row in self)
+
+    trainer(tmp_path, Table({**row, "extra": 1} for row in ROWS), max_steps=1).train()
+
+
+def test_a_loader_of_ones_own_trains(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            data: Any = ROWS
+            return torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, collate_fn=self.data_collator)
+
+    one = trainer(tmp_path, None, cls=Own, num_train_epochs=2, gradient_accumulation_steps=2)
+    one.train()
+    assert one.state.global_step == 6
+
+
+def test_a_sampler_of_ones_own_decides_the_order(tmp_path: Path) -> None:
+    class Backwards(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return list(range(len(train_dataset) - 1, -1, -1))
+
+    data = Augmented(ROWS)
+    trainer(tmp_path, data, cls=Backwards, num_train_epochs=1).train()
+    assert data.read == list(range(9, -1, -1))
+
+
+def test_old_names_of_the_constructor(tmp_path: Path) -> None:
+    tokenizer = Tokenizer()
+    with pytest.warns(DeprecationWarning, match="`tokenizer` is the old name of `processing_class`"):
+        one = Trainer(Classifier(), trainer(tmp_path, ROWS).args, tokenizer=tokenizer)
+    assert one.processing_class is one.tokenizer is tokenizer
+
+
+def test_seeds(tmp_path: Path) -> None:
+    set_seed(5)
+    drawn = (torch.rand(1).item(), float(np.random.rand()))
+    set_seed(5)
+    assert (torch.rand(1).item(), float(np.random.rand())) == drawn
+    try:
+        enable_full_determinism(5)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.rand(1).item() == drawn[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_compiled_models_train(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, torch_compile=True, torch_compile_backend="eager", max_steps=2, save_strategy="steps")
+    one.train()
+    plain = trainer(tmp_path / "b", ROWS, max_steps=2)
+    plain.train()
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(value, one.model.state_dict()[name], atol=1e-6)
+    assert (tmp_path / "checkpoint-2").is_dir()
