@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from flows import presentation, terminal
 from flows.engine import prefect_api, quiet_environment
@@ -106,34 +107,41 @@ def run(
     stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
     out = terminal.console(stderr=as_json)
-    command = ["trainflow", "run", str(spec), *(overrides or [])]
-    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(command)}"):
+    given = [str(spec), *(overrides or [])]
+    again = ["trainflow", "run", *given, *(["--only", only] if only else []), *(["--from", start] if start else [])]
+    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
         out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
-        result = _run(parsed, out, debug=debug, force=forced, **stages)
-    ui = _ui_command(spec, overrides or [])
-    if as_json:
-        code = result.error.exit_code if result.error is not None else 0
-        plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
-        _print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
-    else:
-        terminal.show(presentation.summary(result, ui))
+        with _engine(out):
+            result = _followed(parsed, out, debug=debug, force=forced, **stages)
+            _tell(result, _ui_command(spec, overrides or []), as_json=as_json)  # the engine takes a second to end
     if result.error is not None:
         terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
         raise typer.Exit(result.error.exit_code)
 
 
-def _run(spec: PipelineSpec, out: Any, *, debug: bool, **choice: Any) -> PipelineResult:
-    from tasks._progress import subscribe
-
+@contextlib.contextmanager
+def _engine(out: Console) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with out.status("starting the workflow engine"):
             stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
-        display = stack.enter_context(terminal.progress(out))
-        stack.enter_context(terminal.logs(display, debug=debug))
-        stack.enter_context(subscribe(display))
-        from flows.pipeline import run_pipeline
+        yield
 
+
+def _followed(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+    from flows.pipeline import run_pipeline
+    from tasks._progress import subscribe
+
+    with terminal.progress(out) as display, terminal.logs(display, debug=debug), subscribe(display):
         return run_pipeline(spec, debug=debug, **choice)
+
+
+def _tell(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
+    if not as_json:
+        terminal.show(presentation.summary(result, ui))
+        return
+    code = result.error.exit_code if result.error is not None else 0
+    plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
+    _print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
 
 
 def _stage(name: str | None, option: str) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -26,6 +27,8 @@ from tasks._progress import Event, describe, duration, measured
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
+# The first steps are slow; an estimate made from them only frightens.
+_WARM_UP_STEPS = 3
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d:.]+(?:\+00:00|Z)")
 STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "dim"}
 _MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
@@ -63,6 +66,11 @@ class _Stage:
     measured: str = ""
     """What was evaluated last."""
 
+    @property
+    def is_through(self) -> bool:
+        """Whether the last step was reported."""
+        return self.max_steps is not None and self.step >= self.max_steps
+
     def take(self, event: Event) -> None:
         """Keep what an event says."""
         if event.get("event") == "stage":
@@ -73,16 +81,17 @@ class _Stage:
             elif self.since is not None:
                 self.seconds = time.monotonic() - self.since
             return
+        if event.get("event") == "start":
+            return
         if isinstance(event.get("loss"), int | float):
             self.loss = event["loss"]
         self.step = event.get("step") or self.step
         self.max_steps = event.get("max_steps") or self.max_steps
         self.measured = measured(event) or self.measured
-        self.text = str(event.get("message") or describe({"loss": self.loss, **_given(event)}) or self.text)
-
-
-def _given(event: Event) -> Event:
-    return {name: value for name, value in event.items() if value is not None}
+        told = {name: value for name, value in event.items() if value is not None}
+        if self.step <= _WARM_UP_STEPS:
+            told = {name: value for name, value in told.items() if name not in ("eta_s", "samples_per_second")}
+        self.text = str(event.get("message") or describe({"loss": self.loss, **told}) or self.text)
 
 
 class PlainDisplay:
@@ -104,7 +113,7 @@ class PlainDisplay:
             self._change(name, event)
         else:
             self._stages[name].take(event)
-            if kind == "log" and (text := measured(event)):
+            if kind == "log" and event.get("step") and (text := measured(event)):
                 self._print(name, text)
             elif kind in ("progress", "log"):
                 self._progress(name)
@@ -115,8 +124,8 @@ class PlainDisplay:
 
     def _change(self, name: str, event: Event) -> None:
         stage = self._stages[name]
-        if stage.text and self._printed.get(name, (0.0, ""))[1] != stage.text:
-            self._print(name, stage.text)  # where it stood when it ended
+        if stage.is_through and self._printed.get(name, (0.0, ""))[1] != stage.text:
+            self._print(name, stage.text)
         stage.take(event)
         self._printed[name] = (time.monotonic(), "")
         if stage.status != "skipped":  # the summary says so
@@ -189,6 +198,8 @@ class LiveDisplay:
         self._out.print(Text.assemble((f"{name} │ ", "dim cyan"), (text, style)))
 
     def _render(self) -> RenderableType:
+        if not self._stages:
+            return Columns([_SPINNER, Text("looking at what is there", "dim")])
         table = Table.grid(padding=(0, 1))
         for name, stage in list(self._stages.items()):
             table.add_row(*(_running_row(name, stage) if stage.status == "started" else _other_row(name, stage)))
