@@ -8,8 +8,10 @@ torch's allocator on this process's device. Stages do not nest: the outer one wi
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +91,17 @@ class MemoryTracker:
         if metrics is not None:
             metrics.update(self._unreported)
             self._unreported = {}
+
+    @contextlib.contextmanager
+    def stage(self, stage: str, metrics: dict[str, Any] | None = None) -> Iterator[None]:
+        """`start` and `stop` around a block; nothing is reported of a block that fails."""
+        self.start(stage)
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.stop(stage, metrics)
 
     def abandon(self) -> None:
         """End whatever is under way without a report: the stage failed."""

@@ -64,41 +64,49 @@ class TrainerBase:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        self.args.validate()
-        checks.refuse_unserved(self.args)
-        self.comm = distributed.init(self.args)
-        self.device = distributed.choose_device(use_cpu=self.args.use_cpu)
-        self._memory_tracker = MemoryTracker(enabled=not self.args.skip_memory_metrics, device=self.device)
-        self._memory_tracker.start("init")
-        logging.getLogger("trainer_lib").setLevel(self.args.get_process_log_level())
-        # Before model_init is called: initial weights are part of what the seed fixes.
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
-        apply_tf32(self.args)
-
+        self._set_up_process(TrainingArguments(output_dir="tmp_trainer") if args is None else args)
         self.model_init = model_init
         self.processing_class = checks.processing_class(processing_class, tokenizer)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer, self.lr_scheduler = self._given_optimizers = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.data_collator = data_collator or self._default_collator()
-        self._given_optimizers = optimizers
-        self.strategy = create_strategy(self.args, self.device, self.comm)
-        self.precision = create_precision(self.args, self.device)
-        self.accelerator = AcceleratorFacade(self)
-        self.label_smoother = LabelSmoother(self.args.label_smoothing_factor) if self._smooths() else None
+        self._set_up_state()
+        with self._memory_tracker.stage("init"):
+            self.model = self._given_model(model)
+            self.model_wrapped = self.model
+            self._look_at_model()
+            checks.trainer(self)
+            self._create_callbacks(callbacks or ())
 
+    def _set_up_process(self, args: TrainingArguments) -> None:
+        """Everything that follows from the arguments alone: ranks, device, seeds, strategy, precision."""
+        args.validate()
+        checks.refuse_unserved(args)
+        self.args = args
+        self.comm = distributed.init(args)
+        self.device = distributed.choose_device(use_cpu=args.use_cpu)
+        logging.getLogger("trainer_lib").setLevel(args.get_process_log_level())
+        # Before model_init is called: initial weights are part of what the seed fixes.
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        apply_tf32(args)
+        self.strategy = create_strategy(args, self.device, self.comm)
+        self.precision = create_precision(args, self.device)
+        self.accelerator = AcceleratorFacade(self)
+        self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor > 0 else None
+        self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=self.device)
+
+    def _set_up_state(self) -> None:
         self.is_in_train = False
         self.is_model_parallel = False
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.current_flos = 0.0
         self.hp_name: Callable[[Any], str] | None = None
         self._trial: Any = None
-        self._micro_weight: float = 1.0
         self._items_used = False
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
@@ -106,16 +114,6 @@ class TrainerBase:
         self._own_checkpoints: set[str] = set()
         self._trained_before = False
         self._inspect_overrides()
-
-        self.model = self._given_model(model)
-        self.model_wrapped = self.model
-        self._look_at_model()
-        checks.trainer(self)
-        self._create_callbacks(callbacks or ())
-        self._memory_tracker.stop("init")
-
-    def _smooths(self) -> bool:
-        return self.args.label_smoothing_factor > 0
 
     def _default_collator(self) -> Callable[[list[Any]], Any]:
         if callable(getattr(self.processing_class, "pad", None)):

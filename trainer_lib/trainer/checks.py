@@ -47,7 +47,7 @@ def processing_class(given: Any, tokenizer: Any) -> Any:
         return given
     if given is not None:
         raise ConfigError("Both were given.", field="processing_class and tokenizer", remedy="Give processing_class.")
-    warnings.warn("`tokenizer` is the old name of `processing_class`.", DeprecationWarning, stacklevel=5)
+    warnings.warn("`tokenizer` is the old name of `processing_class`.", DeprecationWarning, stacklevel=3)
     return tokenizer
 
 

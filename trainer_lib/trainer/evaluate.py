@@ -34,21 +34,20 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         A dict of sets (given, or the Trainer's own) is evaluated one by one, each set's name put into its metrics'.
         Every rank gets the same metrics; `compute_metrics` runs on rank 0.
         """
+        metrics: dict[str, float] = {}
         override = eval_dataset is not None
         sets = eval_dataset if override else self.eval_dataset
         if isinstance(sets, Mapping):
-            metrics: dict[str, float] = {}
             for name, one in sets.items():
                 given = one if override else name
                 metrics.update(self.evaluate(given, ignore_keys, metric_key_prefix=f"{metric_key_prefix}_{name}"))
             return metrics
-        self._memory_tracker.start("eval")
-        loader = self.get_eval_dataloader(eval_dataset)
-        output = self._measured(loader, "Evaluation", ignore_keys, metric_key_prefix)
-        metrics = dict(output.metrics or {})
-        self._log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop("eval", metrics)
+        with self._memory_tracker.stage("eval", metrics):
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = self._measured(loader, "Evaluation", ignore_keys, metric_key_prefix)
+            metrics.update(output.metrics or {})
+            self._log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def predict(
@@ -59,12 +58,12 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         Predictions and labels are memory-mapped arrays on rank 0, padded on the right with -100 where batches differ;
         on other ranks they are None. Metrics are the same on every rank.
         """
-        self._memory_tracker.start("test")
-        loader = self.get_test_dataloader(test_dataset)
-        output = self._measured(loader, "Prediction", ignore_keys, metric_key_prefix, keep_predictions=True)
-        metrics = dict(output.metrics or {})
-        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        self._memory_tracker.stop("test", metrics)
+        metrics: dict[str, float] = {}
+        with self._memory_tracker.stage("test", metrics):
+            loader = self.get_test_dataloader(test_dataset)
+            output = self._measured(loader, "Prediction", ignore_keys, metric_key_prefix, keep_predictions=True)
+            metrics.update(output.metrics or {})
+            self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def _measured(
