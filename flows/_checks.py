@@ -74,10 +74,11 @@ def check_spec(spec: PipelineSpec) -> None:
     _check_recipes(spec)
     _check_storage(spec)
     _check_arguments(spec)
-    _check_launch("prepare.launch", spec.prepare.launch)
-    for name, launch in (("train", spec.train), ("evaluate", spec.evaluate), ("predict", spec.predict)):
-        if launch.launch is not None:
-            _check_launch(f"{name}.launch", launch.launch)
+    _check_launch("prepare.launch", spec.prepare.launch, {})
+    _check_launch("train.launch", spec.train.launch, spec.train.args)
+    for name, stage in (("evaluate", spec.evaluate), ("predict", spec.predict)):
+        if stage.launch is not None:
+            _check_launch(f"{name}.launch", stage.launch, {**spec.train.args, **stage.args})
 
 
 def _check_recipes(spec: PipelineSpec) -> None:
@@ -148,11 +149,13 @@ def _check_arguments(spec: PipelineSpec) -> None:
             )
 
 
-def _check_launch(field: str, settings: LaunchSettings) -> None:
+def _check_launch(field: str, settings: LaunchSettings, args: Mapping[str, Any]) -> None:
+    from trainer_lib.arguments import TrainingArguments
     from trainer_lib.launch import LaunchConfig, check
 
+    use_cpu = TrainingArguments.from_dict(args).use_cpu
     try:
-        check(LaunchConfig(**settings.model_dump()))
+        check(LaunchConfig(**settings.model_dump()), use_cpu=use_cpu)
     except ConfigError as error:
         if error.field is not None:
             error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"

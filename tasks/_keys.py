@@ -149,7 +149,7 @@ def train_key(config: TrainConfig, recipe: str, root: str | None, data: str) -> 
         {
             "model": config.model,
             "options": config.options,
-            "args": numeric_fields(args, world_size=world_size(config.launch)),
+            "args": numeric_fields(args, world_size=world_size(config.launch, use_cpu=args.use_cpu)),
             "train_split": config.train_split,
             "eval_split": config.eval_split if evaluation_matters(args) else None,
             "data": data,
@@ -192,11 +192,11 @@ def predict_key(config: PredictConfig, recipe: str, root: str | None, data: str,
     )
 
 
-def world_size(launch: LaunchSettings) -> int:
+def world_size(launch: LaunchSettings, *, use_cpu: bool = False) -> int:
     """How many processes a launch will start on this machine."""
     from trainer_lib.launch import LaunchConfig, check
 
-    return int(check(LaunchConfig(**launch.model_dump())).processes)
+    return int(check(LaunchConfig(**launch.model_dump()), use_cpu=use_cpu).processes)
 
 
 def _evaluation_fields(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:

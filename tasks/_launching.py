@@ -10,6 +10,7 @@ from tasks._closure import find_root
 from tasks._mlflow import RunHandle
 from tasks._stage import StageContext
 from tasks.configs import LaunchSettings
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.storage import FileEntry
 
@@ -47,6 +48,8 @@ def run_verb(
         "debug": debug,
         **more,
     }
+    if "args" in more:  # the launcher counts devices or cores by it: however it was spelt
+        request["args"] = {**more["args"], "use_cpu": TrainingArguments.from_dict(more["args"]).use_cpu}
     return launch(
         request,
         LaunchConfig(**settings.model_dump()),

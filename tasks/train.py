@@ -41,6 +41,8 @@ def train(
         The stage's manifest: the model lies below `model/`; `meta` holds steps, checkpoints and what was resumed.
     """
     StageManifest.from_dict(data)
+    parsed = TrainingArguments.from_dict(config.args, prefix="train.args")
+    processes = world_size(config.launch, use_cpu=parsed.use_cpu)
 
     def work(context: StageContext) -> StageOutput:
         result = run_verb(
@@ -54,7 +56,7 @@ def train(
             debug=debug,
             data=data_request(data),
             model=config.model,
-            args=lower_training(config.args, context.rung, world_size=world_size(config.launch)),
+            args=lower_training(config.args, context.rung, world_size=processes),
             train_split=config.train_split,
             eval_split=config.eval_split,
         )
@@ -62,6 +64,5 @@ def train(
         facts = {name: result.get(name) for name in _FACTS} | {"model": config.model, "mlflow_run_id": origin}
         return StageOutput(entries(result["files"]), metrics=result["metrics"], meta=facts)
 
-    micro_batch = TrainingArguments.from_dict(config.args, prefix="train.args").per_device_train_batch_size
-    key = train_key(config, recipe, root, data["content_digest"])
-    return run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs_of(micro_batch))
+    key, rungs = train_key(config, recipe, root, data["content_digest"]), rungs_of(parsed.per_device_train_batch_size)
+    return run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs)

@@ -376,7 +376,6 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
 
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
-    from prefect.logging.handlers import APILogWorker
     from prefect.runtime import task_run
 
     seen: list[str] = []
@@ -393,11 +392,15 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
         return run_stage(stage_key("shown", {}), local, work)
 
     in_flow(shown)
-    APILogWorker.instance().drain()
+    named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))
+    ours = LogFilter(task_run_id=LogFilterTaskRunId(any_=[uuid.UUID(seen[0])]))
+    deadline = time.monotonic() + 20
     with get_client(sync_client=True) as client:
-        named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))
         [artifact] = client.read_artifacts(artifact_filter=named)
-        logs = client.read_logs(LogFilter(task_run_id=LogFilterTaskRunId(any_=[uuid.UUID(seen[0])])))
+        while "epoch 1 of 3" not in [
+            log.message for log in client.read_logs(ours)
+        ]:  # sent in batches every two seconds
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     assert artifact.data == 50.0
     assert artifact.description == "step 5/10, loss 0.25, 1 min 01 s left"
-    assert "epoch 1 of 3" in [log.message for log in logs]

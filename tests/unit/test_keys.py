@@ -137,3 +137,14 @@ def test_lists_of_mappings_are_compared_item_by_item() -> None:
 def test_a_key_holds_plain_data_only() -> None:
     with pytest.raises(ConfigError, match="object"):
         stage_key("mine", {"x": object()})
+
+
+def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainer_lib.launch.base as launch
+
+    monkeypatch.setattr(launch, "devices", lambda _: 1)
+    monkeypatch.setattr(launch, "cores", lambda: 2)
+    config = TrainConfig(args={"use_cpu": True}, launch=LaunchSettings(processes=2))
+    assert _keys.train_key(config, recipe, None, DATA).fields["args"]["global_batch_size"] == 16
+    with pytest.raises(ConfigError, match="device"):
+        _keys.train_key(config.model_copy(update={"args": {}}), recipe, None, DATA)
