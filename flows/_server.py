@@ -61,6 +61,7 @@ def main(folder: Path) -> int:
     threading.Thread(target=_end_without_clients, args=(folder, running), daemon=True).start()
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = password
     os.environ["PREFECT_SERVER_UI_API_URL"] = f"{url}/api"
+    os.environ.setdefault("PREFECT_API_DATABASE_TIMEOUT", "60")  # seconds a write waits for the others' on a slow disk
     server = _build()
     running.append(server)
     threading.Thread(target=_open, args=(folder, server, url, password), daemon=True).start()
@@ -85,7 +86,7 @@ def _pause_unserved(url: str, password: str) -> None:
     Left active, such a schedule would have runs planned for it that nobody starts, until the next `serve` of that name
     starts them all.
     """
-    served = {"deployments": {"tags": {"all_": [SERVED_TAG]}, "paused_": {"eq_": False}}}
+    served = {"deployments": {"tags": {"all_": [SERVED_TAG]}}}
     for deployment in _request(url, password, "/api/deployments/filter", served):
         if not deployment.get("paused"):
             _request(url, password, f"/api/deployments/{deployment['id']}/pause_deployment")

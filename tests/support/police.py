@@ -36,6 +36,7 @@ THREADS_ALLOWED = {
     "asyncio_": "idle workers of fsspec's event loop; joined at exit",
     "AnyIO worker thread": "idle workers of anyio, ended with their event loop",
     "GlobalEventLoopThread": "Prefect's background loop, one for the process",
+    "RunSyncEventLoopThread": "Prefect's loop for calls from synchronous code, one for the process",
     "QueueingSpanExporter": "Prefect's and MLflow's tracing",
     "OtelBatchSpanRecordProcessor": "MLflow's tracing",
     "tqdm_monitor": "tqdm's monitor, one for the process",
