@@ -1,0 +1,31 @@
+"""The first thing a newcomer runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from tests.support.command import trainflow
+from tests.support.repository import ROOT
+
+SPEC = ROOT / "examples" / "digits" / "pipeline.yaml"
+
+
+def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path) -> None:
+    arguments = ("run", SPEC, f"storage={tmp_path / 'storage'}", "train.launch.processes=2", "--json")
+    first = trainflow(*arguments)
+    assert first.code == 0, first.err
+    result = json.loads(first.out)
+    stages = {stage["stage"]: stage for stage in result["stages"]}
+    assert {stage["status"] for stage in stages.values()} == {"ran"}
+    assert stages["evaluate"]["manifest"]["metrics"]["test"]["accuracy"] >= 0.97
+    parts = sorted((tmp_path / "storage" / "stages" / "predict").rglob("*.parquet"))
+    ids = [row_id for part in parts for row_id in pq.read_table(part)["row_id"].to_pylist()]
+    assert len(ids) == len(set(ids)) == 359
+    assert (tmp_path / "storage" / "hub" / "digits").is_dir()
+
+    second = trainflow(*arguments)
+    assert second.code == 0, second.err
+    assert {stage["status"] for stage in json.loads(second.out)["stages"]} == {"cached"}

@@ -1,0 +1,191 @@
+"""The examples' recipes: honest splits, complete coverage, and measures that mean what they say."""
+
+from __future__ import annotations
+
+import bz2
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.support.repository import ROOT
+from trainer_lib import EvalPrediction
+from trainer_lib.errors import DataError
+from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
+from trainer_lib.storage import Store
+
+MODULES = ["abc", "ast", "base64", "bdb", "bisect", "calendar", "cmd", "code", "copy", "csv", "dis", "enum", "io"]
+
+
+def _recipe(name: str) -> Recipe:
+    return load(ROOT / "examples" / name / "recipe.py", ROOT)
+
+
+def _prepared(recipe: Recipe, options: dict[str, Any], folder: Path) -> tuple[dict[str, list[Any]], DataInfo]:
+    out = PrepareOutput(Store.open(folder))
+    splits = {name: list(rows) for name, rows in recipe.prepare(options, out).items()}
+    files = [vars(entry) for entry in out.files()]
+    described = {name: {"rows": len(rows)} for name, rows in splits.items()}
+    data = DataInfo({"url": str(folder), "info": out.checked_info(), "splits": described, "files": files})
+    return splits, data
+
+
+# -------------------------------------------------------------------------------------------------------- digits
+def test_digits_splits_share_no_scan_and_keep_the_classes_proportions(tmp_path: Path) -> None:
+    splits, _ = _prepared(_recipe("digits"), {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
+    ids = [row["row_id"] for rows in splits.values() for row in rows]
+    assert sorted(ids) == list(range(1797))
+    for name, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
+        counts = np.bincount([row["label"] for row in splits[name]], minlength=10)
+        assert counts == pytest.approx(share * 179.7, rel=0.1)
+
+
+def test_digits_split_depends_on_the_seed_only(tmp_path: Path) -> None:
+    recipe = _recipe("digits")
+    chosen = []
+    for number, seed in enumerate((0, 0, 1)):
+        splits, _ = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": seed}, tmp_path / str(number))
+        chosen.append([row["row_id"] for row in splits["test"]])
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_digits_collate_scales_the_ink_and_does_without_labels() -> None:
+    recipe = _recipe("digits")
+    assert recipe.collate is not None
+    scan = np.full((8, 8), 16, dtype=np.uint8)
+    batch = recipe.collate([{"row_id": 0, "pixels": scan, "label": 3}, {"row_id": 1, "pixels": scan // 2, "label": 4}])
+    assert batch["pixels"].shape == (2, 1, 8, 8)
+    assert batch["pixels"][:, 0, 0, 0].tolist() == [1.0, 0.5]
+    assert batch["labels"].tolist() == [3, 4]
+    assert set(recipe.collate([{"row_id": 0, "pixels": scan}])) == {"pixels"}
+
+
+def test_digits_predictions_name_the_class_and_a_probability(tmp_path: Path) -> None:
+    recipe = _recipe("digits")
+    _, data = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
+    logits = np.zeros((1, 10), dtype=np.float32)
+    logits[0, 7] = math.log(9.0)
+    columns = recipe.prediction_columns(logits, data)
+    assert columns["prediction"] == ["7"]
+    assert columns["confidence"] == pytest.approx([0.5])
+
+
+def test_digits_network_treats_every_sample_alone(tmp_path: Path) -> None:
+    recipe = _recipe("digits")
+    _, data = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
+    torch.manual_seed(0)
+    model = recipe.build_model({"width": 8, "dropout": 0.5}, data).eval()
+    pixels = torch.rand(4, 1, 8, 8)
+    together, alone = model(pixels)["logits"], torch.cat([model(pixel[None])["logits"] for pixel in pixels])
+    torch.testing.assert_close(together, alone)
+
+
+# ----------------------------------------------------------------------------------------------------- stdlib_lm
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small standard library, with everything that must be left out."""
+    root = tmp_path / "lib"
+    for name in MODULES:
+        text = f'"""Module {name}: naïve."""\n' + f"def {name}(x):\n    return x + {len(name)}\n\n" * 20
+        (root / name).mkdir(parents=True)
+        (root / name / "__init__.py").write_text(text, encoding="utf-8")
+    for name in ("test/a.py", "abc/tests/b.py", "encodings/c.py", "site-packages/d.py", "_sysconfigdata_x.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("secret = 1\n" * 50)
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
+    return root
+
+
+OPTIONS = {"vocab_size": 400, "block_tokens": 16, "seed": 30}
+
+
+def test_stdlib_modules_are_held_out_whole_and_the_rest_is_left_out(library: Path, tmp_path: Path) -> None:
+    _, data = _prepared(_recipe("stdlib_lm"), OPTIONS, tmp_path)
+    corpus = data.info["corpus"]
+    assert sum(split["files"] for split in corpus.values()) == len(MODULES)
+    assert all(split["files"] for split in corpus.values())
+    total = sum((library / name / "__init__.py").stat().st_size for name in MODULES)
+    assert sum(split["bytes"] for split in corpus.values()) == total
+
+
+def test_stdlib_blocks_cover_every_held_out_byte_exactly_once(library: Path, tmp_path: Path) -> None:
+    recipe = _recipe("stdlib_lm")
+    splits, data = _prepared(recipe, OPTIONS, tmp_path)
+    assert recipe.collate is not None
+    token_bytes = np.frombuffer(data.read_file("token_bytes.bin"), dtype=np.uint16)
+    for name, rows in splits.items():
+        labels = recipe.collate(rows)["labels"].numpy()
+        assert token_bytes[labels[labels >= 0]].sum() == data.info["corpus"][name]["bytes"]
+        ends = [row["tokens"][-1] for row in rows[:-1]]
+        assert ends == [row["tokens"][0] for row in rows[1:]]
+
+
+def test_stdlib_bits_per_byte_are_those_of_the_models_distribution(library: Path, tmp_path: Path) -> None:
+    recipe = _recipe("stdlib_lm")
+    splits, data = _prepared(recipe, OPTIONS, tmp_path)
+    assert recipe.collate is not None and recipe.preprocess_logits_for_metrics is not None
+    assert recipe.compute_metrics is not None
+    model = recipe.build_model({"width": 16, "layers": 1, "heads": 2}, data)
+    nn.init.zeros_(model.get_parameter("tokens.weight"))  # every next token is as likely as any other
+    kept = []
+    for start in range(0, len(splits["test"]), 3):
+        batch = recipe.collate(splits["test"][start : start + 3])
+        outputs = model(**batch)
+        logits = outputs["logits"].detach(), outputs["target_bytes"]
+        kept.append(recipe.preprocess_logits_for_metrics(logits, batch["labels"]).numpy())
+    metrics = recipe.compute_metrics(EvalPrediction(predictions=np.concatenate(kept), label_ids=None))
+    targets = sum(row["num_targets"] for row in splits["test"])
+    expected = targets * math.log2(data.info["vocab_size"]) / data.info["corpus"]["test"]["bytes"]
+    assert metrics["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["bytes"] == data.info["corpus"]["test"]["bytes"]
+
+
+def test_stdlib_compressors_see_the_same_held_out_bytes(library: Path, tmp_path: Path) -> None:
+    recipe = _recipe("stdlib_lm")
+    splits, data = _prepared(recipe, OPTIONS, tmp_path)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(data.read_file("tokenizer.json").decode())
+    tokens = [int(token) for row in splits["test"] for token in row["tokens"][1 : row["num_targets"] + 1]]
+    text = tokenizer.decode(tokens).encode()  # the separators decode to nothing
+    assert data.info["compressors"]["test"]["bz2"] == 8 * len(bz2.compress(text, 9)) / len(text)
+
+
+def test_stdlib_attention_looks_back_only(library: Path, tmp_path: Path) -> None:
+    recipe = _recipe("stdlib_lm")
+    _, data = _prepared(recipe, OPTIONS, tmp_path)
+    torch.manual_seed(0)
+    model = recipe.build_model({"width": 16, "layers": 2, "heads": 2}, data)
+    ids = torch.randint(data.info["vocab_size"], (1, 16))
+    changed = ids.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % data.info["vocab_size"]
+    before, after = model(ids)["logits"], model(changed)["logits"]
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_stdlib_afterwards_gives_samples_the_curve_and_the_compressors(library: Path, tmp_path: Path) -> None:
+    recipe = _recipe("stdlib_lm")
+    _, data = _prepared(recipe, OPTIONS, tmp_path)
+    data.history = [{"step": 10, "eval_bits_per_byte": 3.0}, {"step": 20, "eval_bits_per_byte": 2.5}, {"step": 20}]
+    assert recipe.after_evaluate is not None
+    model = recipe.build_model({"width": 16, "layers": 1, "heads": 2}, data)
+    options = {"prompts": ["def f(x):\n", "import "], "sample_tokens": 20}
+    first, again = (recipe.after_evaluate(model, data, options) for _ in range(2))
+    assert first == again
+    assert first["files"]["samples.txt"].startswith(b"def f(x):\n") and b"import " in first["files"]["samples.txt"]
+    assert b"<svg" in first["files"]["curve.svg"]
+    assert set(first["metrics"]) == {f"{c}_bits_per_byte_{s}" for c in ("bz2", "xz") for s in ("test", "validation")}
+
+
+def test_stdlib_a_seed_that_holds_nothing_out_is_refused(library: Path, tmp_path: Path) -> None:
+    for name in MODULES[1:]:
+        (library / name / "__init__.py").unlink()
+    with pytest.raises(DataError, match=r"prepare\.options\.seed"):
+        _prepared(_recipe("stdlib_lm"), OPTIONS, tmp_path)
