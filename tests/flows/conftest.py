@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from flows.spec import load_spec
+from tasks import _manifests
+from tests.support.runs import ALL, IN_PROCESS, ran
+from tests.support.toy import project
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +33,36 @@ def prefect_server() -> Iterator[str]:
 
         warm_up()  # Prefect's background threads start here, not in the first test that would be blamed for them
         yield url
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
+    """A project that has run once; tests work on copies of it."""
+    from flows.pipeline import run_pipeline
+
+    folder = tmp_path_factory.mktemp("finished") / "project"
+    result = run_pipeline(load_spec(project(folder), (*IN_PROCESS, "tracking.enabled=true")))
+    result.raise_for_error()
+    assert ran(result) == ALL
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    _manifests._verified.clear()  # as in a new process
+    shutil.copytree(finished, tmp_path / "project")
+    return tmp_path / "project"
+
+
+@pytest.fixture
+def storage(any_url: str) -> str:
+    """A storage on every kind of store."""
+    _manifests._verified.clear()
+    return any_url
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> str:
+    """A storage on the disk."""
+    _manifests._verified.clear()
+    return str(tmp_path)

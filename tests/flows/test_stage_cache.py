@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,61 +14,16 @@ from typing import Any
 
 import pytest
 
-from tasks import _manifests, _progress, _task
+from tasks import _manifests, _progress
 from tasks._manifests import StageManifest, explain_miss, look_up, stage_store
-from tasks._stage import StageContext, StageOutput, run_stage, stage_key
-from tasks._task import stage_task
+from tasks._stage import StageContext, StageOutput, stage_key
+from tests.support.stage import KEY, Toy, run
 from trainer_lib.errors import (
     CodeError,
-    ConfigError,
     InfrastructureError,
     LeaseLostError,
-    OutOfMemoryError,
-    Preempted,
-    StorageError,
     TrainflowError,
 )
-
-Work = Callable[[StageContext], StageOutput]
-
-
-class Toy:
-    """Work that counts itself, writes two files, and fails as told."""
-
-    def __init__(self, *failures: BaseException) -> None:
-        self.failures = list(failures)
-        self.contexts: list[StageContext] = []
-
-    def __call__(self, context: StageContext) -> StageOutput:
-        self.contexts.append(context)
-        half = context.store.write_bytes("out/a.txt", b"alpha")
-        if self.failures:
-            raise self.failures.pop(0)
-        files = [half, context.store.write_bytes("b.txt", b"beta")]
-        return StageOutput(files, metrics={"rows": 2}, meta={"note": "x"})
-
-    @property
-    def runs(self) -> int:
-        return len(self.contexts)
-
-
-@pytest.fixture
-def storage(any_url: str) -> str:
-    _manifests._verified.clear()
-    return any_url
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> str:
-    _manifests._verified.clear()
-    return str(tmp_path)
-
-
-KEY = stage_key("toy", {"x": 1})
-
-
-def run(storage: str, work: Work, key: Any = KEY, **more: Any) -> dict[str, Any]:
-    return run_stage(key, storage, work, **more)
 
 
 def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
@@ -260,147 +214,3 @@ def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
     with pytest.raises(LeaseLostError):
         run(local, overtaken)
     assert look_up(stage_store(local, KEY)) == (None, None)
-
-
-# -- as Prefect tasks -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries without the wait."""
-    monkeypatch.setattr(_task, "DELAYS_S", [0.0])
-
-
-def as_task(local: str, toy: Toy, **more: Any) -> Any:
-    @stage_task("toy")
-    def toy_stage() -> dict[str, Any]:
-        return run_stage(KEY, local, toy, **more)
-
-    return toy_stage
-
-
-def in_flow(function: Callable[[], Any]) -> Any:
-    from prefect import flow
-
-    return flow(name="test")(function)()
-
-
-def test_prefect_sees_a_cached_stage_as_cached(prefect_server: str, local: str, quick: None) -> None:
-    toy = Toy()
-    stage = as_task(local, toy)
-
-    def twice() -> Any:
-        return [stage(return_state=True), stage(return_state=True), stage()]
-
-    def body() -> None:
-        first, second, plain = twice()
-        assert stage.with_options(name="other")() == stage.submit().result() == plain
-        assert (first.name, second.name) == ("Completed", "Cached")
-        assert first.result() == second.result() == plain
-
-    in_flow(body)
-    assert toy.runs == 1
-
-
-def test_failures_worth_it_are_retried_and_come_out_typed(prefect_server: str, local: str, quick: None) -> None:
-    toy = Toy(StorageError("a"), Preempted("b"), InfrastructureError("c"))
-    stage = as_task(local, toy, retries=2)
-    in_flow(lambda: stage())
-    assert toy.runs == 4
-    assert [context.attempt for context in toy.contexts] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("error", [CodeError("bug", details="their frames"), ConfigError("bad", field="x")])
-def test_the_users_own_failures_are_not_retried(
-    prefect_server: str, local: str, quick: None, error: TrainflowError
-) -> None:
-    toy = Toy(error)
-    with pytest.raises(type(error)) as caught:
-        in_flow(as_task(local, toy))
-    assert caught.value is error
-    assert toy.runs == 1
-
-
-def test_a_used_up_budget_ends_the_stage(prefect_server: str, local: str, quick: None) -> None:
-    toy = Toy(*(StorageError(str(number)) for number in range(9)))
-    with pytest.raises(StorageError):
-        in_flow(as_task(local, toy, retries=2))
-    assert toy.runs == 3
-
-
-def test_memory_running_out_lowers_the_rung_until_nothing_is_left(prefect_server: str, local: str, quick: None) -> None:
-    toy = Toy(OutOfMemoryError("a"), OutOfMemoryError("b"))
-    manifest = in_flow(as_task(local, toy, retries=0, rungs=2))
-    assert [context.rung for context in toy.contexts] == [0, 1, 2]
-    assert manifest["meta"]["rung"] == 2
-    with pytest.raises(OutOfMemoryError):
-        in_flow(as_task(local + "/other", Toy(OutOfMemoryError("a"), OutOfMemoryError("b")), rungs=1))
-
-
-def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str, quick: None) -> None:
-    run(local, Toy())
-    toy = Toy(StorageError("a"))
-
-    def keep(context: StageContext) -> StageOutput:
-        if context.attempt == 3:
-            assert context.store.exists("checkpoints/c")
-        context.store.write_bytes("checkpoints/c", b"x")
-        return toy(context)
-
-    @stage_task("toy")
-    def forced() -> dict[str, Any]:
-        return run_stage(KEY, local, keep, force=True)
-
-    in_flow(forced)
-    assert toy.runs == 2
-
-
-def test_typed_failures_are_logged_in_one_line(
-    prefect_server: str, local: str, quick: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with _progress.quiet_failures(), pytest.raises(CodeError):
-        in_flow(as_task(local, Toy(CodeError("the recipe raised"))))
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_a_stage_runs_alone_without_a_flow(prefect_server: str, local: str) -> None:
-    toy = Toy()
-    stage = as_task(local, toy)
-    assert stage() == stage()
-    assert toy.runs == 1
-    assert os.getpid() == json.loads(next(Path(local).glob("stages/toy/*/attempts/0001.json")).read_text())["pid"]
-
-
-def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: str) -> None:
-    import uuid
-
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
-    from prefect.runtime import task_run
-
-    seen: list[str] = []
-
-    def work(context: StageContext) -> StageOutput:
-        seen.append(task_run.id or "")
-        context.progress.line("epoch 1 of 3")
-        for step in (1, 5):
-            context.progress.event({"event": "progress", "step": step, "max_steps": 10, "loss": 0.25, "eta_s": 61})
-        return StageOutput([context.store.write_bytes("a", b"x")])
-
-    @stage_task("shown")
-    def shown() -> dict[str, Any]:
-        return run_stage(stage_key("shown", {}), local, work)
-
-    in_flow(shown)
-    named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))
-    ours = LogFilter(task_run_id=LogFilterTaskRunId(any_=[uuid.UUID(seen[0])]))
-    deadline = time.monotonic() + 20
-    with get_client(sync_client=True) as client:
-        [artifact] = client.read_artifacts(artifact_filter=named)
-        while "epoch 1 of 3" not in [
-            log.message for log in client.read_logs(ours)
-        ]:  # sent in batches every two seconds
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    assert artifact.data == 50.0
-    assert artifact.description == "step 5/10, loss 0.25, 1 min 01 s left"

@@ -1,0 +1,230 @@
+"""What a run leaves behind when it fails, is stopped, is retried, is tracked, and works on other stores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.pipeline import run_pipeline
+from flows.results import STAGES, PipelineResult
+from flows.spec import load_spec
+from tasks import _launching, _manifests, _progress
+from tasks._manifests import StageManifest
+from tests.support.runs import ALL, IN_PROCESS, broken, ran, run, spec_of
+from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stage", "kind", "words"),
+    [
+        ('out.info["slope"] = 2.0', "raise KeyError('no such column')", "prepare-data", CodeError, "no such column"),
+        ("points(rows, 0)", "points(0, 0)", "prepare-data", DataError, "train"),
+        ('"x": [x]', '"x": [float("nan")]', "prepare-data", DataError, "x"),
+        ("y = self.linear(x.float())", "raise ValueError('wrong shape')", "train", CodeError, "wrong shape"),
+        ('return {"error"', 'return {"error": 1 / 0, "e"', "evaluate", CodeError, "division by zero"),
+    ],
+)
+def test_a_failure_comes_back_typed_and_leaves_nothing_that_counts_as_done(
+    folder: Path, old: str, new: str, stage: str, kind: type[Exception], words: str
+) -> None:
+    broken(folder, old, new)
+    shutil.rmtree(folder / "store")
+    result = run(folder)
+    assert type(result.error) is kind
+    assert words in str(result.error)
+    failed = STAGES.index(stage)
+    statuses = [outcome.status for outcome in result.stages]
+    assert statuses == ["ran"] * failed + ["failed"] + ["skipped"] * (4 - failed)
+    assert not list((folder / "store" / "stages" / stage).glob("*/COMMIT.json"))
+    assert Path(result.report_url or "").is_file()
+    with pytest.raises(kind):
+        result.raise_for_error()
+    json.dumps(result.to_dict())
+
+
+def test_a_storage_that_cannot_be_written_is_bad_input(folder: Path) -> None:
+    result = run(folder, "storage=/proc/nowhere")
+    assert isinstance(result.error, ConfigError)
+    assert result.error.field == "storage"
+
+
+def test_the_run_folder_holds_what_another_machine_needs(folder: Path) -> None:
+    [run_folder] = (folder / "store" / "runs").iterdir()
+    assert (run_folder / "source" / "recipe.py").read_text() == (folder / "recipe.py").read_text()
+    assert load_spec(run_folder / "spec.yaml", IN_PROCESS).name == "toy"
+    assert "<html" in (run_folder / "report.html").read_text()
+
+
+def test_ctrl_c_passes_through_and_the_next_run_continues(folder: Path) -> None:
+    shutil.rmtree(folder / "store" / "stages" / "evaluate")
+
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["stage"] == "evaluate" and event.get("status") == "started":
+            raise KeyboardInterrupt
+
+    with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
+        run(folder)
+    assert ran(run(folder)) == {"evaluate"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3"])
+def test_the_same_code_runs_on_other_stores(
+    s3_server: object, folder: Path, kind: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(f"{kind}_url")
+    first = run(folder, f"storage={url}/store")
+    first.raise_for_error()
+    assert ran(first) == ALL
+    assert ran(run(folder, f"storage={url}/store")) == set()
+    manifests = {outcome.stage: StageManifest.from_dict(outcome.manifest or {}) for outcome in first.stages}
+    local = StageManifest.from_dict(run(folder).outcome("train").manifest or {})  # type: ignore[union-attr]
+    assert manifests["train"].content_digest == local.content_digest
+    manifests["predict"].store().delete(manifests["predict"].files[0].path)
+    _manifests._verified.clear()
+    assert ran(run(folder, f"storage={url}/store")) == {"predict"}
+
+
+# -- MLflow -----------------------------------------------------------------------------------------------------------
+
+
+def tracked(folder: Path, *overrides: str) -> PipelineResult:
+    return run(folder, "tracking.enabled=true", *overrides)
+
+
+def mlflow_run(result: PipelineResult) -> Any:
+    from mlflow import MlflowClient
+
+    assert result.mlflow_run_id is not None
+    return MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id)
+
+
+def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
+    first = tracked(folder)
+    assert ran(first) == set()
+    whole = mlflow_run(first)  # nothing ran: the finished run stands for it
+    assert whole.info.status == "FINISHED"
+    assert {"loss", "test_error"} <= set(whole.data.metrics)
+
+    other = tracked(folder, "train.args.learning_rate=1e-2")
+    assert other.mlflow_run_id != first.mlflow_run_id
+    assert {"loss", "test_error"} <= set(mlflow_run(other).data.metrics)
+    partly = tracked(folder, "train.args.learning_rate=1e-2", "predict.rows_per_file=5")
+    assert mlflow_run(partly).data.tags["trainflow.origin_run"] == other.mlflow_run_id
+    assert "test_error" in mlflow_run(partly).data.metrics  # of a cached stage
+
+    shutil.rmtree(folder / "store" / "runs")
+    shown = tracked(folder)  # everything is cached, but no run is known that shows it
+    assert ran(shown) == set()
+    assert mlflow_run(shown).data.tags["trainflow.origin_run"] == first.mlflow_run_id
+
+
+def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
+    recipe = (folder / "recipe.py").read_text()
+    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
+    failed = tracked(folder)
+    assert mlflow_run(failed).info.status == "FAILED"
+    again = tracked(folder)
+    assert again.mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
+    (folder / "recipe.py").write_text(recipe)
+    assert mlflow_run(tracked(folder)).info.status == "FINISHED"
+
+
+def test_ctrl_c_ends_the_mlflow_run_as_killed(folder: Path) -> None:
+    shutil.rmtree(folder / "store" / "stages" / "evaluate")
+    spec = spec_of(folder, "tracking.enabled=true")
+
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["stage"] == "evaluate" and event.get("status") == "started":
+            raise KeyboardInterrupt
+
+    with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
+        run_pipeline(spec)
+    [path] = (folder / "store" / "runs").glob("*/run.json")
+    record = json.loads(path.read_text())
+    assert record["status"] == "KILLED"
+    result = tracked(folder)
+    assert result.mlflow_run_id == record["mlflow_run_id"]
+    assert mlflow_run(result).info.status == "FINISHED"
+
+
+# -- retries ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
+    once = f"__import__('pathlib').Path({str(folder / 'once')!r})"
+    kill = f"{once}.exists() or ({once}.touch(), __import__('os').kill(__import__('os').getpid(), 9))"
+    broken(folder, 'out.info["slope"] = 2.0', f'out.info["slope"] = 2.0\n    {kill}')
+    result = run_pipeline(load_spec(folder / "pipeline.yaml", ["prepare.options.rows=9"]), only="prepare")
+    result.raise_for_error()
+    manifest = StageManifest.from_dict(result.stages[0].manifest or {})
+    assert manifest.meta["attempt"] == 2
+    record = json.loads(Path(manifest.url, "attempts", "0001.end.json").read_text())
+    assert record["error"]["class"] == "InfrastructureError"
+    assert "SIGKILL" in record["error"]["message"]
+    assert record["decision"] == "retry 1 of 3"
+
+
+def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder: Path) -> None:
+    check = "assert not self.training or len(x) <= 2 or exhausted()\n            y = self.linear"
+    broken(folder, "y = self.linear", check)
+    broken(
+        folder,
+        "def compute_metrics",
+        "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics",
+    )
+    result = tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
+    result.raise_for_error()
+    trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
+    assert (trained.meta["rung"], trained.meta["attempt"]) == (2, 3)
+    assert (trained.meta["global_step"], trained.meta["global_samples"]) == (8, 64)
+    assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.rung"]
+    assert ran(tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")) == set()
+
+
+# -- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def test_the_stages_run_in_processes_of_their_own_and_only_there_is_torch(folder: Path) -> None:
+    lines: list[str] = []
+
+    def listen(event: dict[str, Any]) -> None:
+        if event["event"] == "line":
+            lines.append(event["message"])
+
+    broken(folder, "return Line()", "import os\n\n    print('worker', os.getpid(), os.getppid())\n    return Line()")
+    with _progress.subscribe(listen):
+        result = run_pipeline(load_spec(folder / "pipeline.yaml", ["evaluate.enabled=false", "predict.enabled=false"]))
+    result.raise_for_error()
+    manifest = StageManifest.from_dict(result.stages[1].manifest or {})
+    assert manifest.meta["global_step"] == 8
+    assert any(line.startswith("worker") for line in lines)
+
+
+def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+    from prefect.states import Cancelling
+
+    monkeypatch.setattr(_launching, "_ASK_EVERY_S", 0.1)
+    broken(folder, "x = draw.uniform(-1, 1)", "x = draw.uniform(-1, 1) * (__import__('time').sleep(1) is None)")
+    asked: list[str] = []
+
+    def cancel(event: dict[str, Any]) -> None:
+        if event["event"] == "start" and not asked:
+            asked.append(flow_run.id or "")
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(uuid.UUID(flow_run.id), Cancelling())
+
+    with _progress.subscribe(cancel):
+        result = run_pipeline(load_spec(folder / "pipeline.yaml", ["prepare.options.rows=7"]))
+    assert isinstance(result.error, Interrupted)
+    assert [outcome.status for outcome in result.stages] == ["failed"] + ["skipped"] * 4
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(uuid.UUID(asked[0])).state
+    assert state is not None
+    assert state.is_cancelled()

@@ -1,0 +1,42 @@
+"""Runs of the toy pipeline inside the test's own process, and what they did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flows.results import STAGES, PipelineResult
+from flows.spec import PipelineSpec, load_spec
+
+# Prefect, and with it flows.pipeline, reads the environment when it is imported: only inside functions, after the
+# sandbox of tests/conftest.py is in place.
+
+IN_PROCESS = ("prepare.launch=in_process", "train.launch=in_process")
+ALL = set(STAGES)
+
+
+def spec_of(folder: Path, *overrides: str) -> PipelineSpec:
+    return load_spec(folder / "pipeline.yaml", (*IN_PROCESS, *overrides))
+
+
+def run(folder: Path, *overrides: str, **how: Any) -> PipelineResult:
+    from flows.pipeline import run_pipeline
+
+    return run_pipeline(spec_of(folder, *overrides), **how)
+
+
+def ran(result: PipelineResult) -> set[str]:
+    return {outcome.stage for outcome in result.stages if outcome.status == "ran"}
+
+
+def reason(result: PipelineResult, stage: str) -> str:
+    outcome = result.outcome(stage)
+    assert outcome is not None
+    return outcome.reason
+
+
+def broken(folder: Path, old: str, new: str) -> None:
+    recipe = folder / "recipe.py"
+    text = recipe.read_text()
+    assert old in text
+    recipe.write_text(text.replace(old, new))
