@@ -255,7 +255,8 @@ def evaluated(folder: str, count: int) -> dict[str, Any]:
         seen.append((p.predictions.shape, p.label_ids.tolist()))
         return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 
-    one = trainer(folder, None, eval_dataset=ROWS[:count], compute_metrics=metrics, per_device_eval_batch_size=3)
+    given: dict[str, Any] = {"per_device_eval_batch_size": 3, "eval_accumulation_steps": 2}
+    one = trainer(folder, None, eval_dataset=ROWS[:count], compute_metrics=metrics, **given)
     found = one.evaluate()
     predicted = one.predict(ROWS[:count])
     streamed = [

@@ -78,6 +78,8 @@ def test_default_names_the_column_that_does_not_stack() -> None:
     for ragged in ([[1], [1, 2]], [torch.ones(1), torch.ones(2)], [np.ones(1), np.ones(2)]):
         with pytest.raises(DataError, match=r"input_ids.*Pad them"):
             default_data_collator([{"input_ids": value} for value in ragged])
+    with pytest.raises(DataError, match="train_dataset = tuple: A sample has no named columns"):
+        default_data_collator([(1, 2)])
     with pytest.raises(DataError, match="tf"):
         default_data_collator([{"a": 1}], return_tensors="tf")
 

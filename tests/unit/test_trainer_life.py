@@ -49,6 +49,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     one.train()
     assert one.state.global_step == 4
     assert (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
+    assert json.loads((tmp_path / "checkpoint-4" / "COMMIT.json").read_text())["meta"]["global_samples"] == 14
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert torch.equal(one.model.state_dict()["head.weight"], weights[1])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
@@ -185,10 +186,11 @@ def test_what_is_counted(tmp_path: Path) -> None:
         def floating_point_ops(self, inputs: Any) -> int:
             return 1000 * len(inputs["input_ids"])
 
-    one = trainer(
-        tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, include_num_input_tokens_seen="all", **EVERY_STEP
-    )
+    given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "include_tokens_per_second": True}
+    one = trainer(tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, **given, **EVERY_STEP)
     output = one.train()
+    rates = [output.metrics[f"train_{what}_per_second"] for what in ("samples", "tokens")]
+    assert rates[1] == pytest.approx(7 * rates[0], rel=0.01)  # ten samples of seven tokens, the ragged batch included
     assert one.state.num_input_tokens_seen == 70
     assert output.metrics["total_flos"] == one.state.total_flos == 10_000
     assert [entry["num_input_tokens_seen"] for entry in one.state.log_history] == [28, 56, 70, 70]

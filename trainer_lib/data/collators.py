@@ -39,7 +39,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
     """
     if return_tensors != "pt":
         raise DataError("Only torch tensors are made here.", field="return_tensors", value=return_tensors)
-    rows = [row if isinstance(row, Mapping) else vars(row) for row in features]
+    rows = [_columns(row) for row in features]
     first, batch = rows[0], {}
     for name, example in first.items():
         if name in ("label", "label_ids") or example is None or isinstance(example, str | bytes):
@@ -50,6 +50,20 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
             batch["labels"] = _stack(name, [row[name] for row in rows])
             break
     return batch
+
+
+def _columns(row: Any) -> Mapping[str, Any]:
+    if isinstance(row, Mapping):
+        return row
+    if not hasattr(row, "__dict__"):
+        raise DataError(
+            "A sample has no named columns.",
+            field="train_dataset",
+            value=type(row).__name__,
+            remedy="Return a dict from the dataset, or give a data_collator that makes a batch of such samples.",
+        )
+    columns: dict[str, Any] = vars(row)
+    return columns
 
 
 def _stack(name: str, values: list[Any]) -> torch.Tensor:

@@ -140,6 +140,11 @@ class IterableLoader(DataLoader[Any]):
         """Micro-batches of a full step."""
         return self._accumulation
 
+    def step_samples(self, step: int) -> int:
+        """Samples of a step, as far as the length tells."""
+        left = self.global_batch if self.epoch_samples is None else self.epoch_samples - step * self.global_batch
+        return max(0, min(self.global_batch, left))
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
         stream = self.shares.stream
@@ -230,6 +235,10 @@ class ForeignLoader:
     def micro_steps(self, step: int) -> int:
         """Micro-batches of a full step."""
         return self._accumulation
+
+    def step_samples(self, step: int) -> int:
+        """Samples of a full step."""
+        return self.global_batch
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """Every world-th batch of an epoch, from a step on; the last round is filled up with fillers."""

@@ -49,6 +49,9 @@ class TrainSource(Protocol):
     def micro_steps(self, step: int) -> int:
         """How many micro-batches step `step` of an epoch has, at most."""
 
+    def step_samples(self, step: int) -> int:
+        """Samples of step `step` of an epoch over all ranks; a full step's when only the end of the data tells."""
+
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of `epoch` from `start_step` on."""
 
@@ -228,6 +231,10 @@ class TrainLoader(_SeededLoader):
     def micro_steps(self, step: int) -> int:
         """Micro-batches of a step."""
         return self.plan.micro_steps(step)
+
+    def step_samples(self, step: int) -> int:
+        """Samples of a step over all ranks."""
+        return self.plan.step_samples(step)
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch from a step on."""

@@ -63,6 +63,7 @@ class EvaluationLoop:
         self._ignore_keys = ignore_keys
         self._include = set(hooks.args.include_for_metrics)
         self._spool = Spool(hooks.spool_folder())
+        self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
         self._samples = 0
@@ -105,20 +106,22 @@ class EvaluationLoop:
         return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
 
     def _gather(self, tree: Any, last: bool) -> None:
+        """Keep a round's outputs where they are for `eval_accumulation_steps` rounds, then bring them to rank 0."""
         if self._loss_only:
             return
-        packed = b"" if tree is None else None
+        self._held.append(tree)
+        if len(self._held) < (self._hooks.args.eval_accumulation_steps or 1) and not last:
+            return
+        rounds, self._held = self._held, []
         if self._comm.world_size > 1:
-            data = packed if packed is not None else nested.pack(nested.to_numpy(tree))
-            gathered = self._comm.gather_bytes(data)
-            trees = [nested.unpack(each) for each in gathered or () if each]
-        else:
-            trees = [tree] if self._batch_metrics else [nested.to_numpy(tree)]
-        for number, each in enumerate(trees):
+            gathered = self._comm.gather_bytes(nested.pack(nested.to_numpy(rounds)))
+            ranks = [nested.unpack(each) for each in gathered or ()]
+            rounds = [each for one in zip(*ranks, strict=True) for each in one if each is not None]
+        for number, each in enumerate(rounds):
             if self._batch_metrics is not None:
-                self._batch_metrics.add(nested.to_tensors(each), last=last and number == len(trees) - 1)
+                self._batch_metrics.add(nested.to_tensors(each), last=last and number == len(rounds) - 1)
             else:
-                self._spool.append(each)
+                self._spool.append(nested.to_numpy(each))
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, hooks = self._comm, self._hooks

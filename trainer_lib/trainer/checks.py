@@ -16,6 +16,7 @@ from trainer_lib.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from trainer_lib.trainer.base import TrainerBase
 
+_BATCHING = ("split_batches", "dispatch_batches", "use_configured_state", "gradient_accumulation_kwargs")
 # Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
@@ -29,9 +30,17 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
     "push_to_hub": (lambda args: args.push_to_hub, "Publish with the pipeline's push-to-hub stage."),
     "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),
+    "accelerator_config": (
+        lambda args: _asks_for_other_batches(args.accelerator_config),
+        "Remove it: batches are shared out to processes by position.",
+    ),
     "eval_use_gather_object": (lambda args: args.eval_use_gather_object, "Return tensors or arrays from the model."),
     "save_on_each_node": (lambda args: args.save_on_each_node, "Give an output_dir that all machines share."),
 }
+
+
+def _asks_for_other_batches(config: Any) -> bool:
+    return isinstance(config, str) or any((config or {}).get(name) for name in _BATCHING)
 
 
 def refuse_unserved(args: TrainingArguments) -> None:

@@ -201,7 +201,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         return samples
 
     def _track_num_input_tokens(self, samples: list[Any], run: TrainingRun) -> None:
-        if self.args.include_num_input_tokens_seen == "no":
+        if self.args.include_num_input_tokens_seen == "no" and not self.args.include_tokens_per_second:
             return
         name = getattr(self.model, "main_input_name", "input_ids")
         total = 0
@@ -255,6 +255,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
 
     def _count_step(self, run: TrainingRun, loss: torch.Tensor, norm: torch.Tensor) -> None:
         run.history.append(loss, norm)
+        run.samples += run.source.step_samples(run.step_in_epoch)
         run.step_in_epoch += 1
         self.state.global_step += 1
         steps = run.source.steps_per_epoch or run.max_steps
@@ -339,8 +340,13 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
             self._load_best_model()
         self.store_flos()
         steps = self.state.global_step - run.first_step
+        tokens = (self.state.num_input_tokens_seen - run.first_tokens) / self.comm.world_size
         metrics = speed_metrics(
-            "train", run.started, num_samples=steps * run.source.global_batch or None, num_steps=steps
+            "train",
+            run.started,
+            num_samples=(run.samples - run.first_samples) or None,
+            num_steps=steps,
+            num_tokens=tokens if self.args.include_tokens_per_second else None,
         )
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = run.history.mean_loss()

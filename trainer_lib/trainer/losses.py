@@ -12,6 +12,15 @@ from trainer_lib.data.collators import IGNORED
 from trainer_lib.errors import ConfigError
 
 
+def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The count as a 0-dim tensor; made on the device, for a copy to it would make the host wait."""
+    if isinstance(count, CountedItems):
+        count.used = True
+    if isinstance(count, torch.Tensor):
+        return count.as_subclass(torch.Tensor).to(device)
+    return torch.full((), count, device=device)
+
+
 class CountedItems(torch.Tensor):
     """`num_items_in_batch` as user code gets it: a 0-dim tensor that notes whether anything was computed with it.
 
@@ -24,8 +33,7 @@ class CountedItems(torch.Tensor):
     @classmethod
     def of(cls, count: int | torch.Tensor, device: torch.device) -> CountedItems:
         """A fresh, unused count on the device."""
-        plain = count.as_subclass(torch.Tensor) if isinstance(count, torch.Tensor) else torch.tensor(count)
-        items = plain.to(device).as_subclass(cls)
+        items = plain_items(count, device).as_subclass(cls)
         items.used = False
         return items
 

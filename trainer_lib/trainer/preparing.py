@@ -53,6 +53,9 @@ class PreparingMixin(OptimizationMixin):
                     remedy="Add one, or use torch.utils.checkpoint inside the model.",
                 )
             enable(gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        config: Any = getattr(self.model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = self.args.use_cache  # keys and values kept while training are a waste of memory
         self.model_wrapped = self._wrap_model(self.model, training=True)
         self.model_wrapped.train()
         self._optimizer_mode("train")

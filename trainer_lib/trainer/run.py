@@ -46,6 +46,8 @@ class TrainingRun:
         epoch, step_in_epoch: the position: steps of `epoch` that are done.
         items: target items of each micro-batch of the step under way, on this rank (0 for fillers).
         rate: learning rate of the newest step.
+        samples: samples trained on by all ranks since the run began, resumed ones included.
+        first_step, first_samples, first_tokens: where this process took up.
         num_items: target items of the step under way over all ranks.
         micro_step: the micro-batch under way, counted within its step.
     """
@@ -57,7 +59,6 @@ class TrainingRun:
     num_epochs: int
     epoch: int = 0
     step_in_epoch: int = 0
-    last_logged_step: int = 0
     first_step: int = 0
     started: float = field(default_factory=time.time)
     items: list[int] = field(default_factory=list)
@@ -65,6 +66,9 @@ class TrainingRun:
     micro_step: int = 0
     micro_steps: int = 1
     saved_step: int = -1
+    samples: int = 0
+    first_samples: int = 0
+    first_tokens: int = 0
     rate: Any = None
     _batches: MicroBatches | None = None
     _reals: list[bool] = field(default_factory=list)
@@ -107,7 +111,7 @@ class TrainingRun:
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
             "position": self.step_in_epoch * self.source.global_batch,
-            "last_logged_step": self.last_logged_step,
+            "samples_seen": self.samples,
             "source": self.source.state(),
             "history": self.history.state(),
         }
@@ -115,7 +119,7 @@ class TrainingRun:
     def load_position(self, data: dict[str, Any], *, from_position: bool) -> None:
         """Take up where `position` was written; without `from_position` the epoch's data begins anew."""
         self.epoch, self.step_in_epoch = int(data["epoch"]), int(data["step_in_epoch"])
-        self.last_logged_step = int(data.get("last_logged_step", 0))
+        self.samples = self.first_samples = int(data.get("samples_seen", 0))
         self.history.load_state(data.get("history", {}))
         if not from_position:
             self.step_in_epoch = 0

@@ -23,7 +23,7 @@ from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.manifest import withdraw
+from trainer_lib.manifest import COMMIT, withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer.reporting import ReportingMixin
@@ -138,7 +138,7 @@ class SavingMixin(ReportingMixin):
             meta={
                 **self.strategy.describe(),
                 "world_size": self.comm.world_size,
-                "global_samples": self.state.global_step * run.source.global_batch,
+                "global_samples": run.samples,
                 "precision": self.precision.name,
             },
         )
@@ -185,6 +185,8 @@ class SavingMixin(ReportingMixin):
         if best is None:
             _log.warning("No evaluation was better than any other: the model keeps its last weights.")
             return
+        here = self._checkpoint_root().child(best.rsplit("/", 1)[-1])
+        best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
         _log.info("Loading the best model, %s (%s).", best, self.state.best_metric)
         self._load_from_checkpoint(best, self.model)
 
@@ -206,6 +208,7 @@ class SavingMixin(ReportingMixin):
         self.precision.load_scaler_state(loaded.scaler)
         run.load_position(loaded.data, from_position=not self.args.ignore_data_skip)
         run.saved_step = run.first_step = saved.global_step
+        run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changes(loaded)
         return saved
 

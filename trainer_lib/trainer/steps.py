@@ -13,7 +13,7 @@ from torch import nn
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.trainer.base import TrainerBase
-from trainer_lib.trainer.losses import CountedItems, loss_of
+from trainer_lib.trainer.losses import CountedItems, loss_of, plain_items
 
 
 class StepMixin(TrainerBase):
@@ -128,7 +128,7 @@ class StepMixin(TrainerBase):
         own = self.compute_loss_func is None and (self.label_smoother is None or labels is None)
         if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
             self._items_used = True
-            given = {**inputs, "num_items_in_batch": self._plain_items(num_items_in_batch)}
+            given = {**inputs, "num_items_in_batch": plain_items(num_items_in_batch, self.device)}
         outputs = model(**given) if isinstance(given, Mapping) else model(*_as_tuple(given))
         if self.compute_loss_func is not None:
             loss = self._call_loss_func(outputs, labels, num_items_in_batch)
@@ -141,12 +141,6 @@ class StepMixin(TrainerBase):
     def _drops_labels(self) -> bool:
         # The loss is computed here: without labels the model spares its own. Decoders may need them to shift inputs.
         return self.compute_loss_func is not None or self._forward.columns is None
-
-    def _plain_items(self, count: torch.Tensor | int) -> torch.Tensor:
-        if isinstance(count, CountedItems):
-            count.used = True
-            return count.as_subclass(torch.Tensor)
-        return torch.as_tensor(count, device=self.device)
 
     def _labels(self, inputs: Mapping[str, Any]) -> Any:
         present = [inputs[name] for name in self.label_names if name in inputs]
