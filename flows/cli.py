@@ -26,6 +26,7 @@ from flows.results import STAGES, PipelineResult, stage_name
 from flows.signals import stoppable
 from flows.spec import PipelineSpec, load_spec
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, TrainflowError
+from trainer_lib.storage import Store
 
 app = typer.Typer(
     name="trainflow",
@@ -106,6 +107,7 @@ def run(
     parsed = load_spec(spec, overrides or [])
     stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
+    Store.open(parsed.storage).ensure_writable()  # before an engine is started in vain
     out = terminal.console(stderr=as_json)
     given = [str(spec), *(overrides or [])]
     again = ["trainflow", "run", *given, *(["--only", only] if only else []), *(["--from", start] if start else [])]
@@ -270,8 +272,8 @@ def verify_checkpoints(
     if as_json:
         code = DamagedError.exit_code if any(problems.values()) else 0
         _print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
-    else:
-        terminal.show(catalogue.verdict(problems))
+        raise typer.Exit(code)
+    terminal.show(catalogue.verdict(problems))
 
 
 @contextlib.contextmanager
