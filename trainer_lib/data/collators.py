@@ -39,7 +39,8 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
     """
     if return_tensors != "pt":
         raise DataError("Only torch tensors are made here.", field="return_tensors", value=return_tensors)
-    rows = [_columns(row) for row in features]
+    # Samples of one dataset are of one kind: asking each whether it is a Mapping would cost more than stacking them.
+    rows = features if isinstance(features[0], Mapping) else [_columns(row) for row in features]
     first, batch = rows[0], {}
     for name, example in first.items():
         if name in ("label", "label_ids") or example is None or isinstance(example, str | bytes):
@@ -53,8 +54,6 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
 
 
 def _columns(row: Any) -> Mapping[str, Any]:
-    if isinstance(row, Mapping):
-        return row
     if not hasattr(row, "__dict__"):
         raise DataError(
             "A sample has no named columns.",

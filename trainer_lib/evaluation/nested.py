@@ -17,12 +17,16 @@ Array = npt.NDArray[Any]
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """`function` on every leaf that is not None; named tuples become tuples, mappings dicts."""
+    if tree is None:
+        return None
+    if isinstance(tree, torch.Tensor | np.ndarray):  # first: asking whether something is a Mapping is slow
+        return function(tree)
     if isinstance(tree, Mapping):
         return {str(name): map_tree(function, part) for name, part in tree.items()}
     if isinstance(tree, list | tuple):
         parts = [map_tree(function, part) for part in tree]
         return parts if isinstance(tree, list) else tuple(parts)
-    return None if tree is None else function(tree)
+    return function(tree)
 
 
 def to_numpy(tree: Any) -> Any:
