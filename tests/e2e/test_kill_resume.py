@@ -17,27 +17,31 @@ SMALL = (
     "train.launch.processes=2",
     "train.eval_split=null",
     "train.args.eval_strategy=no",
+    "evaluate.enabled=false",
+    "predict.enabled=false",
+    "publish.enabled=false",
 )
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str]:
-    """Last committed step and digest of the exported weights of a run that nobody disturbed."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     pipeline = Pipeline(str(SPEC), folder / "storage", SMALL, folder / "log")
     assert pipeline.finish() == 0, pipeline.log.read_text()
-    return pipeline.newest_step(), pipeline.model_digest()
+    return pipeline
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victim", ["worker", "launcher", "flow"])
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    victim: str, uninterrupted: tuple[int, str], tmp_path: Path
+    victim: str, uninterrupted: Pipeline, tmp_path: Path
 ) -> None:
-    last, digest = uninterrupted
+    last = uninterrupted.newest_step()
     pipeline = Pipeline(str(SPEC), tmp_path / "storage", SMALL, tmp_path / "log")
+    pipeline.take_prepared_data(uninterrupted)
     kill = kill_once(pipeline, victim, after_step=random.Random(victim).randrange(4, last - 8), pause_s=0.05)
     assert kill.alive_after_kill == 0
-    assert kill.digest == digest
+    assert kill.digest == uninterrupted.model_digest()
     if victim == "flow":
         assert kill.commands == 2  # the kill hit a run in progress

@@ -1,6 +1,7 @@
 """kill -9 a real pipeline at random moments, run the same command again, and compare the weights bit by bit.
 
-    python -m tests.support.chaos examples/digits/pipeline.yaml --kills 20 --seed 7 train.args.num_train_epochs=2
+    python -m tests.support.chaos examples/digits/pipeline.yaml --kills 20 --seed 7 train.args.num_train_epochs=3 \
+        train.args.save_steps=4 evaluate.enabled=false predict.enabled=false publish.enabled=false
 
 The victim is one worker, the launcher (torchrun or the guard that supervises it), or the flow itself. A moment is "once
 step k is committed, plus a random pause", so kills land before, between and inside saves, whatever the machine's speed.
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +55,10 @@ class Pipeline:
             return psutil.Popen(
                 self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
             )
+
+    def take_prepared_data(self, other: Pipeline) -> None:
+        """Begin where `other` had its data prepared: only training is to be killed."""
+        shutil.copytree(other.storage / "stages" / "prepare-data", self.storage / "stages" / "prepare-data")
 
     def finish(self) -> int:
         """Run to the end; the exit code."""
@@ -153,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"uninterrupted: {last} steps, model {expected[:16]}", flush=True)
         for n in range(options.kills):
             pipeline = Pipeline(options.spec, root / f"kill-{n}", options.overrides, root / f"kill-{n}.log")
+            pipeline.take_prepared_data(reference)
             kill = kill_once(
                 pipeline, VICTIMS[n % 3], random.randrange(0, max(1, last)), random.random() * options.pause
             )
