@@ -138,7 +138,7 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
     found: list[tuple[int, bool, str, list[Difference]]] = []
     for name in names:
         fields = _fields(stages, name)
-        if fields is not None:
+        if fields is not None and _same_subject(fields, key.fields):
             changed = differences(fields, key.fields)
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
     if not found:
@@ -147,6 +147,16 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
     if not changed:
         return Miss("its result is gone from the storage", name)
     return Miss(summary(changed), name, tuple(changed))
+
+
+def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether two keys of a stage are about the same thing: they share a recipe's file, or the published name.
+
+    Pipelines may share a storage; another one's run explains nothing.
+    """
+    if "recipe" in ours:
+        return not set(ours["recipe"]).isdisjoint(theirs.get("recipe") or ())
+    return bool(theirs.get("name") == ours.get("name"))
 
 
 def summary(changed: list[Difference], most: int = 3) -> str:

@@ -47,6 +47,14 @@ def test_another_key_runs_and_says_what_differs(storage: str) -> None:
     assert other["meta"]["reason"] == "x: 1 -> 2"
 
 
+def test_another_pipelines_run_in_the_same_storage_explains_nothing(storage: str) -> None:
+    run(storage, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
+    other = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
+    assert other["meta"]["reason"] == "never run before"
+    edited = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "3"}}))
+    assert "recipe.b/recipe.py" in edited["meta"]["reason"]
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
