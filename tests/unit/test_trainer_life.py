@@ -16,7 +16,7 @@ import torch
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, enable_full_determinism, set_seed
-from trainer_lib.errors import Preempted
+from trainer_lib.errors import ConfigError, Preempted
 
 ROWS = classification_rows(10)
 EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
@@ -216,7 +216,7 @@ def test_columns_the_model_does_not_take_are_dropped(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.INFO, logger="trainer_lib"):
         trainer(tmp_path, rows, max_steps=1).train()
     assert "does not take are dropped: extra, note" in caplog.text
-    with pytest.raises(TypeError, match="extra"):
+    with pytest.raises(ConfigError, match="The batch has x, labels, extra; the model's forward takes x, labels"):
         trainer(tmp_path, rows, max_steps=1, remove_unused_columns=False).train()
 
     class Table(list[Any]):

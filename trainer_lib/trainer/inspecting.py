@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from trainer_lib.errors import ConfigError
 
 _SHIFTING = ("CausalLM", "LMHeadModel")
 
@@ -47,6 +49,7 @@ class ForwardInfo:
 
     Attributes:
         columns: names it takes; None when ``**kwargs`` takes any.
+        required: those of them that have no default.
         labels: those of them that hold labels.
         uses_num_items: it divides its loss by `num_items_in_batch` itself.
         shifts_labels: its loss compares position t with label t + 1.
@@ -54,6 +57,7 @@ class ForwardInfo:
     """
 
     columns: tuple[str, ...] | None
+    required: tuple[str, ...]
     labels: tuple[str, ...]
     uses_num_items: bool
     shifts_labels: bool
@@ -70,11 +74,29 @@ class ForwardInfo:
         returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
         return cls(
             columns=None if open_ended else named,
+            required=tuple(name for name in named if _is_required(parameters[name])),
             labels=labels,
             uses_num_items=_uses_num_items(inner, parameters, open_ended),
             shifts_labels=_shifts(inner),
             returns_loss=returns_loss,
         )
+
+    def misfit(self, names: Collection[str]) -> ConfigError | None:
+        """Why a batch with these names cannot be given to the model; None when it can."""
+        unknown = [name for name in names if self.columns is not None and name not in self.columns]
+        missing = [name for name in self.required if name not in names]
+        if not unknown and not missing:
+            return None
+        takes = ", ".join(self.columns or self.required)
+        return ConfigError(
+            f"The batch has {', '.join(names)}; the model's forward takes {takes}.",
+            field="model",
+            remedy="Let collate (the data_collator) name its tensors like the parameters of forward.",
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
 
 
 def _innermost(model: nn.Module) -> nn.Module:

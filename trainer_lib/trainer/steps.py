@@ -129,7 +129,7 @@ class StepMixin(TrainerBase):
         if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
             self._items_used = True
             given = {**inputs, "num_items_in_batch": plain_items(num_items_in_batch, self.device)}
-        outputs = model(**given) if isinstance(given, Mapping) else model(*_as_tuple(given))
+        outputs = self._called(model, given)
         if self.compute_loss_func is not None:
             loss = self._call_loss_func(outputs, labels, num_items_in_batch)
         elif self.label_smoother is not None and labels is not None:
@@ -137,6 +137,15 @@ class StepMixin(TrainerBase):
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _called(self, model: nn.Module, inputs: Any) -> Any:
+        """The model's outputs. Raises ConfigError for a batch whose names its forward does not take."""
+        try:
+            return model(**inputs) if isinstance(inputs, Mapping) else model(*_as_tuple(inputs))
+        except TypeError as error:
+            if isinstance(inputs, Mapping) and (misfit := self._forward.misfit(inputs)) is not None:
+                raise misfit from error
+            raise
 
     def _drops_labels(self) -> bool:
         # The loss is computed here: without labels the model spares its own. Decoders may need them to shift inputs.
@@ -193,10 +202,10 @@ class StepMixin(TrainerBase):
 
     def _predicted(self, model: nn.Module, inputs: Any, computes_loss: bool) -> tuple[torch.Tensor | None, Any, bool]:
         if not computes_loss:
-            return None, model(**inputs) if isinstance(inputs, Mapping) else model(*_as_tuple(inputs)), False
+            return None, self._called(model, inputs), False
         if not self._compute_loss_takes_outputs:
             loss = self.compute_loss(model, dict(inputs))
-            outputs = model(**inputs)
+            outputs = self._called(model, inputs)
         else:
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         # The model's own loss comes first; one computed here is no part of the outputs.
