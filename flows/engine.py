@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         if meanwhile is not None:
             meanwhile()
         _require_answer(settings.api.url)
-        with _flushed():
+        with _flushed(), _reachable(settings.api.url):
             yield settings.api.url
         return
     membership = _Membership(settings)
@@ -94,7 +95,7 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         if meanwhile is not None:
             meanwhile()
         url, password = membership.wait()
-        with _settings_of(f"{url}/api", password), _flushed():
+        with _settings_of(f"{url}/api", password), _flushed(), _reachable(f"{url}/api"):
             yield f"{url}/api"
     finally:
         membership.leave()
@@ -146,6 +147,23 @@ def _flushed() -> Iterator[None]:
         logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
         EventsWorker.drain_all(timeout=_FLUSH_S)
         APILogWorker.drain_all(timeout=_FLUSH_S)
+
+
+@contextlib.contextmanager
+def _reachable(api: str) -> Iterator[None]:
+    """Name the server when it is what got lost."""
+    import httpx
+
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise InfrastructureError(
+            f"Prefect's server went away ({type(error).__name__}).",
+            field="prefect",
+            value=api,
+            remedy="What is committed stays: run the same command again.",
+            details="".join(traceback.format_exception(error)),
+        ) from error
 
 
 def _require_answer(api: str) -> None:
