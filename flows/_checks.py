@@ -6,11 +6,11 @@ No engine and no torch is imported, and nothing is written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.configs import LaunchSettings
+from tasks.configs import LaunchSettings, nearest
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,10 +88,9 @@ def _check_recipes(spec: PipelineSpec) -> None:
     recipes = {"recipe": spec.recipe} | {f"{name}.recipe": s.recipe for name, s in stages.items() if s.recipe}
     for field, recipe in recipes.items():
         _closure.closure(recipe, spec.root, field=field)
-    for field, recipe, function in (
-        ("prepare.recipe" if spec.prepare.recipe else "recipe", spec.prepare.recipe or spec.recipe, "prepare"),
-        ("train.recipe" if spec.train.recipe else "recipe", spec.train.recipe or spec.recipe, "build_model"),
-    ):
+    for name, stage in stages.items():
+        field, recipe = (f"{name}.recipe", stage.recipe) if stage.recipe else ("recipe", spec.recipe)
+        function = "prepare" if name == "prepare" else "build_model"
         names = _closure.top_level_names(Path(recipe))
         if names is not None and function not in names:
             raise ConfigError(
@@ -160,6 +159,25 @@ def _check_launch(field: str, settings: LaunchSettings, args: Mapping[str, Any])
         if error.field is not None:
             error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"
         raise
+
+
+def check_splits(spec: PipelineSpec, prepared: Collection[str]) -> None:
+    """Raises ConfigError for a split that a later stage names and `prepare` has not made."""
+    named = [("train.train_split", spec.train.train_split), ("train.eval_split", spec.train.eval_split)]
+    if spec.evaluate.enabled:
+        named += [("evaluate.splits", split) for split in spec.evaluate.splits]
+    if spec.predict.enabled:
+        named.append(("predict.split", spec.predict.split))
+    for field, split in named:
+        if split is None or split in prepared:
+            continue
+        near = nearest(split, list(prepared))
+        raise ConfigError(
+            "There is no such split in the prepared data.",
+            field=field,
+            value=split,
+            remedy=(f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}.",
+        )
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

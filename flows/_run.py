@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
+from flows import _checks
 from flows.report import render_report
 from flows.results import STAGES, PipelineResult, StageOutcome, Status, stage_name
 from flows.spec import PipelineSpec
@@ -184,7 +185,7 @@ class Run:
         except BaseException as error:
             why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__
             self._note(name, "failed", why, time.monotonic() - begun)
-            self._skip_rest(name)
+            self._skip_rest(name, f"{name} failed")
             raise
         cached = state.name == "Cached"
         reason = f"committed {manifest['created']}" if cached else str(manifest["meta"]["reason"])
@@ -214,9 +215,19 @@ class Run:
         self._track(stage, manifest, ran=False)
         return manifest
 
-    def _skip_rest(self, failed: str) -> None:
-        for stage in STAGES[STAGES.index(failed) + 1 :]:
-            self._note(stage, "skipped", f"{failed} failed")
+    def check_splits(self, data: Mapping[str, Any] | None) -> None:
+        """Refuse a split that the data does not have now, not after the training that comes before its use."""
+        if data is None:
+            return
+        try:
+            _checks.check_splits(self.spec, data["meta"]["splits"])
+        except ConfigError:
+            self._skip_rest("prepare-data", "the spec names a split that was not prepared")
+            raise
+
+    def _skip_rest(self, after: str, why: str) -> None:
+        for stage in STAGES[STAGES.index(after) + 1 :]:
+            self._note(stage, "skipped", why)
 
     def _note(
         self, stage: str, status: Status, reason: str, seconds: float = 0.0, manifest: dict[str, Any] | None = None

@@ -26,7 +26,6 @@ from flows.results import STAGES, PipelineResult, stage_name
 from flows.signals import stoppable
 from flows.spec import PipelineSpec, load_spec
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, TrainflowError
-from trainer_lib.storage import Store
 
 app = typer.Typer(
     name="trainflow",
@@ -107,6 +106,8 @@ def run(
     parsed = load_spec(spec, overrides or [])
     stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
+    from trainer_lib.storage import Store
+
     Store.open(parsed.storage).ensure_writable()  # before an engine is started in vain
     out = terminal.console(stderr=as_json)
     given = [str(spec), *(overrides or [])]

@@ -53,6 +53,7 @@ def pipeline(
         with Run(spec, only=only, start=start, force=force or (), debug=debug) as run:
             code, tracking = run.code, run.tracking
             data = run.stage(prepare_data, spec.prepare, **code)
+            run.check_splits(data)
             model = run.stage(train, spec.train, data=data, tracking=tracking, **code)
             metrics = run.stage(evaluate, spec.evaluate_config(), data=data, model=model, tracking=tracking, **code)
             run.stage(predict, spec.predict_config(), data=data, model=model, tracking=tracking, **code)

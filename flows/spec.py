@@ -147,7 +147,10 @@ def _override(raw: dict[str, Any], text: str) -> str:
     parts = key.split(".")
     if not equals or not all(parts):
         raise ConfigError(
-            "An override has the form key=value.", field=key or "override", value=text, remedy="train.args.seed=1"
+            "An override has the form key=value.",
+            field=key or "override",
+            value=value_text if equals else None,
+            remedy="Write for example train.args.seed=1.",
         )
     place: Any = raw
     for depth, part in enumerate(parts[:-1], start=1):

@@ -26,7 +26,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -128,13 +128,13 @@ class Recipe:
         collate, compute_metrics, preprocess_logits_for_metrics, compute_loss_func, after_evaluate: None when absent.
     """
 
-    def __init__(self, module: ModuleType, path: Path, root: Path) -> None:
+    def __init__(self, module: ModuleType, path: Path, root: Path, needs: Collection[str]) -> None:
         self.path = path
         self.root = root
         self._module = module
         for name in (*REQUIRED, *OPTIONAL):
             function = getattr(module, name, None)
-            if function is None and name in REQUIRED:
+            if function is None and name in needs:
                 raise ConfigError(
                     f"the recipe has no function {name}().",
                     field="recipe",
@@ -220,11 +220,11 @@ class Hook:
 
 
 def _load_hook(path: str, root: str, name: str) -> Any:
-    return getattr(load(path, root), name)
+    return getattr(load(path, root, needs=(name,)), name)
 
 
-def load(path: str | Path, root: str | Path) -> Recipe:
-    """Load a recipe by its location.
+def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRED) -> Recipe:
+    """Load a recipe by its location. `needs`: the functions it must have; a stage's own file has that stage's only.
 
     Raises:
         ConfigError: no such file, a required function is missing, or our packages are shadowed by the project's.
@@ -251,7 +251,7 @@ def load(path: str | Path, root: str | Path) -> Recipe:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise user_error(error, root) from error
-    return Recipe(module, path, root)
+    return Recipe(module, path, root, needs)
 
 
 def assert_ours() -> None:

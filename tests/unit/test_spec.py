@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from flows._checks import check_splits
 from flows.spec import PipelineSpec, load_spec, parse_spec
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, MissingExtraError
@@ -248,6 +249,33 @@ def test_a_recipe_may_take_its_functions_from_elsewhere(spec_file: Path) -> None
     load_spec(spec_file)
     (spec_file.parent / "recipe.py").write_text("from mine import *\n")
     load_spec(spec_file)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "words"),
+    [
+        ("train.train_split=trian", "train.train_split", "Did you mean 'train'?"),
+        ("train.eval_split=validation", "train.eval_split", "Prepared were: train, test."),
+        ("evaluate.splits=[test, tset]", "evaluate.splits", "Did you mean 'test'?"),
+        ("predict.split=tset", "predict.split", "Did you mean 'test'?"),
+    ],
+)
+def test_a_split_that_was_not_prepared_is_named(spec_file: Path, override: str, field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_splits(load_spec(spec_file, [override]), ["train", "test"])
+    assert caught.value.field == field
+    assert words in str(caught.value)
+    off = ["evaluate.enabled=false", "predict.enabled=false"]
+    if not field.startswith("train"):
+        check_splits(load_spec(spec_file, [override, *off]), ["train", "test"])
+
+
+def test_a_stages_own_file_needs_that_stages_function_only(spec_file: Path) -> None:
+    (spec_file.parent / "data.py").write_text("def prepare(options, out): ...\n")
+    own = f"prepare.recipe={spec_file.parent / 'data.py'}"
+    load_spec(spec_file, [own])
+    error = refused(spec_file, f"predict.recipe={spec_file.parent / 'data.py'}")
+    assert (error.field, "build_model" in str(error)) == ("predict.recipe", True)
 
 
 def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: Path) -> None:

@@ -237,7 +237,7 @@ def test_an_absent_bucket_is_named(s3_bucket: str) -> None:
     store = Store.open(f"s3://{s3_bucket}-absent/x")
     assert store.list() == []
     for write in (store.write_bytes, store.create):
-        with pytest.raises(StorageError, match="no such file, folder or bucket"):
+        with pytest.raises(StorageError, match="no such folder or bucket"):
             write("a", b"1")
     with pytest.raises(ConfigError, match="Cannot write there") as caught:
         store.ensure_writable(field="storage")

@@ -52,12 +52,11 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
 
 
 def _missing(scheme: str, field: str) -> MissingExtraError:
+    message, value = "It needs a package that is not installed.", f"{scheme}://"
     if scheme in _EXTRAS:
-        return MissingExtraError(
-            f"{scheme}:// needs a package that is not installed.", extra=_EXTRAS[scheme], field=field
-        )
-    remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it.")
-    return MissingExtraError(f"{scheme}:// needs a package that is not installed.", field=field, remedy=remedy)
+        return MissingExtraError(message, extra=_EXTRAS[scheme], field=field, value=value)
+    remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it")
+    return MissingExtraError(message, field=field, value=value, remedy=f"{remedy.rstrip('.')}.")
 
 
 def _tag(info: dict[str, Any]) -> str | None:

@@ -34,6 +34,7 @@ _VENDORS = {
     "paramiko",
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -178,7 +179,10 @@ class Store:
         except StorageError as error:
             remedy = error.remedy or "Choose another storage."
             raise ConfigError(
-                f"Cannot write there: {error.message}", field=field, value=self.url, remedy=remedy
+                f"Cannot write there: {error.message.removeprefix('Could not write it: ')}",
+                field=field,
+                value=self.url,
+                remedy=remedy,
             ) from error
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -357,8 +361,14 @@ def _typed_error(error: Exception, verb: str, where: str) -> StorageError:
     if number in _FULL:
         remedy = "Free space there, or choose another storage; nothing committed was touched."
         return StorageFullError(f"Could not {verb} it: no space left ({reason}).", field=where, remedy=remedy)
+    if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
+        remedy = "Make it first, or choose another storage."
+        return StorageError("There is no such folder or bucket, and none could be made.", field=where, remedy=remedy)
     if isinstance(error, FileNotFoundError):
         return _absent(where)
+    if number in _NO_FOLDER:
+        remedy = "Choose another storage, or move that file away."
+        return StorageError("A file stands where a folder is needed.", field=where, remedy=remedy)
     if number in _DENIED or isinstance(error, PermissionError):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):

@@ -148,7 +148,8 @@ def _work(run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work:
             field="request.json",
             remedy="Use the same version of trainflow for the command and its workers.",
         )
-    recipe = recipes.load(request["recipe"]["path"], request["recipe"]["root"])
+    needs = "prepare" if request["verb"] == "prepare" else "build_model"
+    recipe = recipes.load(request["recipe"]["path"], request["recipe"]["root"], needs=(needs,))
     return Work(request, recipe, rank, world_size, events)
 
 
@@ -218,7 +219,8 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
         )
     else:
         typed = recipes.user_error(error, root)
-    typed.rank = rank if typed.rank is None else typed.rank
+    if world_size > 1 and typed.rank is None:
+        typed.rank = rank
     with suppress(OSError):  # the owner may be gone, and the run directory with it
         run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
