@@ -91,3 +91,32 @@ def running(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def engine(home: Path) -> Iterator[dict[str, str]]:
+    """Keep one embedded server up, which every command with the yielded environment uses: they start in half the time.
+
+    Args:
+        home: a folder for Prefect's database and log.
+    """
+    program = (
+        "import sys\n"
+        "from flows.engine import prefect_api, quiet_environment\n"
+        "quiet_environment()\n"
+        "with prefect_api():\n"
+        "    print('up', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    env = {"PREFECT_HOME": str(home)}
+    command = [sys.executable, "-c", program]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **env}) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "up\n", f"no engine (exit code {process.wait()})"
+            yield env
+        finally:
+            process.stdin.close()
+            process.wait(30)

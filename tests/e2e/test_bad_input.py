@@ -1,0 +1,282 @@
+"""Bad input as its user meets it: what is wrong, where, why and what to do; the right exit code; nothing half-done.
+
+What the spec alone can tell is refused before an engine is started. What shows only when the recipe runs ends the stage
+that it happens in: what was committed before stays, and the same command goes on once the cause is repaired.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support import toy
+from tests.support.command import Done, engine, trainflow
+
+# The data has a file of its own, so that a change of the model's file prepares nothing anew.
+DATA, MODEL = toy.RECIPE.split("def build_model")
+MODEL = f"def build_model{MODEL}"
+SPEC = toy.SPEC.replace("prepare:\n", "prepare:\n  recipe: data.py\n").replace("rows: 64", "rows: 32")
+WITH_LOSS = 'return {"loss": ((y - labels) ** 2).mean(), "logits": y}'
+COLLATED = "\n\ndef collate(rows):\n    import torch\n\n    return {%s}\n"
+
+
+def project(folder: Path, *, data: str = DATA, model: str = MODEL, storage: Path | None = None) -> Path:
+    """A project whose recipe is in two files; the path of its spec."""
+    spec = toy.project(folder, recipe=model, spec=SPEC)
+    (folder / "data.py").write_text(data)
+    if storage is not None:
+        spec.write_text(spec.read_text().replace("storage: store", f"storage: {storage}"))
+    return spec
+
+
+def told(done: Done, code: int, title: str) -> dict[str, str]:
+    """The message of a failed command, by its rows; checked for what every message must have."""
+    assert done.code == code, done.out + done.err
+    assert "Traceback" not in done.out + done.err
+    first, *lines = done.err.splitlines()
+    assert first == f"✗ {title}"
+    rows = dict(re.findall(r"^  (where|why|do|more) +(\S.*)$", "\n".join(lines), re.M))
+    assert {"where", "why", "do"} <= set(rows), done.err
+    return rows
+
+
+def committed(storage: Path) -> set[Path]:
+    """The commit files of stages: what counts as complete."""
+    return set(storage.glob("stages/*/*/COMMIT.json"))
+
+
+# ------------------------------------------------------------------------------------- refused before anything starts
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project in which every command is refused."""
+    folder = tmp_path_factory.mktemp("refused")
+    (folder / "file").write_text("x")
+    (folder / "broken.py").write_text("def prepare(options, out):\n    return {'train': [)}\n")
+    (folder / "half.py").write_text("def prepare(options, out): ...\n")
+    (folder / "hidden" / "gcsfs").mkdir(parents=True)
+    (folder / "hidden" / "gcsfs" / "__init__.py").write_text("raise ImportError('not installed')\n")
+    return project(folder)
+
+
+MANY = str((os.cpu_count() or 1) + 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "why", "do"),
+    [
+        ("predict.row_per_file=5", "predict.row_per_file = 5", "Unknown key", "'rows_per_file'"),
+        ("train.args.lerning_rate=1", "train.args.lerning_rate", "not an argument", '"learning_rate"'),
+        ("tran.args.seed=1", "tran", "Unknown key", "'train'"),
+        ("train.args.seed", "train.args.seed", "has the form key=value", "for example train.args.seed=1"),
+        ("train.args.max_steps=many", "train.args.max_steps = many", "not a whole number", "whole number"),
+        ("prepare.shard_rows=[1]", "prepare.shard_rows", "integer", "Correct"),
+        ("recipe=absent.py", "absent.py", "no such file", "recipe's Python file"),
+        ("recipe=broken.py", "broken.py", r"Not valid Python: .*line 2", "Correct the file"),
+        ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),
+        ("storage=file", "file", "A file, not a folder", "Choose a folder"),
+        ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),
+        ("storage=/proc/trainflow", "/proc/trainflow", "Cannot write there", "another storage|permissions"),
+        ("storage=/sys/trainflow", "/sys/trainflow", "Cannot write there", "another storage|permissions"),
+        ("storage=s4://bucket/x", "storage = s4://bucket/x", "Unknown URL scheme 's4'", "s3://"),
+        ("storage=gs://bucket/x", "storage = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
+        ("publish.to=gs://bucket/x", "publish.to = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
+        (f"train.launch.processes={MANY}", f"train.launch.processes = {MANY}", "cores?", "at most"),
+        ("train.args.hub_token=hf_0123", "train.args.hub_token", "A secret has no place", "HF_TOKEN"),
+        ("storage=s3://me:hf_0123@bucket/x", "storage", "A URL with a password", "environment variables"),
+    ],
+)
+def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, where: str, why: str, do: str) -> None:
+    folder = plain.parent
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    env = {"PYTHONPATH": str(folder / "hidden"), "PREFECT_HOME": "/proc/prefect"}  # an engine that starts would fail
+    done = trainflow("run", plain, override, cwd=folder, env=env)
+    rows = told(done, 2, "bad input")
+    assert done.out == ""
+    assert where in rows["where"]
+    assert re.search(why, rows["why"]), rows
+    assert re.search(do, rows["do"]), rows
+    assert "hf_0123" not in done.err
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+# ------------------------------------------------------------------------------------------ found when the recipe runs
+@dataclass(frozen=True)
+class Ground:
+    """A storage in which the sound recipe's stages are committed, and how its first commands went."""
+
+    storage: Path
+    env: dict[str, str]
+    commands: list[Done]
+    commits: list[int]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    """One project whose storage is a file at first, then whose data has a NaN, and which is sound at last."""
+    folder = tmp_path_factory.mktemp("ground")
+    storage = folder / "store"
+    nan = DATA.replace('{"x": [x]', '{"x": [float("nan") if _ == 7 else x]')
+    spec = project(folder, data=nan)
+    with engine(folder / "prefect") as env:
+        env |= {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder)}
+        found = Ground(storage, env, [], [])
+
+        def run() -> None:
+            arguments = ("run", spec, "predict.enabled=false", "publish.enabled=false")
+            found.commands.append(trainflow(*arguments, env=env))
+            found.commits.append(len(committed(storage)))
+
+        storage.write_text("in the way")
+        run()
+        storage.unlink()
+        run()
+        (folder / "data.py").write_text(DATA)
+        run()
+        yield found
+
+
+def test_the_same_command_works_once_its_cause_is_repaired(ground: Ground) -> None:
+    unwritable, nan, sound = ground.commands
+    assert "A file, not a folder" in told(unwritable, 2, "bad input")["why"]
+    rows = told(nan, 11, "bad data")
+    assert "NaN in split 'train', row 7, column 'x'" in rows["why"]
+    assert "prepare.allow_nan=true" in rows["do"]
+    assert re.search(r"^  train +skipped +prepare-data failed$", nan.out, re.M), nan.out
+    assert sound.code == 0, sound.out + sound.err
+    assert ground.commits == [0, 0, 3]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe or a spec that fails while it runs, and what has to be said of it."""
+
+    stage: str  # that fails; those before it are found committed, or run
+    code: int
+    where: str
+    why: str
+    do: str
+    data: str = DATA
+    model: str = MODEL
+    measures: str = ""
+    spec: tuple[str, ...] = ()
+
+
+CASES = {
+    "prepare raises": Case(
+        "prepare-data",
+        10,
+        "data.py:6 in prepare",
+        "KeyError: 'slope'",
+        "Fix the recipe",
+        data=DATA.replace('out.info["slope"] = 2.0', 'raise KeyError("slope")'),
+    ),
+    "a row raises": Case(
+        "prepare-data",
+        10,
+        "data.py:14 in points",
+        "ZeroDivisionError",
+        "Fix the recipe",
+        data=DATA.replace("draw = random.Random(seed)", "draw = random.Random(seed / 0)"),
+    ),
+    "an empty split": Case(
+        "prepare-data",
+        11,
+        "prepare = test",
+        "split 'test' is empty",
+        "Check the filters",
+        data=DATA.replace("points(16, 1)", "points(0, 1)"),
+    ),
+    "build_model raises": Case(
+        "train",
+        10,
+        "recipe.py:3 in build_model",
+        "RuntimeError: no weights",
+        "Fix the recipe",
+        model=MODEL.replace("    import torch\n", '    import torch\n    raise RuntimeError("no weights")\n', 1),
+    ),
+    "build_model returns something else": Case(
+        "train",
+        2,
+        "recipe.py",
+        "must return a torch.nn.Module, got str",
+        "Return the model",
+        model=MODEL.replace("return Line()", 'return "Line"'),
+    ),
+    "collate raises": Case(
+        "train",
+        10,
+        "recipe.py:25 in ",
+        "KeyError: 'pixels'",
+        "Fix the recipe",
+        model=MODEL + COLLATED % '"x": torch.tensor([row["pixels"] for row in rows])',
+    ),
+    "a batch that forward does not take": Case(
+        "train",
+        2,
+        "model",
+        "The batch has pixels, labels; the model's forward takes x, labels",
+        "Let collate",
+        model=MODEL + COLLATED % '"pixels": torch.zeros(len(rows), 1), "labels": torch.zeros(len(rows), 1)',
+    ),
+    "a model without a loss": Case(
+        "train",
+        2,
+        "model",
+        "returned no loss but only logits; it was given x, labels",
+        "Return the loss",
+        model=MODEL.replace(WITH_LOSS, 'return {"logits": y}'),
+    ),
+    "compute_metrics raises": Case(
+        "evaluate",
+        10,
+        "in compute_metrics",
+        "AttributeError.*'prediction'",
+        "Fix the recipe",
+        measures=MODEL.replace("p.predictions -", "p.prediction -"),
+        spec=("evaluate.recipe=measures.py",),
+    ),
+    "an unknown split": Case(  # refused before the training that comes before its use
+        "train", 2, "evaluate.splits = tset", "no such split", "'test'", spec=("evaluate.splits=[test, tset]",)
+    ),
+}
+TITLES = {2: "bad input", 10: "your code raised", 11: "bad data"}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_what_shows_when_it_runs_ends_its_stage(ground: Ground, case: Case, tmp_path: Path) -> None:
+    before = committed(ground.storage)
+    users = {str(tmp_path / name) for name in ("data.py", "recipe.py", "measures.py")}
+    spec = project(tmp_path, data=case.data, model=case.model, storage=ground.storage)
+    (tmp_path / "measures.py").write_text(case.measures)
+    done = trainflow("run", spec, *case.spec, cwd=tmp_path, env=ground.env)
+    rows = told(done, case.code, TITLES[case.code])
+    assert case.where in rows["where"]
+    assert re.search(case.why, rows["why"]), rows
+    assert case.do in rows["do"]
+    if case.code == 10:  # kept in a file: what --debug would have shown, cut to the user's own frames
+        assert {file for file, _, _ in frames(Path(rows["more"].split(" (")[0]).read_text())} <= users
+    assert committed(ground.storage) == before, "what was committed stays, and nothing else looks complete"
+    outcomes = dict(re.findall(r"^  (\S+) +(cached|ran|failed|skipped)\b", done.out, re.M))
+    order = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
+    place = order.index(case.stage)
+    assert all(outcomes[stage] == "cached" for stage in order[:place]), done.out
+    assert outcomes[case.stage] in ("failed", "skipped")
+    assert all(outcomes[stage] == "skipped" for stage in order[place + 1 :]), done.out
+
+
+def test_a_traceback_is_shown_when_it_is_asked_for(ground: Ground, tmp_path: Path) -> None:
+    spec = project(tmp_path, data=CASES["prepare raises"].data, storage=ground.storage)
+    done = trainflow("run", spec, "--debug", env=ground.env)
+    assert done.code == 10
+    assert frames(done.err) == [(str(tmp_path / "data.py"), "6", "prepare")]
+
+
+def frames(text: str) -> list[tuple[str, str, str]]:
+    """File, line and function of the last traceback in a text (with --debug, Prefect's own come before it)."""
+    shown = text[text.rindex("Traceback (most recent call last):") :]
+    return re.findall(r'File "(.*)", line (\d+), in (\w+)', shown)
