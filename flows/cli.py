@@ -134,7 +134,7 @@ def _followed(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -
     from flows.pipeline import run_pipeline
     from tasks._progress import subscribe
 
-    with terminal.progress(out) as display, terminal.logs(display, debug=debug), subscribe(display):
+    with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
         return run_pipeline(spec, debug=debug, **choice)
 
 

@@ -227,9 +227,9 @@ _SPINNER = Spinner("dots", style="cyan")
 
 
 @contextlib.contextmanager
-def progress(out: Console) -> Iterator[Display]:
-    """The display that fits `out`, for the length of the block."""
-    if out.is_terminal and not out.is_dumb_terminal:
+def progress(out: Console, *, plain: bool = False) -> Iterator[Display]:
+    """The display that fits `out`, for the length of the block; with `plain` lines in any case."""
+    if out.is_terminal and not out.is_dumb_terminal and not plain:
         with LiveDisplay(out).shown() as display:
             yield display
     else:

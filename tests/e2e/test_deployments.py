@@ -98,6 +98,7 @@ class Server:
             "PREFECT_HOME": str(folder),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_API_DATABASE_TIMEOUT": "60",
             "TMPDIR": str(folder),
         }
         self._processes: list[subprocess.Popen[bytes]] = []
