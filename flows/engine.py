@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,9 +81,12 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         ConfigError: the configured server does not answer, or PREFECT_HOME is not usable.
         InfrastructureError: the embedded server did not start; names its log.
     """
-    from prefect.settings import get_current_settings
+    with warnings.catch_warnings():
+        # Prefect makes its home without the folders above it. We make it with them, or say why we cannot.
+        warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+        from prefect.settings import get_current_settings
 
-    settings = get_current_settings()
+        settings = get_current_settings()
     if settings.api.url:
         if meanwhile is not None:
             meanwhile()

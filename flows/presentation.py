@@ -28,6 +28,8 @@ _KEPT_FAILURES = 50
 
 def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
     """The stages (what ran and why), the measured quality, and where everything is."""
+    if not result.stages:  # refused before the first
+        return []
     lines = [Text(), *_stage_table(result.stages)]
     if metrics := _metrics(result):
         lines += [Text(), *metrics]

@@ -104,6 +104,14 @@ def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, w
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    spec = project(tmp_path)
+    env = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path / "not" / "yet" / "there")}
+    rows = told(trainflow("run", spec, env=env), 2, "bad input")
+    assert rows["where"] == "PREFECT_API_URL = http://127.0.0.1:9/api"
+    assert "unset PREFECT_API_URL" in rows["do"]
+
+
 # ------------------------------------------------------------------------------------------ found when the recipe runs
 @dataclass(frozen=True)
 class Ground:
@@ -267,6 +275,14 @@ def test_what_shows_when_it_runs_ends_its_stage(ground: Ground, case: Case, tmp_
     assert all(outcomes[stage] == "cached" for stage in order[:place]), done.out
     assert outcomes[case.stage] in ("failed", "skipped")
     assert all(outcomes[stage] == "skipped" for stage in order[place + 1 :]), done.out
+
+
+def test_a_stage_alone_needs_what_comes_before_it(ground: Ground, tmp_path: Path) -> None:
+    done = trainflow("run", project(tmp_path), "--only", "predict", env=ground.env)
+    rows = told(done, 2, "bad input")
+    assert rows["where"] == "--only = predict"
+    assert "prepare-data comes before it and has no committed result" in rows["why"]
+    assert len(done.out.splitlines()) == 1, "no table of nothing"
 
 
 def test_a_traceback_is_shown_when_it_is_asked_for(ground: Ground, tmp_path: Path) -> None:
