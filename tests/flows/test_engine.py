@@ -70,8 +70,15 @@ class Command:
             self.process.communicate()
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Prefect home of these tests' own: the other tests of this session keep a server in theirs."""
+    return tmp_path_factory.mktemp("prefect-home")
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Command]]:
+def start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Command]]:
+    monkeypatch.setenv("PREFECT_HOME", str(home))
     commands: list[Command] = []
 
     def start(name: str, **env: str) -> Command:
