@@ -178,12 +178,17 @@ def test_a_configured_server_that_does_not_answer_is_bad_input(tmp_path: Path) -
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME, temporary_settings
+    from prefect.settings import (
+        PREFECT_API_DATABASE_CONNECTION_URL,
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        temporary_settings,
+    )
 
     (tmp_path / "prefect.db").write_bytes(b"not a database" * 1000)
     url = f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}"
     with (
-        temporary_settings({PREFECT_HOME: tmp_path, PREFECT_API_DATABASE_CONNECTION_URL: url}),
+        temporary_settings({PREFECT_API_URL: None, PREFECT_HOME: tmp_path, PREFECT_API_DATABASE_CONNECTION_URL: url}),
         pytest.raises(InfrastructureError) as failed,
         prefect_api(),
     ):
@@ -194,11 +199,11 @@ def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> Non
 
 
 def test_an_unusable_home_is_named(tmp_path: Path) -> None:
-    from prefect.settings import PREFECT_HOME, temporary_settings
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
     (tmp_path / "file").write_text("")
     with (
-        temporary_settings({PREFECT_HOME: tmp_path / "file"}),
+        temporary_settings({PREFECT_API_URL: None, PREFECT_HOME: tmp_path / "file"}),
         pytest.raises(StorageError) as failed,
         prefect_api(),
     ):
