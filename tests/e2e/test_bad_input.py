@@ -207,14 +207,6 @@ CASES = {
         "Fix the recipe",
         model=MODEL.replace("    import torch\n", '    import torch\n    raise RuntimeError("no weights")\n', 1),
     ),
-    "build_model returns something else": Case(
-        "train",
-        2,
-        "recipe.py",
-        "must return a torch.nn.Module, got str",
-        "Return the model",
-        model=MODEL.replace("return Line()", 'return "Line"'),
-    ),
     "collate raises": Case(
         "train",
         10,
