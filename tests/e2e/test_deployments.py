@@ -28,7 +28,7 @@ SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.
 ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout: float = 90) -> Any:
+def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120) -> Any:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if found := condition():
@@ -46,6 +46,11 @@ def training() -> list[psutil.Process]:
     """Runs of this test session, their workers, and what supervises those."""
     marks = ("trainer_lib", "prefect.engine")
     return [process for process in police.session_processes() if any(mark in _line(process) for mark in marks)]
+
+
+def embedded_servers() -> list[psutil.Process]:
+    """Those of this test session."""
+    return [process for process in police.session_processes() if "_server.py" in _line(process)]
 
 
 def _line(process: psutil.Process) -> str:
@@ -83,7 +88,7 @@ def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path) -> None:
         store = tmp_path / "project" / "store"
         wait_for("training", lambda: has_begun(store))
         serving.process.kill()
-        wait_for("the end of everything it had started", lambda: not training(), 30)
+        wait_for("the end of everything it had started", lambda: not training() and not embedded_servers(), 60)
 
 
 # -------------------------------------------------------------------------------------------------------------- deploy
@@ -103,7 +108,7 @@ class Server:
         }
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *command: str) -> None:
+    def start(self, *command: str) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command],
@@ -114,6 +119,13 @@ class Server:
                 start_new_session=True,
             )
         self._processes.append(process)
+        return process
+
+    def serve(self) -> None:
+        factory = ("--factory", "prefect.server.api.server:create_app")
+        process = self.start("uvicorn", *factory, "--port", str(self.port), "--log-level", "error")
+        wait_for("the server", lambda: self.answers() or process.poll() is not None, 150)
+        assert process.poll() is None, self.log.read_text()
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -154,9 +166,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("server"))
     try:
-        factory = ("--factory", "prefect.server.api.server:create_app")
-        server.start("uvicorn", *factory, "--port", str(server.port), "--log-level", "error")
-        wait_for("the server", server.answers)
+        server.serve()
         server.prefect("work-pool", "create", "--type", "process", "main")
         server.start("prefect", "worker", "start", "--pool", "main")
         yield server
