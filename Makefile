@@ -30,7 +30,7 @@ test: install  ## Run the whole test suite
 	@$(BIN)/pytest
 
 check: install  ## Lint, format check, types, architecture
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

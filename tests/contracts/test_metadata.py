@@ -69,8 +69,9 @@ def _commands(program: str) -> set[str]:
 
 
 def test_documented_commands_exist() -> None:
-    from flows.cli import app
     from typer.main import get_command
+
+    from flows.cli import app
 
     known = set(getattr(get_command(app), "commands", {}))
     assert _commands("trainflow") <= known
