@@ -51,6 +51,9 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         ConfigError,
         "optimizers and optimizer_cls_and_kwargs: Both",
     ),
+    ({"gradient_checkpointing": True}, ConfigError, "gradient_checkpointing = True: The model has no gradient_ch"),
+    ({"neftune_noise_alpha": 1.0}, ConfigError, "neftune_noise_alpha = 1.0: .*Remove it, or give the model get_input"),
+    ({"use_liger_kernel": True}, ConfigError, "use_liger_kernel = Classifier: replaces layers of transformers' models"),
     (
         {"batch_eval_metrics": True, "compute_metrics": lambda p: {}},
         ConfigError,
@@ -96,8 +99,6 @@ TRAINING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         "remove_unused_columns = pixels: No column of the training data is a parameter",
     ),
     ({"train": [{"x": [1.0] * (i % 2 + 1)} for i in range(8)]}, DataError, "x: Samples of one batch cannot be stacked"),
-    ({"gradient_checkpointing": True}, ConfigError, "gradient_checkpointing = True: The model has no gradient_ch"),
-    ({"neftune_noise_alpha": 1.0}, ConfigError, "neftune_noise_alpha = 1.0: The model has no embedding"),
     ({"train": Stream([]), "max_steps": 2}, DataError, "The training data gave no batch"),
     ({"dataloader_drop_last": True, "global_batch_size": 9}, DataError, r"fewer samples \(8\) than a global batch"),
     ({"optim": "adamw_bnb_8bit"}, ConfigError, "bitsandbytes"),

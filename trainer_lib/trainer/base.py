@@ -20,7 +20,7 @@ from trainer_lib.memory import MemoryTracker
 from trainer_lib.precision import apply_tf32, create_precision
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
-from trainer_lib.trainer import checks
+from trainer_lib.trainer import checks, models
 from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
@@ -110,6 +110,7 @@ class TrainerBase:
         self._items_used = False
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
+        self._caches: list[tuple[Any, Any]] = []
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
         self._trained_before = False
@@ -131,8 +132,10 @@ class TrainerBase:
             raise ConfigError(
                 "is not a torch.nn.Module.", field="model", value=type(model).__name__, remedy="Give a module."
             )
-        self.is_model_parallel = getattr(model, "hf_device_map", None) is not None
-        self.place_model_on_device = self.args.place_model_on_device and not self.is_model_parallel
+        models.refuse_untrainable(model)
+        self.is_model_parallel = models.is_spread(model, self.device)
+        stays = self.is_model_parallel or models.is_placed(model)
+        self.place_model_on_device = self.args.place_model_on_device and not stays
         if self.place_model_on_device:
             self._move_model_to_device(model, self.device)
         return model
@@ -153,6 +156,12 @@ class TrainerBase:
         self._forward = ForwardInfo.of(self.model, self.args.label_names)
         self.label_names = list(self._forward.labels)
         self.can_return_loss = self._forward.returns_loss
+        self._flos_per_item = 6 * models.non_embedding_parameters(self.model)
+        models.check_settings(self.model, self.args)
+        problem = getattr(getattr(self.model, "config", None), "problem_type", None)
+        if self.label_smoother is not None and problem == "multi_label_classification":
+            _log.warning("label_smoothing_factor has no effect: labels that exclude one another it needs.")
+            self.label_smoother = None
 
     def _inspect_overrides(self) -> None:
         # Five ages of subclasses: what an override takes is found once, not at every step.

@@ -26,7 +26,6 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
         lambda args: args.auto_find_batch_size,
         "Set global_batch_size and a smaller per_device_train_batch_size.",
     ),
-    "use_liger_kernel": (lambda args: args.use_liger_kernel, "Apply the kernels to the model before training."),
     "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
     "push_to_hub": (lambda args: args.push_to_hub, "Publish with the pipeline's push-to-hub stage."),
     "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),

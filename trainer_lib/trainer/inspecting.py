@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.trainer import models
 
-_SHIFTING = ("CausalLM", "LMHeadModel")
+_SHIFTING = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -48,42 +49,49 @@ class ForwardInfo:
     """What `model.forward` takes.
 
     Attributes:
-        columns: names it takes; None when ``**kwargs`` takes any.
+        columns: names of data it takes; None when ``**kwargs`` takes any (those of transformers' models take settings,
+            no data).
+        open_ended: there are ``**kwargs``.
         required: those of them that have no default.
         labels: those of them that hold labels.
-        uses_num_items: it divides its loss by `num_items_in_batch` itself.
+        uses_num_items: it can be given `num_items_in_batch`, and may divide its loss by it.
+        divides_by_items: as far as its code tells, it does.
         shifts_labels: its loss compares position t with label t + 1.
         returns_loss: ``return_loss`` defaults to True (contrastive models).
     """
 
     columns: tuple[str, ...] | None
+    open_ended: bool
     required: tuple[str, ...]
     labels: tuple[str, ...]
     uses_num_items: bool
+    divides_by_items: bool
     shifts_labels: bool
     returns_loss: bool
 
     @classmethod
     def of(cls, model: nn.Module, label_names: Sequence[str] | None = None) -> ForwardInfo:
         """Look at a model (inside torch.compile's or an adapter's wrapper)."""
-        inner = _innermost(model)
+        inner = models.innermost(model)
         parameters = parameters_of(inner.forward)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = tuple(name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
         labels = tuple(label_names) if label_names is not None else _label_names(inner, named)
         returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
         return cls(
-            columns=None if open_ended else named,
+            columns=None if open_ended and not (named and models.is_transformers(inner)) else named,
+            open_ended=open_ended,
             required=tuple(name for name in named if _is_required(parameters[name])),
             labels=labels,
             uses_num_items=_uses_num_items(inner, parameters, open_ended),
+            divides_by_items="num_items_in_batch" in parameters or _divides(inner),
             shifts_labels=_shifts(inner),
             returns_loss=returns_loss,
         )
 
     def misfit(self, names: Collection[str]) -> ConfigError | None:
         """Why a batch with these names cannot be given to the model; None when it can."""
-        unknown = [name for name in names if self.columns is not None and name not in self.columns]
+        unknown = [name for name in names if not self.open_ended and name not in (self.columns or ())]
         missing = [name for name in self.required if name not in names]
         if not unknown and not missing:
             return None
@@ -99,13 +107,6 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
 
 
-def _innermost(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "_orig_mod", model)
-    base = getattr(inner, "get_base_model", None)
-    found = base() if callable(base) else inner
-    return found if isinstance(found, nn.Module) else model
-
-
 def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
     found = [name for name in named if "label" in name]
     if "QuestionAnswering" in type(model).__name__:
@@ -118,12 +119,29 @@ def _uses_num_items(model: nn.Module, parameters: dict[str, inspect.Parameter], 
     if isinstance(said, bool):
         return said
     # transformers' models pass **kwargs on to their loss function; another model's **kwargs mean nothing of the kind.
-    return "num_items_in_batch" in parameters or (open_ended and hasattr(model, "loss_function"))
+    return "num_items_in_batch" in parameters or (open_ended and _has_loss_function(model))
+
+
+def _has_loss_function(model: nn.Module) -> bool:
+    # Asked of the class: the property itself warns for models whose task it does not know.
+    return hasattr(type(model), "loss_function") or "loss_function" in vars(model)
+
+
+def _divides(model: nn.Module) -> bool:
+    if getattr(model, "accepts_loss_kwargs", None) is True:
+        return True
+    try:
+        return "loss_function(" in inspect.getsource(type(model).forward)
+    except (OSError, TypeError):
+        return False
 
 
 def _shifts(model: nn.Module) -> bool:
     said = getattr(model, "shifts_labels", None)
     if isinstance(said, bool):
         return said
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return False  # an encoder-decoder shifts the decoder's inputs: every label is a target
     name = str(getattr(model, "loss_type", None) or type(model).__name__)
-    return any(part in name for part in _SHIFTING) and hasattr(model, "config")
+    return any(part in name for part in _SHIFTING)

@@ -23,17 +23,16 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed import lost_peer
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
+from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.trainer.preparing import PreparingMixin
 from trainer_lib.trainer.run import TrainingRun
-from trainer_lib.trainer.saving import SavingMixin
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
 _log = logging.getLogger(__name__)
 
 
-class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
+class LoopMixin(AutoBatchMixin, EvaluationMixin):
     """Training."""
 
     def train(
@@ -58,29 +57,31 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         self._memory_tracker.start("train")
         self.is_in_train = True
         self._trial = trial
-        noise = self._activate_neftune()
         try:
-            if self.model_init is not None:
-                self._reinitialise_model(trial)
             url = self._checkpoint_to_resume(resume_from_checkpoint)
             with StopRequest(self.comm, on_sigterm=self.args.enable_jit_checkpoint) as self._stop:
-                return self._inner_training_loop(
-                    batch_size=self.args.train_batch_size,
-                    args=self.args,
-                    resume_from_checkpoint=url,
-                    trial=trial,
-                    ignore_keys_for_eval=ignore_keys_for_eval,
-                )
+                return self._train_within_memory(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
         except BaseException as error:
             self._close_trackers("KILLED" if isinstance(error, Preempted | KeyboardInterrupt) else "FAILED")
             if self.comm.world_size > 1 and (peer := lost_peer(error)) is not None:
                 raise peer from error
             raise
         finally:
-            if noise is not None:
-                noise.remove()
             self.is_in_train, self._stop, self._run = False, None, None
             self._memory_tracker.abandon()
+
+    def _attempt(self, url: str | None, trial: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
+        """One training with one micro-batch size."""
+        if self.model_init is not None:
+            self._reinitialise_model(trial)
+        with self._hooked():
+            return self._inner_training_loop(
+                batch_size=self._train_batch_size,
+                args=self.args,
+                resume_from_checkpoint=url,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
 
     def _inner_training_loop(
         self,
@@ -105,8 +106,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
                     if not samples:
                         break
                     self.control = handler.on_step_begin(self.args, self.state, self.control)
-                    loss = self._forward_backward(model, samples, run)
-                    norm = self._optimizer_step(model, run)
+                    loss, norm = self._step(model, samples, run)
                     self._count_step(run, loss, norm)
                     self.control = handler.on_step_end(self.args, self.state, self.control)
                     self._report(run, loss, norm, trial, ignore_keys_for_eval)
@@ -134,10 +134,12 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         self._trained_before = True
         loaded = self._open_checkpoint(url) if url is not None else None
         self._claim_output_dir(url)
+        if loaded is not None:
+            self._adopt_batch_size(loaded.trainer_state.get("train_batch_size"))
         source = self._train_source()
         max_steps, num_epochs = self._length(source.steps_per_epoch)
         if loaded is not None:
-            self.strategy.load_model_state(self.model, loaded.model())
+            self._load_from_checkpoint(loaded.url, self.model)
         self._prepare_model()
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         run = TrainingRun(
@@ -149,7 +151,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
         )
         self._run = run
         self.state = self._resume(run, loaded) if loaded is not None else TrainerState()
-        self.state.train_batch_size = self.args.train_batch_size
+        self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, min(num_epochs, max_steps), trial)
         handler = self.callback_handler
@@ -212,6 +214,19 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
                 total += int(mask.sum()) if isinstance(mask, torch.Tensor) else tokens.numel()
         self.state.num_input_tokens_seen += self.comm.sum_ints([total])[0]
 
+    def _step(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients, then the optimizer: (loss on this rank, norm before clipping), both on the device."""
+        if not self.args.auto_find_batch_size:
+            return self._forward_backward(model, samples, run), self._optimizer_step(model, run)
+        loss = within_memory(self.comm, lambda: self._forward_backward(model, samples, run))
+        self.strategy.sync_gradients(model)
+        return loss, within_memory(self.comm, lambda: self._optimizer_step(model, run))
+
+    def _exchanges(self, run: TrainingRun) -> bool:
+        """Whether gradients are exchanged in the backward of the micro-step under way."""
+        # A rank that runs out of memory would leave the others waiting for it in the middle of a backward.
+        return not self.args.auto_find_batch_size and (run.syncs or self._batching.sync_each_batch)
+
     def _forward_backward(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> torch.Tensor:
         """All micro-steps of a step: gradients are complete afterwards; the step's loss on this rank, on the device."""
         total: torch.Tensor | None = None
@@ -219,7 +234,7 @@ class LoopMixin(PreparingMixin, EvaluationMixin, SavingMixin):
             batch = self._usable(batch, samples, run)
             if batch is None:
                 continue
-            with contextlib.nullcontext() if run.syncs else self.strategy.no_sync(model):
+            with contextlib.nullcontext() if self._exchanges(run) else self.strategy.no_sync(model):
                 if self._training_step_takes_items:
                     loss = self.training_step(model, batch, run.num_items)
                 else:

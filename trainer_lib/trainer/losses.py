@@ -14,41 +14,71 @@ from trainer_lib.errors import ConfigError
 
 def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
     """The count as a 0-dim tensor; made on the device, for a copy to it would make the host wait."""
-    if isinstance(count, CountedItems):
-        count.used = True
     if isinstance(count, torch.Tensor):
-        return count.as_subclass(torch.Tensor).to(device)
+        with torch._C.DisableTorchFunctionSubclass():
+            return count.as_subclass(torch.Tensor).to(device)
     return torch.full((), count, device=device)
 
 
 class CountedItems(torch.Tensor):
-    """`num_items_in_batch` as user code gets it: a 0-dim tensor that notes whether anything was computed with it.
+    """`num_items_in_batch` as losses get it: a 0-dim tensor that notes whether anything was computed with it.
 
     A loss that divided by it is a sum over the global batch already; one that ignored it is a mean over its own
-    micro-batch and has yet to be weighted. Both are common in overrides with the same signature.
+    micro-batch and has yet to be weighted. Both are common behind the same signature, in overrides and in models:
+    nearly half of the model classes of transformers 5 take it among their ``**kwargs`` and do nothing with it.
+    Looking at it (its device, its dtype) is no use of it, and neither is a copy, which notes in its stead.
     """
 
-    used: bool
+    _note: list[bool]
 
     @classmethod
     def of(cls, count: int | torch.Tensor, device: torch.device) -> CountedItems:
         """A fresh, unused count on the device."""
-        items = plain_items(count, device).as_subclass(cls)
-        items.used = False
-        return items
+        return _counted(plain_items(count, device), [])
+
+    @property
+    def used(self) -> bool:
+        """Whether it, or a copy of it, went into a computation."""
+        return bool(self._note)
+
+    def note(self) -> None:
+        """It is used from here on."""
+        self._note.append(True)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the use, and compute with plain tensors."""
-        plain = [_noted(argument) for argument in args]
-        named = {name: _noted(argument) for name, argument in (kwargs or {}).items()}
-        return func(*plain, **named)
+        notes: list[list[bool]] = []
+        plain = [_plain(argument, notes) for argument in args]
+        named = {name: _plain(argument, notes) for name, argument in (kwargs or {}).items()}
+        result = func(*plain, **named)
+        name = getattr(func, "__name__", "")
+        if name in _LOOKING:
+            return result
+        if name in _COPYING and len(notes) == 1 and isinstance(result, torch.Tensor):
+            return _counted(result, notes[0])
+        for note in notes:
+            note.append(True)
+        return result
 
 
-def _noted(argument: Any) -> Any:
+_LOOKING = {"__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension", "numel", "stride", "get_device"}
+_COPYING = {
+    *("to", "type", "type_as", "float", "double", "int", "long", "half", "bfloat16", "cpu", "cuda", "detach", "clone"),
+    *("contiguous", "clamp", "clamp_min", "view", "reshape", "unsqueeze", "squeeze", "expand", "requires_grad_"),
+}
+
+
+def _counted(plain: torch.Tensor, note: list[bool]) -> CountedItems:
+    items = plain.as_subclass(CountedItems)
+    items._note = note
+    return items
+
+
+def _plain(argument: Any, notes: list[list[bool]]) -> Any:
     if isinstance(argument, CountedItems):
         with torch._C.DisableTorchFunctionSubclass():
-            argument.used = True
+            notes.append(argument._note)
             return argument.as_subclass(torch.Tensor)
     return argument
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.trainer import models
 from trainer_lib.trainer.losses import neftune_hook
 from trainer_lib.trainer.optimization import OptimizationMixin
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
@@ -43,22 +46,23 @@ class PreparingMixin(OptimizationMixin):
         self._look_at_model()
 
     def _prepare_model(self) -> None:
+        if self.args.use_liger_kernel:
+            models.apply_liger_kernels(self.model, self.args.liger_kernel_config)
         if self.args.gradient_checkpointing:
-            enable = getattr(self.model, "gradient_checkpointing_enable", None)
-            if not callable(enable):
-                raise ConfigError(
-                    "The model has no gradient_checkpointing_enable().",
-                    field="gradient_checkpointing",
-                    value=True,
-                    remedy="Add one, or use torch.utils.checkpoint inside the model.",
-                )
-            enable(gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs or {"use_reentrant": False})
-        config: Any = getattr(self.model, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = self.args.use_cache  # keys and values kept while training are a waste of memory
+            models.enable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        # Keys and values kept while training are a waste of memory; `train` puts the settings back.
+        self._caches = [(config, config.use_cache) for config in models.cache_settings(self.model)]
+        for config, _ in self._caches:
+            config.use_cache = self.args.use_cache
         self.model_wrapped = self._wrap_model(self.model, training=True)
         self.model_wrapped.train()
         self._optimizer_mode("train")
+
+    def _put_use_cache_back(self) -> None:
+        """The model's configuration as it was before training."""
+        for config, before in self._caches:
+            config.use_cache = before
+        self._caches = []
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module whose forward is called: compiled and distributed as the arguments say."""
@@ -70,18 +74,19 @@ class PreparingMixin(OptimizationMixin):
             return self.strategy.setup_model(compiled)
         return self.strategy.setup_model(model)
 
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """What training puts on the model, for its length."""
+        noise = self._activate_neftune()
+        try:
+            yield
+        finally:
+            if noise is not None:
+                noise.remove()
+            self._put_use_cache_back()
+
     def _activate_neftune(self) -> torch.utils.hooks.RemovableHandle | None:
         if self.args.neftune_noise_alpha is None:
             return None
-        get = getattr(self.model, "get_input_embeddings", None)
-        embedding = (
-            get() if callable(get) else next((m for m in self.model.modules() if isinstance(m, nn.Embedding)), None)
-        )
-        if not isinstance(embedding, nn.Module):
-            raise ConfigError(
-                "The model has no embedding to add noise to.",
-                field="neftune_noise_alpha",
-                value=self.args.neftune_noise_alpha,
-                remedy="Remove it, or give the model get_input_embeddings().",
-            )
+        embedding = models.input_embedding(self.model, self.args.neftune_noise_alpha)
         return embedding.register_forward_hook(neftune_hook(self.args.neftune_noise_alpha))

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from trainer_lib.data.items import batch_size_of
 from trainer_lib.storage import Store
+from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 
 
@@ -81,9 +85,20 @@ class ReportingMixin(TrainerBase):
         return Store.open(str(self.args.output_dir), field="output_dir")
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Floating-point operations of a forward and backward pass, as the model says; 0 when it does not."""
+        """Floating-point operations of a forward and backward pass over a batch, as the model itself says, else 6 per
+        parameter (embeddings left out) and token, or sample where there are no tokens.
+
+        Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1: 2 forward, 4 backward.
+        """
+        if not isinstance(inputs, Mapping):
+            return 0
         count = getattr(self.model, "floating_point_ops", None)
-        return int(count(inputs)) if callable(count) and isinstance(inputs, Mapping) else 0
+        if callable(count):
+            return int(count(inputs))
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if isinstance(main, torch.Tensor) and (not main.is_floating_point() or models.is_transformers(self.model)):
+            return self._flos_per_item * main.numel()
+        return self._flos_per_item * (batch_size_of(inputs) or 0)
 
     def store_flos(self) -> None:
         """Add what all ranks have counted to the state; collective."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-import tempfile
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.manifest import COMMIT, withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState, callback_states
 from trainer_lib.storage import Store
+from trainer_lib.trainer import models
 from trainer_lib.trainer.reporting import ReportingMixin
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.seeding import set_seed
@@ -44,7 +44,8 @@ class SavingMixin(ReportingMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model to a folder: any fsspec URL, output_dir when not given.
 
-        ``model.safetensors``, ``config.json`` and the processing class if there are any, ``training_args.json``.
+        ``model.safetensors``, ``config.json`` and the processing class if there are any, ``training_args.json``: what
+        `from_pretrained` loads, for transformers' models. Of a model with peft adapters only these are written.
         Written by rank 0; a failure there is raised on all.
         """
         state = dict(self.strategy.model_state(self.model_wrapped))
@@ -57,26 +58,37 @@ class SavingMixin(ReportingMixin):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         store = Store.open(output_dir or str(self.args.output_dir), field="output_dir")
         state = self.strategy.model_state(self.model_wrapped) if state_dict is None else state_dict
-        with store.open_write(WEIGHTS) as writer:
-            write_safetensors(writer, state)
-        for name, data in self._model_files().items():
+        if not models.is_adapted(self.model):
+            with store.open_write(WEIGHTS) as writer:
+                write_safetensors(writer, models.in_saving_order(self.model, state))
+        for name, data in self._model_files(state).items():
             store.write_bytes(name, data)
         store.write_bytes("training_args.json", self.args.to_json_string().encode())
         store.sync()
 
-    def _model_files(self) -> dict[str, bytes]:
-        """What makes the weights usable elsewhere: the model's configuration and the processing class, as files."""
-        files: dict[str, bytes] = {}
-        config = getattr(self.model, "config", None)
-        if (text := _config_json(config)) is not None:
-            files["config.json"] = text.encode()
-        save = getattr(self.processing_class, "save_pretrained", None)
-        if callable(save):
-            with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
-                save(folder)
-                paths = (path for path in Path(folder).rglob("*") if path.is_file())
-                files.update({path.relative_to(folder).as_posix(): path.read_bytes() for path in paths})
-        return files
+    def _model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """What makes the weights usable elsewhere: the model's configuration (with adapters: these, of `state`), and
+        the processing class (or else the collator's tokenizer), as files."""
+        with self._use_cache_as_given():
+            files = models.model_files(self.model, state)
+            config = None if files else _config_json(getattr(self.model, "config", None))
+        if config is not None:
+            files["config.json"] = config.encode()
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        save = getattr(processing, "save_pretrained", None)
+        return {**files, **models.folder_files(save)} if callable(save) else files
+
+    @contextlib.contextmanager
+    def _use_cache_as_given(self) -> Iterator[None]:
+        """What training sets for itself is not what the saved configuration should say."""
+        in_training = [(config, config.use_cache) for config, _ in self._caches]
+        for config, before in self._caches:
+            config.use_cache = before
+        try:
+            yield
+        finally:
+            for config, value in in_training:
+                config.use_cache = value
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -117,16 +129,18 @@ class SavingMixin(ReportingMixin):
     def _snapshot(self, run: TrainingRun) -> Snapshot:
         """All resumable state, in one place.
 
-        weights; optimizer, schedule, loss scaler; random number generators of every rank; position in the data and the
-        losses since the last log; counters, log history, best metric and callbacks' states (trainer_state.json).
+        weights (of a model with adapters: all but the frozen base); optimizer, schedule, loss scaler; random number
+        generators of every rank; position in the data and the losses since the last log; counters, log history, best
+        metric and callbacks' states (trainer_state.json).
         """
         self.state.stateful_callbacks = callback_states(self._stateful_callbacks())
         whole = not self.args.save_only_model
         optimizer = self.optimizer if whole else None
         named = dict(self.model.named_parameters())
+        state = models.in_saving_order(self.model, self.strategy.model_state(self.model_wrapped))
         return Snapshot(
             step=self.state.global_step,
-            model=self.strategy.model_state(self.model_wrapped),
+            model=models.trained_state(self.model, state),
             optimizer=snapshot_optimizer(optimizer, named) if optimizer is not None else None,
             scheduler=self.lr_scheduler.state_dict() if whole and self.lr_scheduler is not None else None,
             scaler=self.precision.scaler_state() if whole else None,
@@ -134,12 +148,13 @@ class SavingMixin(ReportingMixin):
             data=run.position(),
             trainer_state=self.state.to_dict(),
             training_args=self.args.to_dict(),
-            files=self._model_files(),
+            files=self._model_files(state) if self.is_world_process_zero() else {},
             meta={
                 **self.strategy.describe(),
                 "world_size": self.comm.world_size,
                 "global_samples": run.samples,
                 "precision": self.precision.name,
+                "frozen": models.frozen_fingerprint(self.model, state),
             },
         )
 
@@ -175,9 +190,20 @@ class SavingMixin(ReportingMixin):
         return load_checkpoint(Store.open(parent or ".", field="resume_from_checkpoint"), name, self.comm)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load a checkpoint's weights into the model."""
-        loaded = self._open_checkpoint(resume_from_checkpoint)
-        self.strategy.load_model_state(model or self.model, loaded.model())
+        """Load a checkpoint's weights into the model. Raises ConfigError when they belong to another one."""
+        loaded, target = self._open_checkpoint(resume_from_checkpoint), model or self.model
+        state = loaded.model()
+        if (frozen := loaded.commit.meta.get("frozen")) is not None:
+            present = self.strategy.model_state(target)
+            if frozen != models.frozen_fingerprint(target, present):
+                raise ConfigError(
+                    "The adapters were trained on other base weights than this model has.",
+                    field="resume_from_checkpoint",
+                    value=loaded.url,
+                    remedy="Put them on the base they were trained on.",
+                )
+            state = {**present, **state}
+        self.strategy.load_model_state(target, state)
 
     def _load_best_model(self) -> None:
         """Put the best checkpoint's weights into the model."""

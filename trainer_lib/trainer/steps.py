@@ -24,7 +24,7 @@ class StepMixin(TrainerBase):
     def _prepare_input(self, data: Any) -> Any:
         """Move a tensor, or every tensor in a nested structure, to the device."""
         if isinstance(data, torch.Tensor):
-            return data.to(self.device, non_blocking=True)
+            return data.to(self.device, non_blocking=self._batching.non_blocking)
         if isinstance(data, Mapping):
             moved = {name: self._prepare_input(value) for name, value in data.items()}
             return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
@@ -122,14 +122,13 @@ class StepMixin(TrainerBase):
         labels = None
         if isinstance(inputs, Mapping) and (self.compute_loss_func is not None or self.label_smoother is not None):
             labels = self._labels(inputs)
-            if labels is not None and self._drops_labels():
+            if labels is not None and self._drops_labels(inputs):
                 inputs = {name: value for name, value in inputs.items() if name not in self.label_names}
-        given = inputs
         own = self.compute_loss_func is None and (self.label_smoother is None or labels is None)
         if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
-            self._items_used = True
-            given = {**inputs, "num_items_in_batch": plain_items(num_items_in_batch, self.device)}
-        outputs = self._called(model, given)
+            outputs = self._called_with_items(model, inputs, num_items_in_batch)
+        else:
+            outputs = self._called(model, inputs)
         if self.compute_loss_func is not None:
             loss = self._call_loss_func(outputs, labels, num_items_in_batch)
         elif self.label_smoother is not None and labels is not None:
@@ -137,6 +136,16 @@ class StepMixin(TrainerBase):
         else:
             loss = loss_of(outputs, inputs)
         return (loss, outputs) if return_outputs else loss
+
+    def _called_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:
+        """The outputs of a model that may divide its loss by the count, and the note whether it did."""
+        if self.args.torch_compile:  # a compiled graph is given a plain tensor, and what the code says is believed
+            self._items_used = self._forward.divides_by_items
+            return self._called(model, {**inputs, "num_items_in_batch": plain_items(num_items, self.device)})
+        items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, self.device)
+        outputs = self._called(model, {**inputs, "num_items_in_batch": items})
+        self._items_used = items.used
+        return outputs
 
     def _called(self, model: nn.Module, inputs: Any) -> Any:
         """The model's outputs. Raises ConfigError for a batch whose names its forward does not take."""
@@ -147,9 +156,11 @@ class StepMixin(TrainerBase):
                 raise misfit from error
             raise
 
-    def _drops_labels(self) -> bool:
+    def _drops_labels(self, inputs: Mapping[str, Any]) -> bool:
         # The loss is computed here: without labels the model spares its own. Decoders may need them to shift inputs.
-        return self.compute_loss_func is not None or self._forward.columns is None
+        if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
+            return "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
+        return self.compute_loss_func is not None or self._forward.open_ended
 
     def _labels(self, inputs: Mapping[str, Any]) -> Any:
         present = [inputs[name] for name in self.label_names if name in inputs]

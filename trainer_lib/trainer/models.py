@@ -1,0 +1,345 @@
+"""What is particular to models of transformers and peft: their wrappers, their files, what of them is trained.
+
+Neither package is imported here. A model of theirs brought its package along, so it is looked up where it already is;
+without it, no model can be one of theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import importlib
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+_ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")
+"""Children under which peft keeps trained copies, besides those that its layers name in `adapter_layer_names`."""
+_PROBED = 64
+"""Values of each frozen tensor that its fingerprint looks at."""
+
+
+# -- what a model is ---------------------------------------------------------------------------------------------------
+
+
+def _is_a(model: object, package: str, name: str) -> bool:
+    kind = getattr(sys.modules.get(package), name, None) if package in sys.modules else None
+    return isinstance(kind, type) and isinstance(model, kind)
+
+
+def is_transformers(model: object) -> bool:
+    """Whether it is a `transformers.PreTrainedModel`."""
+    return _is_a(model, "transformers", "PreTrainedModel")
+
+
+def is_peft(model: object) -> bool:
+    """Whether it is a `peft.PeftModel`, a wrapper around a frozen model."""
+    return _is_a(model, "peft", "PeftModel")
+
+
+def is_adapted(model: object) -> bool:
+    """Whether adapters of peft's are all that is exported of it: a wrapper, or a model with `add_adapter` called."""
+    return is_peft(model) or (is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False)))
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model whose forward computes, inside torch.compile's and peft's wrappers."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    if is_peft(inner):
+        inner = inner.get_base_model()
+    elif _is_a(inner, "peft", "PeftMixedModel"):
+        inner = inner.base_model.model
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Whether its weights must stay where they are: quantised by bitsandbytes, or offloaded to host or disk."""
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    method = getattr(model, "quantization_method", None)
+    return bool(devices & {"cpu", "disk"}) or str(getattr(method, "value", method)) == "bitsandbytes"
+
+
+def is_spread(model: nn.Module, device: torch.device) -> bool:
+    """Whether its layers lie on several devices, or on one that is not this process's."""
+    devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
+    if len(devices) != 1:
+        return len(devices) > 1
+    return _as_device(next(iter(devices))) != (device if device.index is not None else _as_device(0, device.type))
+
+
+def _as_device(name: Any, kind: str = "cuda") -> torch.device:
+    return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
+
+
+def refuse_untrainable(model: nn.Module) -> None:
+    """Raise ConfigError for quantised weights with nothing on top that could learn."""
+    if not getattr(model, "is_quantized", False) or is_adapted(model):
+        return
+    quantizer = getattr(model, "hf_quantizer", None)
+    if getattr(quantizer, "is_qat_trainable", False):
+        return
+    raise ConfigError(
+        "is quantised: whole numbers have no gradient, so nothing of it can be trained.",
+        field="model",
+        value=type(model).__name__,
+        remedy="Put adapters on top: peft.get_peft_model(model, LoraConfig(...)).",
+    )
+
+
+# -- what is saved of it -----------------------------------------------------------------------------------------------
+
+
+def model_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """What belongs beside the weights of a transformers or peft model, so that its `from_pretrained` loads the folder.
+
+    ``config.json``, ``generation_config.json`` and custom code; of a model with adapters everything:
+    ``adapter_config.json`` and ``adapter_model.safetensors`` (in a folder of its name for every adapter but "default").
+    Nothing for other models. A model card is left to `create_model_card`, which knows more.
+    """
+    given: Any = model
+    if is_adapted(model):
+        files = folder_files(lambda folder: given.save_pretrained(folder, state_dict=dict(state)))
+        return {name: data for name, data in files.items() if name != "README.md"}
+    return _transformers_files(given) if is_transformers(model) else {}
+
+
+def _transformers_files(model: Any) -> dict[str, bytes]:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    files = {"config.json": config.to_json_string().encode()}
+    if model.can_generate() and model.generation_config is not None:
+        files["generation_config.json"] = model.generation_config.to_json_string().encode()
+    if getattr(model, "_auto_class", None) is not None:  # registered by register_for_auto_class: its code goes along
+        from transformers.dynamic_module_utils import custom_object_save
+
+        files.update(folder_files(lambda folder: custom_object_save(model, folder, config=config)))
+    return files
+
+
+def folder_files(write: Callable[[str], Any]) -> dict[str, bytes]:
+    """The files that `write(folder)` writes, by relative path."""
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        write(folder)
+        paths = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def in_saving_order(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`state` with tied copies last: the first of several equal names is the one that is stored, and transformers
+    expects it to be the tied weight's source."""
+    tied: Any = getattr(model, "all_tied_weights_keys", None)
+    copies: Collection[str] = tied if isinstance(tied, Mapping) else ()
+    return {name: state[name] for name in sorted(state, key=lambda name: name in copies)}
+
+
+# -- what of it is trained ---------------------------------------------------------------------------------------------
+
+
+def trained_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a model with adapters, what is not the frozen base: adapters (active or not), other trained parameters, and
+    buffers. Everything of any other model."""
+    if not _has_adapters(model):
+        return dict(state)
+    frozen = set(_frozen_names(model))
+    return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return is_adapted(model) or _is_a(model, "peft", "PeftMixedModel")
+
+
+def _frozen_names(model: nn.Module) -> Iterator[str]:
+    adapters = tuple(_adapter_prefixes(model))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    for name in model.state_dict(keep_vars=True):
+        if name not in trained and name not in buffers and not name.startswith(adapters):
+            yield name
+
+
+def _adapter_prefixes(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for part in (*getattr(module, "adapter_layer_names", ()), *_ADAPTER_PARTS):
+            if isinstance(getattr(module, part, None), nn.Module):
+                yield f"{prefix}.{part}." if prefix else f"{part}."
+
+
+def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> str | None:
+    """A digest of the frozen base under adapters, from names, shapes and 64 values of each tensor; None without any.
+
+    A checkpoint holds the adapters only. Put on another base they would train on without a word, and wrongly.
+    """
+    if not _has_adapters(model):
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(_frozen_names(model)):
+        tensor = state.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            continue
+        flat = tensor.detach().reshape(-1)
+        probe = flat[:: max(1, flat.numel() // _PROBED)][:_PROBED].cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(probe.view(torch.uint8).numpy().tobytes() if probe.numel() else b"")
+    return digest.hexdigest()
+
+
+# -- settings for training ---------------------------------------------------------------------------------------------
+
+
+def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
+    """Switch recomputation on; with adapters, let gradients reach them through the frozen embedding.
+
+    Raises ConfigError when the model offers none.
+    """
+    enable = checkpointing_switch(model)
+    settings = dict(kwargs or {"use_reentrant": False})
+    parameters = inspect.signature(enable).parameters.values()
+    takes = any(p.name == "gradient_checkpointing_kwargs" or p.kind is p.VAR_KEYWORD for p in parameters)
+    if kwargs and not takes:
+        raise ConfigError(
+            "The model's gradient_checkpointing_enable() takes no settings.",
+            field="gradient_checkpointing_kwargs",
+            value=kwargs,
+            remedy="Remove them, or let it take gradient_checkpointing_kwargs.",
+        )
+    try:
+        enable(**({"gradient_checkpointing_kwargs": settings} if takes else {}))
+    except ValueError as error:  # transformers' models that have no support
+        raise _no_checkpointing(str(error)) from error
+    requires_grads = getattr(model, "enable_input_require_grads", None)
+    if _has_adapters(model) and callable(requires_grads):
+        requires_grads()
+
+
+def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:
+    """The model's `gradient_checkpointing_enable`. Raises ConfigError when there is none."""
+    enable: Callable[..., Any] | None = getattr(model, "gradient_checkpointing_enable", None)
+    if not callable(enable):
+        raise _no_checkpointing("The model has no gradient_checkpointing_enable().")
+    return enable
+
+
+def _no_checkpointing(why: str) -> ConfigError:
+    return ConfigError(
+        why,
+        field="gradient_checkpointing",
+        value=True,
+        remedy="Add gradient_checkpointing_enable() to the model, or use torch.utils.checkpoint inside its forward.",
+    )
+
+
+def check_settings(model: nn.Module, args: TrainingArguments) -> None:
+    """Raise ConfigError for settings that this model cannot serve, and MissingExtraError for an absent package."""
+    if args.gradient_checkpointing:
+        checkpointing_switch(model)
+    if args.neftune_noise_alpha is not None:
+        input_embedding(model, args.neftune_noise_alpha)
+    if args.use_liger_kernel:
+        _liger_kernels(model, args.liger_kernel_config)
+
+
+def apply_liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> None:
+    """Replace layers of a transformers model by those of the package liger_kernel, in place.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+        ConfigError: it has no kernels for this model, or not those that `config` names.
+    """
+    _liger_kernels(model, config)._apply_liger_kernel_to_instance(model=innermost(model), **(config or {}))
+
+
+def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
+    inner = innermost(model)
+    if not is_transformers(inner):
+        raise ConfigError(
+            "replaces layers of transformers' models only.",
+            field="use_liger_kernel",
+            value=type(inner).__name__,
+            remedy="Remove it.",
+        )
+    try:
+        kernels = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"needs the package liger-kernel ({error}).",
+            field="use_liger_kernel",
+            value=True,
+            remedy="Install it: pip install liger-kernel.",
+        ) from error
+    kind = getattr(getattr(inner, "config", None), "model_type", None)
+    known = kernels.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if kind not in known:
+        raise ConfigError(
+            f"There are no kernels for {kind!r} models.",
+            field="use_liger_kernel",
+            value=True,
+            remedy="Remove it.",
+        )
+    options = inspect.signature(known[kind]).parameters
+    for name in config or {}:
+        if name not in options:
+            offered = ", ".join(each for each in options if each != "model")
+            raise ConfigError(
+                f"There is no such kernel for {kind!r} models.",
+                field=f"liger_kernel_config.{name}",
+                remedy=f"There are {offered}.",
+            )
+    return kernels
+
+
+def cache_settings(model: nn.Module) -> list[Any]:
+    """The parts of the model's configuration that say whether keys and values are kept (`use_cache`)."""
+    config = getattr(model, "config", None)
+    return [each for each in (config, getattr(config, "text_config", None)) if hasattr(each, "use_cache")]
+
+
+def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
+    """The layer that turns tokens into vectors: what the model says, or its only `nn.Embedding`.
+
+    Raises ConfigError when that does not name one; `alpha` is NEFTune's, which it is wanted for.
+    """
+    get = getattr(model, "get_input_embeddings", None)
+    found: Any = None
+    if callable(get):
+        with contextlib.suppress(NotImplementedError):
+            found = get()
+    else:
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        found = embeddings[0] if len(embeddings) == 1 else None
+    if not isinstance(found, nn.Module):
+        raise ConfigError(
+            "It is not clear which embedding of the model to add noise to.",
+            field="neftune_noise_alpha",
+            value=alpha,
+            remedy="Remove it, or give the model get_input_embeddings().",
+        )
+    return found
+
+
+def non_embedding_parameters(model: nn.Module) -> int:
+    """Parameters that multiply with every token: all but the embeddings' tables."""
+    count = getattr(model, "num_parameters", None)
+    if callable(count) and is_transformers(innermost(model)):
+        return int(count(exclude_embeddings=True))  # knows how many parameters a quantised byte holds
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in tables)
+
+
+def config_values(model: nn.Module) -> dict[str, Any]:
+    """The model's configuration as a mapping, for trackers; empty when it has none."""
+    config: Any = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    return copy.copy(dict(config)) if isinstance(config, Mapping) else {}
