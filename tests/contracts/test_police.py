@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import police
@@ -46,6 +47,17 @@ def test_a_process_in_a_session_of_its_own_is_found_and_ended(monkeypatch: pytes
     with child:
         assert child.wait(timeout=10) != 0
     assert len(found) == 1 and found[0].startswith(f"process {child.pid}:")
+
+
+def test_a_process_of_before_is_spared_when_the_clock_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "SETTLE_S", 0.05)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        before = police.Scene.look(())
+        at_boot = psutil.boot_time()
+        monkeypatch.setattr(f"{psutil.Process().__module__}._psplatform.boot_time", lambda: at_boot + 1)
+        assert police.leaks(before, ()) == []
+        child.communicate(b"\n")
+    assert child.returncode == 0
 
 
 def test_a_process_group_left_open_is_destroyed(tmp_path: Path) -> None:

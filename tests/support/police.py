@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from trainer_lib.launch.guard import start_time  # in ticks since boot: the system's clock may step
+
 TOKEN = "TRAINFLOW_TEST_SESSION"
 SETTLE_S = 5.0
 
@@ -49,7 +51,7 @@ class Scene:
 
     env: dict[str, str]
     threads: frozenset[int]
-    processes: frozenset[tuple[int, float]]
+    processes: frozenset[tuple[int, str | None]]
     files: frozenset[Path]
     cwd: str
 
@@ -59,7 +61,7 @@ class Scene:
         return cls(
             env=dict(os.environ),
             threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
-            processes=frozenset((process.pid, process.create_time()) for process in session_processes()),
+            processes=frozenset((process.pid, start_time(process.pid)) for process in session_processes()),
             files=frozenset(path for folder in watched for path in _entries(folder)),
             cwd=str(Path.cwd()),
         )
@@ -109,7 +111,7 @@ def _env_leaks(before: Scene) -> list[str]:
 
 def _process_leaks(before: Scene) -> list[str]:
     def fresh() -> list[psutil.Process]:
-        return [p for p in session_processes() if (p.pid, p.create_time()) not in before.processes]
+        return [p for p in session_processes() if (p.pid, start_time(p.pid)) not in before.processes]
 
     psutil.wait_procs(fresh(), timeout=SETTLE_S)
     found = []
