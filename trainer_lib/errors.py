@@ -231,7 +231,7 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
     text = str(error) or type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted.", **where)
-    if isinstance(error, MemoryError) or _is_torch_oom(error, text):
+    if is_out_of_memory(error):
         return OutOfMemoryError(
             f"Memory ran out: {text.splitlines()[0]}",
             remedy="Lower per_device_train_batch_size (the global batch stays when global_batch_size is set).",
@@ -242,9 +242,13 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
     return CodeError(f"{type(error).__name__}: {text}", **where)
 
 
-def _is_torch_oom(error: BaseException, text: str) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether host or device memory ran out: Python's, torch's (by name: no torch here), a device library's."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    return "OutOfMemoryError" in names or ("RuntimeError" in names and "can't allocate memory" in text)
+    if names & {"MemoryError", "OutOfMemoryError"}:
+        return True
+    text = str(error).lower()
+    return "RuntimeError" in names and ("out of memory" in text or "can't allocate memory" in text)
 
 
 def _shown(value: object) -> str:

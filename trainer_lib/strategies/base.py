@@ -44,6 +44,9 @@ class Strategy(Protocol):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around micro-steps whose gradients are only accumulated: nothing is exchanged."""
 
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Exchange gradients that were all computed under `no_sync`, as a backward outside of it would have."""
+
     def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
         """Backpropagate `loss`; `seed` is the gradient of the objective with respect to it (1 when None)."""
 

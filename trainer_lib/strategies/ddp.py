@@ -62,9 +62,28 @@ class DdpStrategy(SingleStrategy):
             raise InfrastructureError("The model in training is not the replicated one.", field="model_wrapped")
         return model.no_sync()
 
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Average them over ranks; a parameter used on some ranks only counts as zero on the others."""
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        present = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=self.device)
+        used = self.comm.sum_tensor(present).tolist()
+        gradients = [_gradient(each) for each, count in zip(parameters, used, strict=True) if count]
+        for gradient in gradients:
+            gradient.div_(self.comm.world_size)
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            work.wait()
+        if isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = True  # else buffers, too, would stay local from now on
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks."""
         return self.comm.sum_tensor(tensor)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _options(args: StrategySettings) -> dict[str, Any]:

@@ -41,6 +41,9 @@ class SingleStrategy:
         """There is nobody to exchange gradients with."""
         return contextlib.nullcontext()
 
+    def sync_gradients(self, model: nn.Module) -> None:
+        """There is nobody to exchange gradients with."""
+
     def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
         """Backpropagate."""
         loss.backward(seed)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from trainer_lib.precision import apply_tf32, create_precision
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer import checks, models
+from trainer_lib.trainer.batching import BatchSettings
 from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
@@ -44,8 +45,15 @@ def create_strategy(args: TrainingArguments, device: torch.device, comm: distrib
     return SingleStrategy(device, comm)
 
 
+def _group_formed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class TrainerBase:
     """Construction and common ground; `Trainer` is the public class."""
+
+    _arguments_class: type[TrainingArguments] = TrainingArguments
+    _serves_seq2seq = False
 
     def __init__(
         self,
@@ -64,7 +72,7 @@ class TrainerBase:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self._set_up_process(TrainingArguments(output_dir="tmp_trainer") if args is None else args)
+        self._set_up_process(self._arguments_class(output_dir="tmp_trainer") if args is None else args)
         self.model_init = model_init
         self.processing_class = checks.processing_class(processing_class, tokenizer)
         self.train_dataset = train_dataset
@@ -86,8 +94,10 @@ class TrainerBase:
     def _set_up_process(self, args: TrainingArguments) -> None:
         """Everything that follows from the arguments alone: ranks, device, seeds, strategy, precision."""
         args.validate()
-        checks.refuse_unserved(args)
+        checks.refuse_unserved(args, serves_seq2seq=self._serves_seq2seq)
         self.args = args
+        self._batching = BatchSettings.of(args.accelerator_config)
+        self._batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=_group_formed())
         self.comm = distributed.init(args)
         self.device = distributed.choose_device(use_cpu=args.use_cpu)
         logging.getLogger("trainer_lib").setLevel(args.get_process_log_level())
@@ -108,6 +118,7 @@ class TrainerBase:
         self.hp_name: Callable[[Any], str] | None = None
         self._trial: Any = None
         self._items_used = False
+        self._memory_allows: int | None = None
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
         self._caches: list[tuple[Any, Any]] = []
@@ -208,6 +219,21 @@ class TrainerBase:
         """Remove a callback, or the first of a class."""
         self.callback_handler.remove_callback(callback)
 
+    # -- batch sizes --------------------------------------------------------------------------------------------------
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples that this process trains on at a time: as the arguments say, or fewer where memory was short."""
+        given, world = self.args.train_batch_size, self.comm.world_size
+        size = self._batching.share(given, world, field="per_device_train_batch_size")
+        return min(size, self._memory_allows or size)
+
+    @property
+    def _eval_batch_size(self) -> int:
+        """Samples that this process evaluates at a time."""
+        given, world = self.args.eval_batch_size, self.comm.world_size
+        return self._batching.share(given, world, field="per_device_eval_batch_size")
+
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def is_local_process_zero(self) -> bool:
@@ -217,6 +243,10 @@ class TrainerBase:
     def is_world_process_zero(self) -> bool:
         """Whether this is the main process of the whole job."""
         return self.comm.rank == 0
+
+    @property
+    def _sorts_by_length(self) -> bool:
+        return self.args.train_sampling_strategy == "group_by_length"
 
     @property
     def tokenizer(self) -> Any:

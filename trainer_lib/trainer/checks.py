@@ -10,40 +10,34 @@ from torch.utils.data import IterableDataset
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.seq2seq import Seq2SeqArguments
 from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.base import TrainerBase
 
-_BATCHING = ("split_batches", "dispatch_batches", "use_configured_state", "gradient_accumulation_kwargs")
 # Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
     "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
     "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
-    "auto_find_batch_size": (
-        lambda args: args.auto_find_batch_size,
-        "Set global_batch_size and a smaller per_device_train_batch_size.",
-    ),
     "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
     "push_to_hub": (lambda args: args.push_to_hub, "Publish with the pipeline's push-to-hub stage."),
     "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),
-    "accelerator_config": (
-        lambda args: _asks_for_other_batches(args.accelerator_config),
-        "Remove it: batches are shared out to processes by position.",
-    ),
     "eval_use_gather_object": (lambda args: args.eval_use_gather_object, "Return tensors or arrays from the model."),
     "save_on_each_node": (lambda args: args.save_on_each_node, "Give an output_dir that all machines share."),
 }
 
 
-def _asks_for_other_batches(config: Any) -> bool:
-    return isinstance(config, str) or any((config or {}).get(name) for name in _BATCHING)
-
-
-def refuse_unserved(args: TrainingArguments) -> None:
+def refuse_unserved(args: TrainingArguments, *, serves_seq2seq: bool = False) -> None:
     """Raise ConfigError for an argument that would have no effect."""
+    for name in () if serves_seq2seq else field_map(Seq2SeqArguments):
+        if getattr(args, name, None):
+            raise ConfigError(
+                "has no effect on a Trainer.", field=name, value=getattr(args, name), remedy="Use Seq2SeqTrainer."
+            )
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
             raise ConfigError("is not served by this version.", field=name, value=getattr(args, name), remedy=remedy)
@@ -62,7 +56,7 @@ def processing_class(given: Any, tokenizer: Any) -> Any:
 def trainer(trainer: TrainerBase) -> None:
     """Contradictions between the arguments and what else the Trainer was given."""
     args = trainer.args
-    _check_training_data(args, trainer.train_dataset)
+    _check_training_data(args, trainer.train_dataset, sorts=trainer._sorts_by_length)
     if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
         raise ConfigError(
             f"eval_strategy = {args.eval_strategy} needs data to evaluate on.",
@@ -93,7 +87,7 @@ def _own(trainer: TrainerBase, method: str) -> bool:
     return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
 
 
-def _check_training_data(args: TrainingArguments, dataset: Any) -> None:
+def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) -> None:
     if dataset is None:
         return
     if args.max_steps <= 0 and not has_length(dataset):
@@ -105,9 +99,13 @@ def _check_training_data(args: TrainingArguments, dataset: Any) -> None:
         )
     if has_length(dataset) and len(dataset) == 0:
         raise DataError("The training data has no samples.", field="train_dataset", remedy="Give data.")
-    if isinstance(dataset, IterableDataset) and args.train_sampling_strategy == "group_by_length":
+    if sorts and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
+        name = "sortish_sampler" if getattr(args, "sortish_sampler", False) else "train_sampling_strategy"
         raise ConfigError(
-            "cannot sort a stream.", field="train_sampling_strategy", value="group_by_length", remedy="Use random."
+            "cannot sort a stream.",
+            field=name,
+            value=getattr(args, name),
+            remedy="Remove it, or give map-style data.",
         )
 
 

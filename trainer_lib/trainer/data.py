@@ -28,6 +28,7 @@ from trainer_lib.data.order import (
     RandomOrder,
     SamplerOrder,
     SequentialOrder,
+    keep_generators,
 )
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.base import TrainerBase
@@ -59,6 +60,20 @@ class _WithoutColumns:
         return self.collate(kept)
 
 
+class _WithoutColumn:
+    """A collator that drops one column from each sample."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], column: str) -> None:
+        self.collate = collate
+        self.is_pure = is_pure_collator(collate)
+        self._column = column
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if isinstance(samples[0], Mapping) and self._column in samples[0]:
+            samples = [{name: value for name, value in row.items() if name != self._column} for row in samples]
+        return self.collate(samples)
+
+
 def _nothing_left(present: Any, columns: set[str], described: str) -> ConfigError:
     return ConfigError(
         f"No column of {described} is a parameter of the model's forward ({', '.join(sorted(columns))}).",
@@ -75,8 +90,8 @@ class DataMixin(TrainerBase):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one optimizer step over all ranks."""
-        product = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.comm.world_size
-        return args.global_batch_size or product
+        processes = 1 if self._batching.split_batches else self.comm.world_size
+        return args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples behind a loader: its dataset's length, else estimated from its batches."""
@@ -118,7 +133,7 @@ class DataMixin(TrainerBase):
         self._set_signature_columns_if_needed()
         if self._signature_columns is None:
             return None
-        length = [self.args.length_column_name] if self.args.train_sampling_strategy == "group_by_length" else []
+        length = [self.args.length_column_name] if self._sorts_by_length else []
         return {*self._signature_columns, *length}
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
@@ -143,9 +158,15 @@ class DataMixin(TrainerBase):
         return _WithoutColumns(data_collator, columns, f"the {description or 'training'} data")
 
     def _prepared(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        collate = self.data_collator
         if callable(getattr(dataset, "remove_columns", None)):
-            return self._remove_unused_columns(dataset, description=description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+            dataset = self._remove_unused_columns(dataset, description=description)
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description=description)
+        # The column that samples are sorted by is no input, not even of a model that takes any keyword.
+        if self._sorts_by_length and self.args.length_column_name not in (self._forward.columns or ()):
+            collate = _WithoutColumn(collate, self.args.length_column_name)
+        return dataset, collate
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -157,27 +178,35 @@ class DataMixin(TrainerBase):
         return OrderSampler(self._train_order(dataset))
 
     def _train_order(self, dataset: Any) -> Order:
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if self.args.train_sampling_strategy == "sequential":
             return SequentialOrder(len(dataset))
-        if self.args.train_sampling_strategy == "group_by_length":
-            lengths = self._lengths(dataset)
-            return LengthGroupedOrder(lengths, seed, 50 * self.get_total_train_batch_size(self.args))
-        return RandomOrder(len(dataset), seed)
+        if self._sorts_by_length:
+            stretch = 50 * self.get_total_train_batch_size(self.args)
+            return LengthGroupedOrder(self._lengths(dataset), self._data_seed, stretch)
+        return RandomOrder(len(dataset), self._data_seed)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _lengths(self, dataset: Any) -> list[int]:
+        """Every sample's length, in the unit of the length column, else tokens."""
         name = self.args.length_column_name
-        if name in (getattr(dataset, "column_names", None) or ()):
-            return [int(length) for length in dataset[name]]
         key = getattr(self.processing_class, "model_input_names", ["input_ids"])[0]
+        columns = getattr(dataset, "column_names", None) or ()
         rows = (dataset[index] for index in range(len(dataset)))
         try:
-            return [int(row[name]) if name in row else len(row[key]) for row in rows]
+            with keep_generators():  # reading a sample may draw random numbers
+                if name in columns:
+                    return [int(length) for length in dataset[name]]
+                if key in columns:
+                    return [len(tokens) for tokens in dataset[key]]
+                return [int(row[name]) if name in row else len(row[key]) for row in rows]
         except (TypeError, KeyError, IndexError) as error:
             raise ConfigError(
-                f"The samples have neither a column {name!r} nor one {key!r} with a length.",
-                field="train_sampling_strategy",
-                value="group_by_length",
+                f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length.",
+                field="length_column_name",
+                value=name,
                 remedy=f"Add a column {name!r}, or name it in length_column_name.",
             ) from error
 
@@ -191,7 +220,7 @@ class DataMixin(TrainerBase):
             return IterableLoader(
                 dataset,
                 global_batch=self.get_total_train_batch_size(args),
-                micro_batch=args.train_batch_size,
+                micro_batch=self._train_batch_size,
                 world_size=comm.world_size,
                 rank=comm.rank,
                 collate=collate,
@@ -203,7 +232,7 @@ class DataMixin(TrainerBase):
         plan = BatchPlan.cut(
             order.num_samples,
             global_batch=self.get_total_train_batch_size(args),
-            micro_batch=args.train_batch_size,
+            micro_batch=self._train_batch_size,
             world_size=comm.world_size,
             rank=comm.rank,
             drop_last=args.dataloader_drop_last,
@@ -222,6 +251,13 @@ class DataMixin(TrainerBase):
         self.callback_handler.train_dataloader = loader
         if isinstance(loader, TrainLoader | IterableLoader):
             return loader
+        if self._batching.split_batches:
+            raise ConfigError(
+                "cannot split the batches of a loader of your own.",
+                field="accelerator_config.split_batches",
+                value=True,
+                remedy="Remove it, and let the loader make batches for one process.",
+            )
         return ForeignLoader(
             loader,
             accumulation=self.args.gradient_accumulation_steps,
@@ -281,8 +317,8 @@ class DataMixin(TrainerBase):
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             return IterableLoader(
                 dataset,
-                global_batch=self.args.eval_batch_size * self.comm.world_size,
-                micro_batch=self.args.eval_batch_size,
+                global_batch=self._eval_batch_size * self.comm.world_size,
+                micro_batch=self._eval_batch_size,
                 world_size=self.comm.world_size,
                 rank=self.comm.rank,
                 collate=collate,
@@ -302,7 +338,7 @@ class DataMixin(TrainerBase):
         alone = rows is not None
         return EvalLoader(
             dataset,
-            batch_size=self.args.eval_batch_size,
+            batch_size=self._eval_batch_size,
             world_size=1 if alone else self.comm.world_size,
             rank=0 if alone else self.comm.rank,
             collate=collate,

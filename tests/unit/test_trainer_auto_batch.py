@@ -1,0 +1,246 @@
+"""`auto_find_batch_size` and `accelerator_config`: how many samples a process takes at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.toys import Classifier, StatefulStream, classification_rows
+from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.errors import ConfigError, OutOfMemoryError
+
+ROWS = classification_rows(26)
+EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+def cuda() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+FAILURES = {
+    "torch": cuda,
+    "device": lambda: RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
+    "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
+    "host": MemoryError,
+}
+
+
+class Hungry(Classifier):
+    """Has memory for `room` samples at a time, from its call number `since` on."""
+
+    def __init__(self, room: int, failure: Any = cuda, since: int = 0) -> None:
+        super().__init__()
+        self.room, self.failure, self.since = room, failure, since
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if len(x) > self.room and len(self.seen) >= self.since:
+            raise self.failure()
+        self.seen.append(len(x))
+        return super().forward(x, labels)
+
+
+def hungry(room: int, **given: Any) -> Hungry:
+    torch.manual_seed(0)
+    return Hungry(room, **given)
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
+    failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Samples, losses and weights are those of a run that had the smaller micro-batch from the start."""
+    given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **EVERY_STEP}
+    found = trainer(
+        tmp_path / "a",
+        ROWS,
+        model=hungry(3, failure=FAILURES[failure]),
+        per_device_train_batch_size=10,
+        auto_find_batch_size=True,
+        **given,
+    )
+    found.train()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [re.findall(r"micro-batches of (\d+): training goes on with (\d+)", line)[0] for line in told[:2]] == [
+        ("10", "5"),
+        ("5", "2"),
+    ]
+    assert found.state.train_batch_size == 2
+    small = trainer(tmp_path / "b", ROWS, model=hungry(3), per_device_train_batch_size=2, **given)
+    small.train()
+    assert_equal(final_state(found), final_state(small))
+    assert found.model.seen == small.model.seen
+
+
+def test_odd_sizes_leave_uneven_micro_batches_at_their_exact_weight(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 7, **EVERY_STEP}
+    model = hungry(4)
+    model.dropout = nn.Dropout(0.0)
+    found = trainer(tmp_path / "a", ROWS, model=model, auto_find_batch_size=True, **given)
+    found.train()
+    assert model.seen[:3] == [3, 3, 1]
+    torch.manual_seed(0)
+    whole = trainer(tmp_path / "b", ROWS, model=Classifier(dropout=0.0), **given)
+    whole.train()
+    for one, other in zip(found.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_it_goes_on_from_the_newest_checkpoint_of_the_same_training(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **EVERY_STEP}
+    given |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
+    # 4 steps an epoch (8 + 8 + 8 + 2): memory runs out in step 6, step 4 is saved.
+    found = trainer(tmp_path / "a", ROWS, model=hungry(4, since=5), auto_find_batch_size=True, **given)
+    found.train()
+    stopped = trainer(tmp_path / "b", ROWS, model=hungry(9), callbacks=[StopAt(4)], **given)
+    assert preempted_at(stopped) == 4
+    resumed = trainer(tmp_path / "b", ROWS, model=hungry(9), **{**given, "per_device_train_batch_size": 4})
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(final_state(found), final_state(resumed))
+
+
+def test_a_resumed_run_starts_with_the_micro_batch_that_was_found(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"num_train_epochs": 1, "auto_find_batch_size": True, "per_device_train_batch_size": 8}
+    assert preempted_at(trainer(tmp_path, ROWS, model=hungry(4), callbacks=[StopAt(2)], **given)) == 2
+    model = hungry(4)
+    trainer(tmp_path, ROWS, model=model, **given).train(resume_from_checkpoint=True)
+    assert model.seen == [4, 4, 2]
+
+
+class Counting(TrainerCallback):
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun.append(state.global_step)
+
+
+def test_what_the_user_gave_is_put_back_as_it_was(tmp_path: Path) -> None:
+    """An optimizer of one's own, a stream with a state, a model_init: none keeps a trace of the failed attempt."""
+    model = hungry(2, since=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stream, note = StatefulStream(ROWS), Counting()
+    given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 4}
+    found = trainer(
+        tmp_path / "a",
+        stream,
+        model=model,
+        optimizers=(optimizer, None),
+        callbacks=[note],
+        auto_find_batch_size=True,
+        **given,
+    )
+    found.train()
+    assert found.optimizer is optimizer
+    assert stream.started_at[:2] == [0, 0] and note.begun == [0, 0]
+    small_model = hungry(9)
+    small = trainer(
+        tmp_path / "b",
+        StatefulStream(ROWS),
+        model=small_model,
+        optimizers=(torch.optim.SGD(small_model.parameters(), lr=0.1, momentum=0.9), None),
+        **{**given, "per_device_train_batch_size": 2},
+    )
+    small.train()
+    assert_equal(final_state(found), final_state(small))
+
+    made: list[Hungry] = []
+
+    def model_init() -> nn.Module:
+        made.append(Hungry(2))
+        return made[-1]
+
+    fresh = trainer(tmp_path / "c", ROWS, model_init=model_init, auto_find_batch_size=True, **given)
+    fresh.train()
+    assert fresh.model is made[-1] and made[-1].seen[:2] == [2, 2]
+
+
+def test_one_sample_that_does_not_fit_ends_in_the_typed_failure(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, model=hungry(0), auto_find_batch_size=True, max_steps=2)
+    with pytest.raises(OutOfMemoryError, match="per_device_train_batch_size = 1: Memory ran out in step 1"):
+        one.train()
+
+
+def test_without_it_running_out_of_memory_ends_training(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer(tmp_path, ROWS, model=hungry(2), max_steps=2).train()
+
+
+def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            data: Any = ROWS
+            return torch.utils.data.DataLoader(data, batch_size=4, collate_fn=self.data_collator)
+
+    one = trainer(tmp_path, None, cls=Own, model=hungry(2), auto_find_batch_size=True, max_steps=2)
+    with pytest.raises(OutOfMemoryError, match=r"a loader of your own.*Make its batches smaller"):
+        one.train()
+    split = trainer(tmp_path, None, cls=Own, accelerator_config={"split_batches": True}, max_steps=2)
+    with pytest.raises(ConfigError, match=r"accelerator_config.split_batches = True: cannot split the batches"):
+        split.train()
+
+
+# -------------------------------------------------------------------------------------------------- accelerator_config
+class Copied(torch.Tensor):
+    """Notes how it is copied to the device."""
+
+    asked: list[Any]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append(kwargs["non_blocking"])
+        return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"), [(None, True), ({"non_blocking": False}, False), ({"non_blocking": True}, True)]
+)
+def test_non_blocking_decides_how_batches_are_copied(config: Any, expected: bool, tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, accelerator_config=config)
+    batch = torch.zeros(2).as_subclass(Copied)
+    batch.asked = []
+    one._prepare_inputs({"x": batch})
+    assert batch.asked == [expected]
+
+
+def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
+    """The file that the reference's `AcceleratorConfig` writes asks for what happens here anyway."""
+    config = tmp_path / "accelerator.json"
+    written: dict[str, Any] = {"split_batches": False, "dispatch_batches": None, "even_batches": True}
+    written |= {"use_seedable_sampler": True, "non_blocking": False, "gradient_accumulation_kwargs": None}
+    config.write_text(json.dumps({**written, "use_configured_state": False}))
+    one = trainer(tmp_path / "out", ROWS, accelerator_config=str(config), max_steps=1)
+    one.train()
+    assert one._batching.non_blocking is False
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"dispatch_batches": True}, "accelerator_config.dispatch_batches = True: cannot be served: no process reads"),
+        ({"use_seedable_sampler": False}, "accelerator_config.use_seedable_sampler = False: .*_get_train_sampler"),
+        ({"even_batch": True}, "accelerator_config = even_batch: .*Did you mean .even_batches."),
+        ({"split_batches": "maybe"}, "accelerator_config.split_batches = maybe"),
+        (
+            {"gradient_accumulation_kwargs": {"num_steps": 2}},
+            "gradient_accumulation_kwargs.num_steps: num_steps there contradicts.*; set gradient_accumulation_steps",
+        ),
+        (
+            {"gradient_accumulation_kwargs": {"adjust_scheduler": False}},
+            "gradient_accumulation_kwargs.adjust_scheduler = False: cannot be served",
+        ),
+        ({"gradient_accumulation_kwargs": {"sync": True}}, "gradient_accumulation_kwargs.sync = True: is not one of"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused_by_name(config: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path, ROWS, accelerator_config=config)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,128 @@
+"""`accelerator_config`: what its settings mean where every process reads its own share of the data by position.
+
+split_batches                per_device_train_batch_size (and eval's) is divided among the processes
+non_blocking                 whether copies to the device overlap with the host's work (on unless said otherwise)
+gradient_accumulation_kwargs `sync_each_batch`: gradients are exchanged after every micro-batch (less memory)
+use_configured_state         the process group has to be the caller's: none is formed here
+even_batches                 either way no sample is repeated: a process without samples computes at weight zero
+use_seedable_sampler         True only: the order is a function of the seed, which resuming rests on
+dispatch_batches             False only: no process reads for the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.arguments.io import read_mapping
+from trainer_lib.arguments.validation import ACCELERATOR_KEYS
+from trainer_lib.errors import ConfigError
+
+_FIELD = "accelerator_config"
+_ACCUMULATION = "gradient_accumulation_kwargs"
+# Settings that are served with one value only: (that value, why, the way out).
+_ONLY: Mapping[str, tuple[bool, str, str]] = {
+    "dispatch_batches": (
+        False,
+        "no process reads data for the others: each reads its own share by position.",
+        "Remove it; make expensive reading cheaper with dataloader_num_workers.",
+    ),
+    "use_seedable_sampler": (
+        True,
+        "the order of the data is always a function of the seed: resuming rests on it.",
+        "Remove it, or override _get_train_sampler.",
+    ),
+    f"{_ACCUMULATION}.adjust_scheduler": (
+        True,
+        "the schedule always counts optimizer steps.",
+        "Remove it, or pass a schedule of your own in `optimizers`.",
+    ),
+    f"{_ACCUMULATION}.sync_with_dataloader": (
+        True,
+        "the last group of micro-batches of an epoch is always stepped on, at its exact weight.",
+        "Remove it; dataloader_drop_last=True leaves an incomplete one out.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The settings that have an effect; see the top of this file."""
+
+    split_batches: bool = False
+    non_blocking: bool = True
+    sync_each_batch: bool = False
+    use_configured_state: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | str | None) -> BatchSettings:
+        """From the argument: a mapping, or a JSON or YAML file. Raises ConfigError for what cannot be served."""
+        values = read_mapping(Path(config), field=_FIELD) if isinstance(config, str) else dict(config or {})
+        for key in values:
+            if key not in ACCELERATOR_KEYS:
+                remedy = suggestion(str(key), ACCELERATOR_KEYS)
+                raise ConfigError("is not one of its settings.", field=_FIELD, value=str(key), remedy=remedy)
+        group = values.pop(_ACCUMULATION, None) or {}
+        if not isinstance(group, Mapping):
+            raise ConfigError(
+                "is no mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy="Give a mapping."
+            )
+        flags = {name: _flag(name, value) for name, value in values.items()}
+        flags |= {f"{_ACCUMULATION}.{name}": _accumulation_flag(name, value) for name, value in group.items()}
+        for name, (served, why, remedy) in _ONLY.items():
+            if flags.get(name) not in (None, served):
+                raise ConfigError(f"cannot be served: {why}", field=f"{_FIELD}.{name}", value=not served, remedy=remedy)
+        non_blocking = flags.get("non_blocking")
+        return cls(
+            split_batches=bool(flags.get("split_batches")),
+            non_blocking=True if non_blocking is None else non_blocking,
+            sync_each_batch=bool(flags.get(f"{_ACCUMULATION}.sync_each_batch")),
+            use_configured_state=bool(flags.get("use_configured_state")),
+        )
+
+    def share(self, batch_size: int, world_size: int, *, field: str) -> int:
+        """Samples of one process out of the `batch_size` that the argument `field` gives."""
+        if not self.split_batches:
+            return batch_size
+        if batch_size % world_size:
+            raise ConfigError(
+                f"cannot be divided among {world_size} processes, as accelerator_config.split_batches asks.",
+                field=field,
+                value=batch_size,
+                remedy=f"Give a multiple of {world_size}.",
+            )
+        return batch_size // world_size
+
+    def check_state(self, *, world_size: int, formed: bool) -> None:
+        """With `use_configured_state`, several processes need a group that the caller has formed."""
+        if self.use_configured_state and world_size > 1 and not formed:
+            raise ConfigError(
+                "asks for the process group that the program formed before, and there is none.",
+                field=f"{_FIELD}.use_configured_state",
+                value=True,
+                remedy="Call torch.distributed.init_process_group first, or remove it.",
+            )
+
+
+def _flag(name: str, value: Any) -> bool | None:
+    flag: bool | None = coerce(value, bool | None, field=f"{_FIELD}.{name}")
+    return flag
+
+
+def _accumulation_flag(name: str, value: Any) -> bool | None:
+    field = f"{_FIELD}.{_ACCUMULATION}.{name}"
+    if name == "num_steps":
+        raise ConfigError(
+            "contradicts gradient_accumulation_steps.",
+            field=field,
+            value=value,
+            remedy="Remove it; set gradient_accumulation_steps.",
+        )
+    known = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
+    if name not in known:
+        raise ConfigError("is not one of its settings.", field=field, value=value, remedy=suggestion(str(name), known))
+    return _flag(f"{_ACCUMULATION}.{name}", value)
