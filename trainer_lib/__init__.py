@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import (
         BestRun,
         EvalLoopOutput,
@@ -67,6 +68,7 @@ _NAMES = {
     "ProgressCallback": "trainer_lib.callbacks.progress",
     "SaveStrategy": "trainer_lib.arguments",
     "SchedulerType": "trainer_lib.arguments",
+    "Seq2SeqTrainer": "trainer_lib.seq2seq",
     "Seq2SeqTrainingArguments": "trainer_lib.arguments",
     "TrainOutput": "trainer_lib.state",
     "Trainer": "trainer_lib.trainer",
@@ -102,6 +104,7 @@ __all__ = [
     "ProgressCallback",
     "SaveStrategy",
     "SchedulerType",
+    "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "TrainOutput",
     "Trainer",

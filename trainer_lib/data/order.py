@@ -148,13 +148,17 @@ def _permute(values: _Words, key: _Words, bits: int) -> _Words:
 class LengthGroupedOrder:
     """Samples of similar length stand together: every stretch of `stretch` random samples is sorted, longest first.
 
-    The longest sample of the epoch's first stretch comes first, so memory runs out early if it will at all.
+    The longest sample of the epoch's first stretch comes first, so memory runs out early if it will at all. With
+    `shuffled_batch` (samples; `stretch` is a multiple of it) the batches inside a stretch are shuffled, save the first
+    one of the epoch and an incomplete one at its end: lengths then vary from step to step instead of falling in saws.
     """
 
-    def __init__(self, lengths: Sequence[int], seed: int, stretch: int) -> None:
+    def __init__(self, lengths: Sequence[int], seed: int, stretch: int, *, shuffled_batch: int | None = None) -> None:
         self.num_samples = len(lengths)
         self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._seed = seed
         self._stretch = stretch
+        self._batch = shuffled_batch
         self._random = RandomOrder(self.num_samples, seed)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
@@ -165,14 +169,24 @@ class LengthGroupedOrder:
 
     def _sorted(self, epoch: int, start: int) -> Indices:
         piece = self._random.indices(epoch, start, min(start + self._stretch, self.num_samples))
-        return piece[np.argsort(-self._lengths[piece], kind="stable")]
+        piece = piece[np.argsort(-self._lengths[piece], kind="stable")]
+        return piece if self._batch is None else self._with_batches_shuffled(piece, epoch, start, self._batch)
+
+    def _with_batches_shuffled(self, piece: Indices, epoch: int, start: int, batch: int) -> Indices:
+        fixed = 1 if start == 0 else 0
+        whole = len(piece) // batch
+        numbers: _Words = np.arange(fixed, whole, dtype=np.uint64)
+        keys = mix(mix(numbers + _GOLDEN) ^ derive(self._seed, epoch, start, 2))
+        batches = piece[fixed * batch : whole * batch].reshape(-1, batch)[np.argsort(keys, kind="stable")]
+        return np.concatenate([piece[: fixed * batch], batches.reshape(-1), piece[max(whole, fixed) * batch :]])
 
     def fingerprint(self) -> dict[str, Any]:
         """Kind, stretch, a digest of the lengths, and the random order underneath."""
         positions: _Words = np.arange(self.num_samples, dtype=np.uint64)
         lengths: _Words = self._lengths.astype(np.uint64)
         digest = int(mix(mix(lengths) ^ positions).sum())
-        return {**self._random.fingerprint(), "kind": "length", "stretch": self._stretch, "lengths": str(digest)}
+        found = {**self._random.fingerprint(), "kind": "length", "stretch": self._stretch, "lengths": str(digest)}
+        return found if self._batch is None else {**found, "kind": "sortish", "batch": self._batch}
 
 
 class SamplerOrder:
