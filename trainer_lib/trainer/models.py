@@ -117,13 +117,14 @@ def _transformers_files(model: Any) -> dict[str, bytes]:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
-    files = {"config.json": config.to_json_string().encode()}
+    files: dict[str, bytes] = {}
     if model.can_generate() and model.generation_config is not None:
         files["generation_config.json"] = model.generation_config.to_json_string().encode()
     if getattr(model, "_auto_class", None) is not None:  # registered by register_for_auto_class: its code goes along
         from transformers.dynamic_module_utils import custom_object_save
 
         files.update(folder_files(lambda folder: custom_object_save(model, folder, config=config)))
+    files["config.json"] = config.to_json_string().encode()  # the line before notes in it where the code is
     return files
 
 
@@ -200,21 +201,24 @@ def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> s
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
     """Switch recomputation on; with adapters, let gradients reach them through the frozen embedding.
 
-    Raises ConfigError when the model offers none.
+    Raises ConfigError when the model offers none, or takes no settings.
     """
     enable = checkpointing_switch(model)
-    settings = dict(kwargs or {"use_reentrant": False})
-    parameters = inspect.signature(enable).parameters.values()
-    takes = any(p.name == "gradient_checkpointing_kwargs" or p.kind is p.VAR_KEYWORD for p in parameters)
-    if kwargs and not takes:
+    parameters = inspect.signature(enable).parameters
+    bundle = next((name for name in parameters if name.endswith("checkpointing_kwargs")), None)
+    settings = {"use_reentrant": False, **(kwargs or {})}
+    own = {name: settings.pop(name) for name in list(settings) if name in parameters}
+    if bundle is not None:
+        own[bundle] = settings
+    elif kwargs and settings.keys() & kwargs.keys():
         raise ConfigError(
-            "The model's gradient_checkpointing_enable() takes no settings.",
+            f"The model's {enable.__name__}() takes no such settings.",
             field="gradient_checkpointing_kwargs",
             value=kwargs,
             remedy="Remove them, or let it take gradient_checkpointing_kwargs.",
         )
     try:
-        enable(**({"gradient_checkpointing_kwargs": settings} if takes else {}))
+        enable(**own)
     except ValueError as error:  # transformers' models that have no support
         raise _no_checkpointing(str(error)) from error
     requires_grads = getattr(model, "enable_input_require_grads", None)
@@ -223,11 +227,12 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
 
 
 def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:
-    """The model's `gradient_checkpointing_enable`. Raises ConfigError when there is none."""
-    enable: Callable[..., Any] | None = getattr(model, "gradient_checkpointing_enable", None)
-    if not callable(enable):
-        raise _no_checkpointing("The model has no gradient_checkpointing_enable().")
-    return enable
+    """The method of the model that switches recomputation on, by its new or old name. ConfigError when it has none."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        enable: Callable[..., Any] | None = getattr(model, name, None)
+        if callable(enable):
+            return enable
+    raise _no_checkpointing("The model has no gradient_checkpointing_enable().")
 
 
 def _no_checkpointing(why: str) -> ConfigError:

@@ -206,8 +206,6 @@ class StepMixin(TrainerBase):
         return loss, nested.detach(logits), labels
 
     def _loss_without_labels(self, inputs: Any) -> bool:
-        if self.label_names and not self.can_return_loss:
-            return False
         said = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
         return bool(self.can_return_loss if said is None else said)
 

@@ -1,0 +1,250 @@
+"""Models with peft adapters: only these are trained, saved and put back, and nothing else is needed to go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.tiny_models import bert, llama, lm_rows
+from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import TrainerCallback
+from trainer_lib.errors import ConfigError
+
+ROWS = lm_rows(16)
+# peft asks transformers by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def lora(*, seed: int = 0, base: Any = None, **given: Any) -> Any:
+    """A tiny decoder with LoRA on its queries and values, and dropout in it."""
+    from peft import LoraConfig, get_peft_model
+
+    model = llama() if base is None else base
+    torch.manual_seed(seed)
+    settings = {"r": 2, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **given}
+    return get_peft_model(model, LoraConfig(**settings))
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if "lora_" in name}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
+    model = lora()
+    base = {name: value.clone() for name, value in model.state_dict().items() if "lora_" not in name}
+    before = adapters(model)
+    one = trainer(tmp_path, ROWS, model=model, max_steps=2)
+    one.train()
+    assert one.optimizer is not None
+    held = [id(each) for group in one.optimizer.param_groups for each in group["params"]]
+    assert sorted(held) == sorted(id(p) for name, p in model.named_parameters() if "lora_" in name)
+    assert one.get_num_trainable_parameters() == sum(value.numel() for value in before.values())
+    assert_same(base, {name: value for name, value in model.state_dict().items() if "lora_" not in name})
+    assert not any(torch.equal(value, before[name]) for name, value in adapters(model).items() if "lora_B" in name)
+
+
+def test_save_model_writes_the_adapter_that_peft_loads(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = lora()
+    one = trainer(tmp_path / "run", ROWS, model=model, max_steps=2)
+    one.train()
+    one.save_model(str(tmp_path / "model"))
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"adapter_model.safetensors", "adapter_config.json", "training_args.json"}
+    assert_same(adapters(PeftModel.from_pretrained(llama(), tmp_path / "model")), adapters(model))
+
+
+def test_a_checkpoint_holds_the_adapter_and_not_the_base(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    model = lora()
+    trainer(tmp_path, ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    assert load_file(checkpoint / "model.safetensors").keys() == adapters(model).keys()
+    assert_same(adapters(PeftModel.from_pretrained(llama(), checkpoint)), adapters(model))
+
+
+def test_several_adapters_go_to_folders_of_their_own(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel
+
+    model = lora()
+    model.add_adapter("second", LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    model.set_adapter("second")
+    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path, ROWS, model=model, **given).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    for folder, rank in ((checkpoint, 2), (checkpoint / "second", 3)):
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == rank
+    loaded = PeftModel.from_pretrained(llama(), checkpoint)
+    loaded.load_adapter(checkpoint / "second", "second")
+    assert_same(adapters(loaded), adapters(model))
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    def made(seed: int) -> Any:
+        return lora(seed=seed, modules_to_save=["lm_head"])
+
+    given: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 2}
+    whole = trainer(tmp_path / "whole", ROWS * 2, model=made(0), **given)
+    whole.train()
+    stopped = trainer(tmp_path / "parts", ROWS * 2, model=made(0), callbacks=[StopAt(3)], **given)
+    assert preempted_at(stopped) == 3
+    again = trainer(tmp_path / "parts", ROWS * 2, model=made(1), **given)
+    again.train(resume_from_checkpoint=True)
+    assert_equal(final_state(whole), final_state(again))
+
+
+def test_adapters_are_not_put_on_another_base(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer(tmp_path, ROWS, model=lora(), **given).train()
+    other = trainer(tmp_path, ROWS, model=lora(base=llama(seed=1)), **{**given, "max_steps": 4})
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint = .*checkpoint-2: .*other base weights"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_the_best_adapter_is_put_back_at_the_end(tmp_path: Path) -> None:
+    at: dict[int, dict[str, torch.Tensor]] = {}
+
+    class Spoiling(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            at[state.global_step] = adapters(model)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                with torch.no_grad():
+                    for name, parameter in model.named_parameters():
+                        if "lora_" in name:
+                            parameter.add_(3.0)
+
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    given |= {"load_best_model_at_end": True, "max_steps": 3, "eval_dataset": ROWS}
+    model = lora()
+    one = trainer(tmp_path, ROWS, model=model, callbacks=[Spoiling()], **given)
+    one.train()
+    assert one.state.best_global_step == 2
+    assert_same(adapters(model), at[2])
+
+
+def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    model = llama()
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    one = trainer(tmp_path / "run", ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
+    one.train()
+    one.save_model(str(tmp_path / "model"))
+    for folder in (tmp_path / "model", tmp_path / "run" / "checkpoint-2"):
+        loaded = llama()
+        loaded.load_adapter(str(folder))
+        assert_same(adapters(loaded), adapters(model))
+
+
+def test_labels_columns_and_the_count_are_those_of_the_model_inside(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    inside = bert(cls="BertForQuestionAnswering", num_labels=2)
+    one = trainer(tmp_path, None, model=get_peft_model(inside, LoraConfig(target_modules=["query"])))
+    assert one.label_names == ["start_positions", "end_positions"]
+    assert "token_type_ids" in one._signature()
+
+
+@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
+def test_gradient_checkpointing_lets_gradients_reach_the_adapters(kwargs: Any, tmp_path: Path) -> None:
+    model = lora()
+    before = adapters(model)
+    calls: list[int] = []
+    model.base_model.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    given = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "max_steps": 1}
+    trainer(tmp_path, ROWS, model=model, **given).train()
+    assert len(calls) == 2
+    assert not any(torch.equal(value, before[name]) for name, value in adapters(model).items() if "lora_B" in name)
+
+
+def test_neftune_finds_the_embedding_under_the_adapters(tmp_path: Path) -> None:
+    losses = [
+        trainer(tmp_path, ROWS, model=lora(), max_steps=1, neftune_noise_alpha=alpha).train().training_loss
+        for alpha in (None, 50.0)
+    ]
+    assert losses[0] != losses[1]
+
+
+class Quantised(nn.Linear):
+    """What a quantised model says of itself."""
+
+    is_quantized = True
+    quantization_method = "bitsandbytes"
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = super().forward(x)
+        return {"loss": out.square().mean(), "logits": out}
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("`.to` is not supported for quantised models")
+
+
+def test_quantised_weights_without_adapters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model = Quantised: is quantised: .*get_peft_model"):
+        trainer(tmp_path, None, model=Quantised(2, 2))
+
+
+def test_quantised_weights_under_adapters_are_trained_where_they_are(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    moved: list[Any] = []
+    adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.to = lambda *args, **kwargs: moved.append(args)
+    one = trainer(tmp_path, ROWS, model=adapted, max_steps=1)
+    assert one.place_model_on_device is False
+    one.train()
+    one.evaluate(ROWS)
+    assert moved == []
+
+
+def test_a_model_spread_over_devices_or_offloaded_stays_where_it_is(tmp_path: Path) -> None:
+    spread = llama()
+    spread.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1}
+    one = trainer(tmp_path, ROWS, model=spread)
+    assert (one.is_model_parallel, one.place_model_on_device) == (True, False)
+    offloaded = llama()
+    offloaded.hf_device_map = {"model.layers.0": "cpu", "lm_head": "disk"}
+    one = trainer(tmp_path, ROWS, model=offloaded)
+    assert (one.is_model_parallel, one.place_model_on_device) == (False, False)
+    whole = llama()
+    whole.hf_device_map = {"": "cpu"}
+    assert trainer(tmp_path, ROWS, model=whole).is_model_parallel is False
+
+
+def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    def made(seed: int) -> Any:
+        model = llama()
+        torch.manual_seed(seed)
+        return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+    logging.getLogger("peft").setLevel(logging.ERROR)
+    given: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path, ROWS, model=made(0), **given)
+    whole.train()
+    again = trainer(tmp_path / "again", ROWS, model=made(1), **given)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(
+        whole.model.prompt_encoder["default"].embedding.weight,  # type: ignore[index,union-attr]
+        again.model.prompt_encoder["default"].embedding.weight,  # type: ignore[index,union-attr]
+    )
