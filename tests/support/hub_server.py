@@ -67,6 +67,7 @@ class Repo:
     private: bool
     commits: list[Commit] = field(default_factory=list)
     branches: dict[str, str] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
 
     def add(self, branch: str, summary: str, description: str, files: dict[str, Blob]) -> Commit:
         seed = f"{len(self.commits)} {summary} {sorted((path, blob.oid) for path, blob in files.items())}"
@@ -303,7 +304,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, repo_id: str, repo: Repo, revision: str) -> tuple[int, dict[str, str], bytes]:
         commit = repo.at(revision) or _raise(404, "RevisionNotFound", "Invalid rev id")
         names = [{"rfilename": path} for path in sorted(commit.files)]
-        return self._json({"id": repo_id, "sha": commit.sha, "private": repo.private, "tags": [], "siblings": names})
+        return self._json(
+            {"id": repo_id, "sha": commit.sha, "private": repo.private, "tags": repo.tags, "siblings": names}
+        )
 
     def _tree(self, repo: Repo, revision: str) -> tuple[int, dict[str, str], bytes]:
         assert parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"

@@ -33,12 +33,14 @@ class Content:
     Attributes:
         files: repository path to the file that goes there.
         texts: repository path to the bytes of small files made for the publication (card, metrics).
+        kept: path prefixes under which files of earlier publications stay although this one has none of them.
         lineage: where it came from (stage keys, run ids): recorded beside the content, not part of its digest.
     """
 
     files: Mapping[str, Source]
     texts: Mapping[str, bytes] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
     def entries(self) -> list[FileEntry]:
         """Every file by its repository path, sorted."""

@@ -34,6 +34,11 @@ class Card:
         arguments: the arguments that were set for training.
         facts: other numbers worth a line (parameters, optimizer steps, samples seen).
         files: what is published besides the card.
+        library: what loads it.
+        language: its languages, as the Hub names them ("en").
+        tasks: identifiers of what it does ("text-classification").
+        datasets, dataset_names, dataset_args: identifiers on the Hub of what it was trained on, their names for people,
+            and their configurations, in the same order.
     """
 
     title: str
@@ -51,6 +56,12 @@ class Card:
     facts: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[FileEntry] = ()
+    library: str = "trainflow"
+    language: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    datasets: Sequence[str] = ()
+    dataset_names: Sequence[str] = ()
+    dataset_args: Sequence[str] = ()
 
 
 def model_card(card: Card) -> str:
@@ -86,11 +97,17 @@ def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 def _metadata(card: Card) -> dict[str, Any]:
     """The YAML head, in the Hub's model card specification. Values it cannot hold (NaN) stay in the text only."""
-    head: dict[str, Any] = {"library_name": "trainflow", "tags": list(dict.fromkeys(["trainflow", *card.tags]))}
+    head: dict[str, Any] = {"library_name": card.library, "tags": list(dict.fromkeys(["trainflow", *card.tags]))}
+    if card.language:
+        head["language"] = list(card.language)
     if card.license:
         head["license"] = card.license
     if card.base_model:
         head["base_model"] = card.base_model
+    if card.datasets:
+        head["datasets"] = list(card.datasets)
+    if card.tasks:
+        head["pipeline_tag"] = card.tasks[0]
     names = sorted({name for values in card.metrics.values() for name in values})
     if names:
         head["metrics"] = names
@@ -108,10 +125,15 @@ def _result(card: Card, split: str, values: Mapping[str, float]) -> dict[str, An
     ]
     if not finite:
         return None
-    dataset = {"name": f"{card.data_name} ({split})", "type": card.data_name, "split": split}
+    name = card.dataset_names[0] if card.dataset_names else card.datasets[0] if card.datasets else card.data_name
+    kind = card.datasets[0] if card.datasets else card.data_name
+    dataset = {"name": f"{name} ({split})", "type": kind, "split": split}
+    if card.dataset_args:
+        dataset["args"] = card.dataset_args[0]
     if card.data_digest:
         dataset["revision"] = card.data_digest
-    return {"task": {"type": "other", "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
+    task = card.tasks[0] if card.tasks else "other"
+    return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 
 
 def _results(card: Card) -> str:
@@ -185,3 +207,15 @@ def _number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _cell(str(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def card_metadata(readme: str) -> dict[str, Any]:
+    """The YAML head of a card; empty when it has none that can be read."""
+    parts = readme.split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return {}
+    try:
+        head = yaml.safe_load(parts[1])
+    except yaml.YAMLError:
+        return {}
+    return head if isinstance(head, dict) else {}

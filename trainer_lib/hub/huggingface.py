@@ -36,12 +36,22 @@ IN_MEMORY_BYTES = 1 << 20  # files of a remote store up to this size are sent fr
 
 
 class HuggingFaceHub:
-    """Publishes to the model repository `repo` ("organisation/name")."""
+    """Publishes to the model repository `repo` ("organisation/name").
+
+    `token`: instead of HF_TOKEN or the logged-in one.
+    """
 
     def __init__(
-        self, repo: str, *, branch: str | None = None, private: bool | None = None, field: str = "publish.to"
+        self,
+        repo: str,
+        *,
+        branch: str | None = None,
+        private: bool | None = None,
+        field: str = "publish.to",
+        token: str | None = None,
     ) -> None:
         self.repo = repo
+        self._token = token
         self.branch = branch or MAIN
         self.target = f"hf://{repo}" + (f"@{branch}" if branch else "")
         self._private = private
@@ -52,7 +62,7 @@ class HuggingFaceHub:
         from huggingface_hub.errors import HfHubHTTPError
 
         with self._typed():
-            api = _api()
+            api = _api(self._token)
             try:
                 tree = self._tree(api, revision)
             except HfHubHTTPError as error:
@@ -67,7 +77,7 @@ class HuggingFaceHub:
     def publish(self, content: Content, *, message: str) -> Published:
         """Commit what differs from the branch's head; nothing when nothing does."""
         with self._typed(), _no_progress_bars():
-            api = _api()
+            api = _api(self._token)
             head = self._head(api)
             tree = self._tree(api, head)
             changed = [entry for entry in content.entries() if not _same(tree.get(entry.path), entry, content)]
@@ -88,6 +98,12 @@ class HuggingFaceHub:
             made = str(commit.oid)
             self._confirm(api, made, content)
             return self._published(api, made, content, created=True)
+
+    def create(self) -> str:
+        """Make the repository unless it is there; its full name (a name without an owner is the token owner's)."""
+        with self._typed():
+            made = _api(self._token).create_repo(self.repo, private=self._private, repo_type="model", exist_ok=True)
+            return str(made.repo_id)
 
     def _head(self, api: HfApi) -> str:
         """The commit at the head of the branch; makes repository and branch when they are missing."""
@@ -130,7 +146,7 @@ class HuggingFaceHub:
             return []
         ours = {file["path"] for file in self._record(api, head).get("files", ()) if isinstance(file, dict)}
         keep = {entry.path for entry in content.entries()} | {RECORD}
-        return sorted(path for path in ours - keep if path in tree)
+        return sorted(path for path in ours - keep if path in tree and not path.startswith(content.kept))
 
     def _operations(
         self, api: HfApi, content: Content, changed: list[FileEntry], stale: list[str], staging: Path
@@ -220,7 +236,16 @@ class HuggingFaceHub:
         return None
 
 
-def _api() -> HfApi:
+def licence_of(repo: str, *, token: str | None = None) -> str | None:
+    """The licence that a model's repository names; None when there is none, no such repository, or no Hub."""
+    try:
+        tags = _api(token).model_info(repo, timeout=10).tags or []
+    except Exception:  # a draft of a card is no reason to fail, whatever the Hub says
+        return None
+    return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
+
+
+def _api(token: str | None = None) -> HfApi:
     """A client of the endpoint the environment names now, whatever it named when huggingface_hub was imported."""
     from huggingface_hub import HfApi, constants
 
@@ -229,7 +254,9 @@ def _api() -> HfApi:
     if "HF_HUB_DISABLE_XET" not in os.environ and host != "huggingface.co" and not host.endswith(".huggingface.co"):
         # A plain server has no Xet storage. The constant is read at every upload.
         constants.HF_HUB_DISABLE_XET = True
-    return HfApi(endpoint=endpoint.rstrip("/"), token=os.environ.get("HF_TOKEN") or None, library_name="trainflow")
+    return HfApi(
+        endpoint=endpoint.rstrip("/"), token=token or os.environ.get("HF_TOKEN") or None, library_name="trainflow"
+    )
 
 
 @contextlib.contextmanager

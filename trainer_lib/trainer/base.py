@@ -89,6 +89,7 @@ class TrainerBase:
             self.model_wrapped = self.model
             self._look_at_model()
             checks.trainer(self)
+            self._set_up_hub()
             self._create_callbacks(callbacks or ())
 
     def _set_up_process(self, args: TrainingArguments) -> None:
@@ -124,6 +125,7 @@ class TrainerBase:
         self._caches: list[tuple[Any, Any]] = []
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
+        self._being_pushed: list[str] = []
         self._trained_before = False
         self._inspect_overrides()
 
@@ -173,6 +175,9 @@ class TrainerBase:
         if self.label_smoother is not None and problem == "multi_label_classification":
             _log.warning("label_smoothing_factor has no effect: labels that exclude one another it needs.")
             self.label_smoother = None
+
+    def _set_up_hub(self) -> None:
+        """See `hub`."""
 
     def _inspect_overrides(self) -> None:
         # Five ages of subclasses: what an override takes is found once, not at every step.

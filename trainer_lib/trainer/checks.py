@@ -24,7 +24,6 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
     "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
     "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
-    "push_to_hub": (lambda args: args.push_to_hub, "Publish with the pipeline's push-to-hub stage."),
     "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),
     "eval_use_gather_object": (lambda args: args.eval_use_gather_object, "Return tensors or arrays from the model."),
     "save_on_each_node": (lambda args: args.save_on_each_node, "Give an output_dir that all machines share."),

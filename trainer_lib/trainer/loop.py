@@ -26,13 +26,14 @@ from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_m
 from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.hub import HubMixin
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
 _log = logging.getLogger(__name__)
 
 
-class LoopMixin(AutoBatchMixin, EvaluationMixin):
+class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
     """Training."""
 
     def train(
@@ -321,6 +322,7 @@ class LoopMixin(AutoBatchMixin, EvaluationMixin):
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self._push_from_checkpoint()
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -372,6 +374,7 @@ class LoopMixin(AutoBatchMixin, EvaluationMixin):
         self._log(metrics)
         self.model.zero_grad()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        self._push_at_end()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _close_trackers(self, status: str) -> None:

@@ -121,8 +121,9 @@ class SavingMixin(ReportingMixin):
         if self.args.save_total_limit is None or not self.is_world_process_zero():
             return
         best = self.state.best_model_checkpoint
+        protected = {best.rsplit("/", 1)[-1]} if best else set()
         try:
-            rotate(root, keep=self.args.save_total_limit, protect={best.rsplit("/", 1)[-1]} if best else set())
+            rotate(root, keep=self.args.save_total_limit, protect={*protected, *self._being_pushed})
         except StorageError as error:  # one checkpoint too many is no reason to stop
             _log.warning("An old checkpoint could not be removed: %s", error)
 

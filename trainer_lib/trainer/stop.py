@@ -50,6 +50,11 @@ class StopRequest:
             raise KeyboardInterrupt
         self._requested = True
 
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked; the others may not know yet."""
+        return self._requested
+
     def request(self) -> None:
         """Ask for a stop from within the program."""
         self._requested = True
