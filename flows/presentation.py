@@ -183,15 +183,13 @@ def _versions() -> str:
 
 
 def reasons(found: Sequence[StageReason]) -> list[Text]:
-    """For each stage: kept or run, why, and every field that differs."""
+    """For each stage: kept or run, and why: the one field that differs, or all of them below."""
     lines: list[Text] = [Text()]
     width = max((len(reason.stage) for reason in found), default=0)
     for reason in found:
         word, style = ("kept", STYLES["cached"]) if reason.hit else ("runs", STYLES["ran"])
-        lines.append(
-            Text.assemble(
-                (f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {readable(reason.reason)}", "dim")
-            )
-        )
-        lines += [Text.assemble(" " * (width + 10), str(change)) for change in reason.differences]
+        several = reason.differences if len(reason.differences) > 1 else ()
+        why = f"{len(several)} fields differ from its nearest earlier run" if several else readable(reason.reason)
+        lines.append(Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {why}", "dim")))
+        lines += [Text.assemble(" " * (width + 10), str(change)) for change in several]
     return [*lines, Text()]

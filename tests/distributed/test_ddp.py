@@ -45,7 +45,7 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_allclose(value, other["state"][name], rtol=2e-5, atol=1e-6, err_msg=name)
     for mine, theirs in zip(one["logs"], other["logs"], strict=True):
         assert mine.keys() == theirs.keys()
-        for name in mine:
+        for name in mine.keys() - {"total_flos"}:  # padding is work: how wide a micro-batch is depends on its rows
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
 
 

@@ -185,6 +185,7 @@ def test_why_tells_what_would_run(finished: Finished) -> None:
     told = trainflow("why", finished.spec, "train.args.learning_rate=0.1").out
     assert re.search(r"^  prepare-data +kept +committed ", told, re.MULTILINE), told
     assert re.search(r"^  train +runs .*learning_rate", told, re.MULTILINE), told
+    assert told.count("learning_rate") == 1, told  # a single difference is said once
 
 
 def test_checkpoints_are_listed_and_verified(finished: Finished, tmp_path: Path) -> None:
