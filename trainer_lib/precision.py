@@ -7,10 +7,12 @@ this is mixed precision, not a cast of the model.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from trainer_lib.errors import ConfigError
 
@@ -78,6 +80,29 @@ def apply_tf32(args: PrecisionSettings) -> None:
     if args.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
+
+
+def way_back(model: nn.Module) -> Callable[[], None]:
+    """Remember every floating-point parameter and buffer on the host; what is returned puts them back, bit for bit.
+
+    For a model about to be cast as a whole. Buffers that no state_dict holds (a decoder's rotation frequencies) lose
+    digits in the cast like all others, and would be missed by it.
+    """
+    parameters = [(each, each.data.to("cpu")) for each in model.parameters() if each.is_floating_point()]
+    buffers = [
+        (module, name, buffer.device, buffer.to("cpu"))
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+
+    def restore() -> None:
+        for parameter, kept in parameters:
+            parameter.data = kept.to(parameter.device)
+        for module, name, device, kept in buffers:
+            setattr(module, name, kept.to(device))
+
+    return restore
 
 
 def full_eval_dtype(args: PrecisionSettings) -> torch.dtype | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_lib.callbacks.base import TrainerCallback
@@ -35,14 +35,14 @@ class TrackingCallback(TrainerCallback):
         if self._open:  # the attempt before this one in the same process never reached its end
             self.close("FAILED")
         self._training = True
-        self._start(args, resume_step=int(state.global_step))
+        self._start(args, resume_step=int(state.global_step), model=kwargs.get("model"))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Hand the numbers among the logs on."""
         if not logs or not state.is_world_process_zero:
             return
         if not self._started:  # evaluate() or predict() without train()
-            self._start(args, resume_step=0)
+            self._start(args, resume_step=0, model=kwargs.get("model"))
         self._opened()
         numbers = numbers_only(logs)
         for tracker in self.trackers:
@@ -65,11 +65,11 @@ class TrackingCallback(TrainerCallback):
         for tracker in self.trackers:
             tracker.close(status)
 
-    def _start(self, args: Any, *, resume_step: int) -> None:
+    def _start(self, args: Any, *, resume_step: int, model: Any) -> None:
         self._started = True
         self._opened()
         for tracker in self.trackers:
-            tracker.start(run_name=args.run_name, params=args.to_sanitized_dict(), resume_step=resume_step)
+            tracker.start(run_name=args.run_name, params=_params(args, model), resume_step=resume_step)
 
     def _opened(self) -> None:
         if not self._open:
@@ -80,3 +80,11 @@ class TrackingCallback(TrainerCallback):
         # The interpreter leaves the exception that ended the program in `sys.last_value`.
         error = getattr(sys, "last_value", None)
         self.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+
+
+def _params(args: Any, model: Any) -> dict[str, Any]:
+    """The model's configuration, if it has one, and the arguments, which win where both use a name."""
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    values = to_dict() if callable(to_dict) else config
+    return {**(values if isinstance(values, Mapping) else {}), **args.to_sanitized_dict()}

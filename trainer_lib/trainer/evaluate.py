@@ -14,7 +14,7 @@ from torch import nn
 from trainer_lib.data.order import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.loop import EvaluationLoop
-from trainer_lib.precision import full_eval_dtype
+from trainer_lib.precision import full_eval_dtype, way_back
 from trainer_lib.state import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.data import DataMixin
@@ -90,15 +90,16 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         """One pass over a loader: predictions, labels, metrics, number of samples. Works with or without labels."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         was_training = self.model.training
-        kept = self._weights_before_cast()
+        casts = full_eval_dtype(self.args) is not None and not self.is_in_train
+        restore = way_back(self.model) if casts else None
         try:
             with torch.no_grad():
                 return EvaluationLoop(self, loss_only=loss_only, ignore_keys=ignore_keys).run(
                     dataloader, metric_key_prefix
                 )
         finally:
-            if kept is not None:
-                self.model.float().load_state_dict(kept)
+            if restore is not None:
+                restore()
             self.model.train(was_training)
             self._optimizer_mode("train" if was_training else "eval")
 
@@ -125,12 +126,6 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
             self._move_model_to_device(self.model, self.device)
         self._optimizer_mode("eval")
         return model.eval()
-
-    def _weights_before_cast(self) -> dict[str, torch.Tensor] | None:
-        """A copy on the host to go back to, when the whole model is cast for this evaluation."""
-        if self.is_in_train or full_eval_dtype(self.args) is None:
-            return None
-        return {name: value.detach().to("cpu", copy=True) for name, value in self.model.state_dict().items()}
 
     def spool_folder(self) -> Path | None:
         """Predictions pile up beside the run's own files when those are on a local disk."""

@@ -206,13 +206,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
     def _track_num_input_tokens(self, samples: list[Any], run: TrainingRun) -> None:
         if self.args.include_num_input_tokens_seen == "no" and not self.args.include_tokens_per_second:
             return
-        name = getattr(self.model, "main_input_name", "input_ids")
-        total = 0
-        for batch, items in zip(samples, run.items, strict=True):
-            tokens = batch.get(name) if items else None
-            mask = batch.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
-            if isinstance(tokens, torch.Tensor):
-                total += int(mask.sum()) if isinstance(mask, torch.Tensor) else tokens.numel()
+        total = sum(self._input_tokens(batch) for batch, items in zip(samples, run.items, strict=True) if items)
         self.state.num_input_tokens_seen += self.comm.sum_ints([total])[0]
 
     def _step(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> tuple[torch.Tensor, torch.Tensor]:

@@ -206,6 +206,8 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     enable = checkpointing_switch(model)
     parameters = inspect.signature(enable).parameters
     bundle = next((name for name in parameters if name.endswith("checkpointing_kwargs")), None)
+    if bundle is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        bundle = "gradient_checkpointing_kwargs"
     settings = {"use_reentrant": False, **(kwargs or {})}
     own = {name: settings.pop(name) for name in list(settings) if name in parameters}
     if bundle is not None:
@@ -339,12 +341,3 @@ def non_embedding_parameters(model: nn.Module) -> int:
         return int(count(exclude_embeddings=True))  # knows how many parameters a quantised byte holds
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in tables)
-
-
-def config_values(model: nn.Module) -> dict[str, Any]:
-    """The model's configuration as a mapping, for trackers; empty when it has none."""
-    config: Any = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    if callable(to_dict):
-        return dict(to_dict())
-    return copy.copy(dict(config)) if isinstance(config, Mapping) else {}

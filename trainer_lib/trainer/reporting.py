@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -15,9 +16,13 @@ from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 
+_log = logging.getLogger(__name__)
+
 
 class ReportingMixin(TrainerBase):
     """Logs, metrics files, counters."""
+
+    _said_no_tokens = False
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add an entry to the history and hand it to every callback (trackers, progress)."""
@@ -83,6 +88,26 @@ class ReportingMixin(TrainerBase):
 
     def _output_store(self) -> Store:
         return Store.open(str(self.args.output_dir), field="output_dir")
+
+    def _input_tokens(self, batch: Any) -> int:
+        """Tokens fed to the model by a batch; only those that are no padding when the arguments say so.
+
+        Padding is what the attention mask hides, else the processing class's padding token; told apart on the host,
+        where batches are counted before they go to the device.
+        """
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = batch.get(name) if isinstance(batch, Mapping) else None
+        if not isinstance(tokens, torch.Tensor):
+            if not self._said_no_tokens:
+                self._said_no_tokens = True
+                _log.warning("No tokens are counted: batches have no %r (give the model a main_input_name).", name)
+            return 0
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            return tokens.numel()
+        mask, padding = batch.get("attention_mask"), getattr(self.processing_class, "pad_token_id", None)
+        if isinstance(mask, torch.Tensor):
+            return int(mask.sum())
+        return tokens.numel() if padding is None else int((tokens != padding).sum())
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Floating-point operations of a forward and backward pass over a batch, as the model itself says, else 6 per
