@@ -2,15 +2,15 @@
 
 The class is put together from one file per concern, each a set of public methods that a subclass may override:
 `base` (construction, callbacks, ranks), `data` (loaders), `steps` (forward, loss, backward, prediction),
-`optimization`, `evaluate`, `saving`, `reporting`, `preparing` (before the first step), and `loop` (train).
+`optimization`, `evaluate`, `saving`, `reporting`, `preparing` (before the first step), `loop` (train), and `search`.
 """
 
 from __future__ import annotations
 
-from trainer_lib.trainer.loop import LoopMixin
+from trainer_lib.trainer.search import SearchMixin
 
 
-class Trainer(LoopMixin):
+class Trainer(SearchMixin):
     """Trains, evaluates and predicts with any `torch.nn.Module` whose forward takes a batch by keyword.
 
     Args:

@@ -29,6 +29,7 @@ from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.run import TrainingRun
+    from trainer_lib.search.base import TrialRun
     from trainer_lib.trainer.stop import StopRequest
 
 _log = logging.getLogger(__name__)
@@ -118,7 +119,12 @@ class TrainerBase:
         self.current_flos = 0.0
         self.hp_name: Callable[[Any], str] | None = None
         self._trial: Any = None
+        self.hp_space: Callable[[Any], Any] | None = None
+        self.compute_objective: Callable[[dict[str, float]], Any] | None = None
+        self.hp_search_backend: str | None = None
+        self.objective: list[float] | None = None
         self._items_used = False
+        self._trial_run: TrialRun | None = None
         self._memory_allows: int | None = None
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None

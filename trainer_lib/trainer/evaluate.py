@@ -15,6 +15,7 @@ from trainer_lib.data.order import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.loop import EvaluationLoop
 from trainer_lib.precision import full_eval_dtype, way_back
+from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.data import DataMixin
@@ -150,9 +151,18 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         """Evaluate in the middle of training, leaving no trace in the training's random numbers."""
         with self._random_numbers_kept():
             metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             self._step_metric_schedule(metrics)
         return metrics
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """In a search: tell it how the trial does. Raises TrialPruned, on every rank, when it has seen enough."""
+        if self._trial_run is None:
+            return
+        self.objective, prune = self._trial_run.judge(metrics, step)
+        if prune:
+            raise TrialPruned(f"Pruned at step {step}.")
 
     @contextlib.contextmanager
     def _random_numbers_kept(self) -> Iterator[None]:

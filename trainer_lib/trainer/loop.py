@@ -22,6 +22,7 @@ from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed import lost_peer
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
+from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
 from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
@@ -31,6 +32,7 @@ from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
 _log = logging.getLogger(__name__)
+_STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
 
 
 class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
@@ -63,7 +65,9 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
             with StopRequest(self.comm, on_sigterm=self.args.enable_jit_checkpoint) as self._stop:
                 return self._train_within_memory(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
         except BaseException as error:
-            self._close_trackers("KILLED" if isinstance(error, Preempted | KeyboardInterrupt) else "FAILED")
+            self._close_trackers("KILLED" if isinstance(error, _STOPPED) else "FAILED")
+            if isinstance(error, TrialPruned):
+                self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
             if self.comm.world_size > 1 and (peer := lost_peer(error)) is not None:
                 raise peer from error
             raise
@@ -152,6 +156,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         )
         self._run = run
         self.state = self._resume(run, loaded) if loaded is not None else TrainerState()
+        self.state.is_hyper_param_search = self._trial_run is not None
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, min(num_epochs, max_steps), trial)

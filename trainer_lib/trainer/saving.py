@@ -114,7 +114,7 @@ class SavingMixin(ReportingMixin):
             self.state.best_model_checkpoint = root.child(name).url
         save_checkpoint(root, self._snapshot(run), self.comm)
         run.saved_step = self.state.global_step
-        self._own_checkpoints.add(name)
+        self._own_checkpoints.add(root.child(name).url)
         self._rotate_checkpoints(root)
 
     def _rotate_checkpoints(self, root: Store) -> None:
@@ -306,7 +306,7 @@ class SavingMixin(ReportingMixin):
 
     def _clear_earlier_run(self, root: Store) -> None:
         present = list_checkpoints(root)
-        foreign = [info.name for info in present if info.name not in self._own_checkpoints]
+        foreign = [info.name for info in present if root.child(info.name).url not in self._own_checkpoints]
         if foreign and not self.args.overwrite_output_dir:
             raise ConfigError(
                 f"holds checkpoints of an earlier run ({foreign[0]} is the newest).",

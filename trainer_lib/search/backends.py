@@ -1,0 +1,25 @@
+"""Which library proposes hyperparameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.errors import ConfigError
+from trainer_lib.search.base import SearchBackend, SearchHooks, SearchSettings
+from trainer_lib.search.optuna import OptunaSearch
+
+
+def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
+    """The backend of that name; None = optuna. Raises ConfigError for one that is not served."""
+    wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
+    if wanted != "optuna":
+        known = wanted in ("ray", "wandb", "sigopt")
+        remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
+        raise ConfigError(
+            "is not served." if known else "is no backend.",
+            field="backend",
+            value=wanted,
+            remedy=remedy if known else suggestion(wanted, ["optuna"]),
+        )
+    return OptunaSearch(hooks, settings)

@@ -1,0 +1,328 @@
+"""Searching with Optuna: rank 0 holds the study, asks and tells; all ranks train the same trials.
+
+A study in a storage (`storage="sqlite:///search.db", study_name=…, load_if_exists=True`) outlives its process: a trial
+that was preempted, or whose process on this machine died, is told as failed and its parameters are tried again first,
+going on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.checkpoint.collective import together
+from trainer_lib.errors import (
+    ConfigError,
+    MissingExtraError,
+    NonFiniteError,
+    OutOfMemoryError,
+    Preempted,
+    from_exception,
+    from_record,
+)
+from trainer_lib.search.base import (
+    SearchHooks,
+    SearchSettings,
+    SharedTrial,
+    TrialPruned,
+    TrialRun,
+    is_finite,
+    objective_values,
+)
+from trainer_lib.state import BestRun
+
+_log = logging.getLogger(__name__)
+_STUDY = ("storage", "sampler", "pruner", "study_name", "load_if_exists")
+_RUNNING = ("timeout", "n_jobs", "gc_after_trial", "catch")
+_PROCESS, _CONTINUES, _FOLDER = "trainflow:process", "trainflow:continues", "trainflow:folder"
+_NAME = re.compile(r"[^/\\\0]{1,200}")
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise MissingExtraError(
+            "hyperparameter_search needs the package optuna.", field="backend", value="optuna", extra="search"
+        ) from None
+    return optuna
+
+
+class _TrialFailed(Exception):
+    """This trial counts as failed; the search goes on."""
+
+
+class OptunaSearch:
+    """One call of `hyperparameter_search`."""
+
+    def __init__(self, hooks: SearchHooks, settings: SearchSettings) -> None:
+        self._optuna = _optuna()
+        self._hooks = hooks
+        self._comm = hooks.comm
+        self._settings = settings
+        self._options = dict(settings.options)
+        self._check_options()
+        self._study: Any = None
+        self._storage: Any = None
+        self._trial: Any = None  # rank 0: the trial under way
+        self._failure: Exception | None = None  # of the newest trial that failed
+        self._known: BaseException | None = None  # an error that every rank has
+
+    def _check_options(self) -> None:
+        for name in self._options:
+            if name not in (*_STUDY, *_RUNNING):
+                raise ConfigError("is no option.", field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING)))
+        if self._options.get("n_jobs", 1) != 1:
+            raise ConfigError(
+                "One Trainer trains one trial at a time.",
+                field="n_jobs",
+                value=self._options["n_jobs"],
+                remedy="Start the search several times on one storage, with load_if_exists=True.",
+            )
+        if self._options.get("catch") and self._comm.world_size > 1:
+            raise ConfigError(
+                "An error of one process cannot be caught while the others train on.",
+                field="catch",
+                remedy="Remove it; trials whose loss is not finite are recorded as failed anyway.",
+            )
+        if self._settings.n_trials is None and self._options.get("timeout") is None:
+            raise ConfigError("would search for ever.", field="n_trials", value="none", remedy="Give it, or timeout.")
+        if self._settings.n_trials is not None and self._settings.n_trials < 1:
+            raise ConfigError(
+                "must be at least 1.", field="n_trials", value=self._settings.n_trials, remedy="Give a number."
+            )
+
+    def run(self) -> BestRun | list[BestRun]:
+        """All trials, one after the other."""
+        try:
+            together(self._comm, self._open_study)
+            if self._comm.rank == 0:
+                self._lead()
+            else:
+                self._follow()
+            return self._best()
+        finally:
+            if self._storage is not None:
+                self._storage.remove_session()
+                self._storage.engine.dispose()
+
+    def _lead(self) -> None:
+        """Rank 0: Optuna's own loop; the other ranks are told each trial, and the end."""
+        options = {name: self._options[name] for name in ("timeout", "gc_after_trial") if name in self._options}
+        catch = self._options.get("catch") or ()
+        catch = (_TrialFailed, *(catch if isinstance(catch, tuple | list) else [catch]))
+        try:
+            self._study.optimize(self._objective, n_trials=self._settings.n_trials, catch=catch, **options)
+        except BaseException as error:
+            if error is not self._known:  # the store failed, say: the others are waiting for the next trial
+                self._comm.broadcast_json({"error": from_exception(error).to_record()})
+            raise
+        self._comm.broadcast_json({"end": True})
+
+    def _follow(self) -> None:
+        """Other ranks: train what rank 0 says."""
+        while "end" not in (plan := self._comm.broadcast_json(None)):
+            if "error" in plan:
+                raise from_record(plan["error"])
+            with contextlib.suppress(_TrialFailed, TrialPruned):
+                self._train(plan, None)
+
+    # -- the study ----------------------------------------------------------------------------------------------------
+
+    def _open_study(self) -> None:
+        if self._comm.rank != 0:
+            return
+        optuna, options = self._optuna, {name: self._options[name] for name in _STUDY if name in self._options}
+        try:
+            if isinstance(options.get("storage"), str):
+                options["storage"] = self._storage = optuna.storages.RDBStorage(options["storage"])
+            self._study = optuna.create_study(directions=self._settings.directions, **options)
+        except optuna.exceptions.DuplicatedStudyError:
+            raise ConfigError(
+                "is in the storage already.",
+                field="study_name",
+                value=options.get("study_name"),
+                remedy="Give load_if_exists=True to go on with it, or another name.",
+            ) from None
+        except (ImportError, OSError, ValueError, optuna.exceptions.OptunaError, *_database_errors()) as error:
+            raise ConfigError(
+                f"The study cannot be opened: {' '.join(str(error).split())}",
+                field="storage",
+                value=type(error).__name__,
+                remedy='Give "sqlite:///search.db", say.',
+            ) from error
+        if options.get("sampler") is None:
+            self._study.sampler = self._seeded_sampler()
+        if options.get("load_if_exists"):
+            self._take_over_dead_trials()
+
+    def _seeded_sampler(self) -> Any:
+        """Optuna's default samplers, repeatable: by the seed, and apart from what earlier runs of the study drew."""
+        samplers, seed = self._optuna.samplers, self._hooks.args.seed + len(self._study.trials)
+        several = len(self._settings.directions) > 1
+        return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
+
+    def _take_over_dead_trials(self) -> None:
+        running = self._optuna.trial.TrialState.RUNNING
+        for trial in self._study.get_trials(deepcopy=False, states=(running,)):
+            host, _, pid = str(trial.user_attrs.get(_PROCESS, "")).rpartition(":")
+            if host == socket.gethostname() and pid.isdigit() and not psutil.pid_exists(int(pid)):
+                _log.warning("Trial %d was interrupted: its parameters are tried again.", trial.number)
+                self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
+                self._try_again(trial)
+
+    def _try_again(self, trial: Any) -> None:
+        self._study.enqueue_trial(dict(trial.params), user_attrs={_CONTINUES: trial.user_attrs.get(_FOLDER)})
+
+    # -- one trial ----------------------------------------------------------------------------------------------------
+
+    def _objective(self, trial: Any) -> float | list[float]:
+        try:
+            values = self._train(self._plan(trial), trial)
+        except TrialPruned as pruned:
+            raise self._optuna.TrialPruned(str(pruned)) from None
+        except BaseException as error:
+            if isinstance(error, Preempted):
+                self._try_again(self._study.trials[trial.number])
+            self._known = error
+            raise
+        return values[0] if len(values) == 1 else values
+
+    def _plan(self, trial: Any) -> dict[str, Any]:
+        """Ask `hp_space`; the trial as every rank gets it. A failure is told to all."""
+        try:
+            trial.set_user_attr(_PROCESS, f"{socket.gethostname()}:{os.getpid()}")
+            values = _json_values(self._settings.hp_space(trial))
+            folder = trial.user_attrs.get(_CONTINUES)
+            name = folder or self._name(trial)
+            trial.set_user_attr(_FOLDER, name)
+            plan = {"name": name, "values": values, "resumed": bool(folder), "number": trial.number}
+            plan["params"] = _json_values(trial.params)
+        except Exception as error:
+            self._comm.broadcast_json({"error": from_exception(error).to_record()})
+            raise
+        _log.info("Trial %d (%s): %s", trial.number, name, values)
+        told: dict[str, Any] = self._comm.broadcast_json(plan)
+        return told
+
+    def _name(self, trial: Any) -> str:
+        """The trial's folder: `hp_name`'s, else ``run-<number>``. Raises ConfigError for no usable name."""
+        name = f"run-{trial.number}" if self._settings.hp_name is None else str(self._settings.hp_name(trial))
+        if not _NAME.fullmatch(name) or name in (".", ".."):
+            raise ConfigError(
+                "cannot be a folder's name.", field="hp_name", value=name, remedy="Return a short text without slashes."
+            )
+        taken = {each.user_attrs.get(_FOLDER) for each in self._study.get_trials(deepcopy=False)}
+        return f"{name}-{trial.number}" if name in taken else name
+
+    def _train(self, plan: Mapping[str, Any], trial: Any) -> list[float]:
+        """One trial on this rank; `trial` is Optuna's, on rank 0. Raises TrialPruned or _TrialFailed, on all ranks."""
+        self._trial = trial
+        given = trial
+        if self._comm.world_size > 1:
+            given = SharedTrial(trial, self._comm, plan["number"], plan["params"])
+        run = TrialRun(plan["name"], dict(plan["values"]), given, plan["resumed"], self._judge)
+        try:
+            objective = self._hooks.run_trial(run)
+        except Exception as error:
+            if not self._is_expected(error):
+                raise
+            self._failure = error
+            _log.warning("Trial %s failed, the search goes on: %s", plan["name"], error)
+            raise _TrialFailed(str(error)) from error
+        if not is_finite(objective):
+            _log.warning("Trial %s has no finite objective (%s): it counts as failed.", plan["name"], objective)
+            raise _TrialFailed(f"no finite objective: {objective}")
+        return objective
+
+    def _is_expected(self, error: Exception) -> bool:
+        """Whether a trial may fail like this without ending the search; with several ranks, only if all of them do."""
+        alone = self._comm.world_size == 1
+        return isinstance(from_exception(error), (NonFiniteError, OutOfMemoryError) if alone else NonFiniteError)
+
+    def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
+        def judge() -> tuple[list[float], bool] | None:
+            if self._comm.rank != 0:
+                return None
+            given = self._settings.compute_objective(dict(metrics))
+            values = objective_values(given, len(self._settings.directions))
+            if step is None or len(values) > 1:  # Optuna prunes studies of one objective only
+                return values, False
+            self._trial.report(values[0], step)
+            return values, bool(self._trial.should_prune())
+
+        values, prune = self._comm.broadcast_json(together(self._comm, judge))
+        return values, prune
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _best(self) -> BestRun | list[BestRun]:
+        found = self._comm.broadcast_json(together(self._comm, self._summary))
+        runs = [BestRun(each["run_id"], each["objective"], each["params"], found["trials"]) for each in found["best"]]
+        return runs[0] if len(self._settings.directions) == 1 else runs
+
+    def _summary(self) -> dict[str, Any] | None:
+        if self._comm.rank != 0:
+            return None
+        trials, complete = self._study.get_trials(), self._optuna.trial.TrialState.COMPLETE
+        if not any(trial.state == complete for trial in trials):
+            raise ConfigError(
+                f"None of {len(trials)} trials was completed: the others failed or were pruned.",
+                field="hp_space",
+                remedy="Narrow the ranges; what went wrong was logged as a warning.",
+            ) from self._failure
+        several = len(self._settings.directions) > 1
+        best = self._study.best_trials if several else [self._study.best_trial]
+        return {
+            "best": [
+                {
+                    "run_id": str(trial.number),
+                    "objective": trial.values if several else trial.value,
+                    "params": _json_values(trial.params),
+                }
+                for trial in best
+            ],
+            "trials": [
+                {
+                    "run_id": str(trial.number),
+                    "state": trial.state.name.lower(),
+                    "objective": None if not trial.values else trial.values if several else trial.value,
+                    "hyperparameters": _json_values(trial.params),
+                }
+                for trial in trials
+            ],
+        }
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    return (SQLAlchemyError,)
+
+
+def _json_values(given: Any) -> dict[str, Any]:
+    """Parameters as JSON values. Raises ConfigError for what is no mapping, or cannot be sent to another process."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "did not return a mapping of arguments to values.",
+            field="hp_space",
+            value=type(given).__name__,
+            remedy='Return {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}, say.',
+        )
+    plain = {str(name): getattr(value, "value", value) for name, value in given.items()}
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(plain))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"gave a value that is no JSON: {error}.", field="hp_space", remedy="Give numbers, texts, lists, mappings."
+        ) from error
+    return values
