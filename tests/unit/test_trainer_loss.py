@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,46 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support import gradients as _gradients
+from tests.support.gradients import assert_close
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import trainer
 from trainer_lib import ModelOutput, Trainer
 
 TOKENS = token_rows(24)
 ROWS = classification_rows(24)
-
-
-def gradients(
-    rows: list[Any],
-    *,
-    micro: int,
-    batch: int,
-    model: type[nn.Module] = TokenModel,
-    cls: type[Trainer] = Trainer,
-    **given: Any,
-) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and logged loss of the first step, in double precision so that only the formula matters."""
-    found: dict[str, torch.Tensor] = {}
-
-    class Watching(cls):  # type: ignore[misc,valid-type]
-        def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-            found.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
-            return torch.ones(())
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        one = model().double()
-        chosen = {"train_sampling_strategy": "sequential", "max_steps": 1, "logging_strategy": "steps", **given}
-        chosen |= {"logging_steps": 1, "per_device_train_batch_size": micro, "global_batch_size": batch}
-        built = trainer(Path(folder), rows, model=one, cls=Watching, **chosen)
-        built.train()
-        return found, built.state.log_history[0]["loss"]
-
-
-def assert_close(one: tuple[dict[str, torch.Tensor], float], other: tuple[dict[str, torch.Tensor], float]) -> None:
-    assert one[0].keys() == other[0].keys()
-    for name, value in one[0].items():
-        assert torch.allclose(value, other[0][name], rtol=1e-9, atol=1e-12), name
-    assert one[1] == pytest.approx(other[1], rel=1e-6)
+gradients = partial(_gradients.gradients, model=TokenModel)
 
 
 @settings(max_examples=12)
