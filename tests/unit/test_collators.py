@@ -15,7 +15,8 @@ from trainer_lib import (
     DataCollatorWithPadding,
     default_data_collator,
 )
-from trainer_lib.errors import DataError
+from trainer_lib.data.loader import is_pure_collator
+from trainer_lib.errors import ConfigError, DataError
 
 
 class Tokenizer:
@@ -23,7 +24,7 @@ class Tokenizer:
 
     pad_token_id = 0
     mask_token_id = 99
-    all_special_ids = (0, 1)
+    all_special_ids: Any = (0, 1)
     model_input_names = ("input_ids", "attention_mask")
 
     def __init__(self, padding_side: str = "right") -> None:
@@ -126,3 +127,79 @@ def test_masking_replaces_as_the_paper_says() -> None:
     assert (masked.sum() / targets.sum()).item() == pytest.approx(0.8, abs=0.03)
     assert (kept.sum() / targets.sum()).item() == pytest.approx(0.1, abs=0.03)
     assert torch.equal(batch["input_ids"][~targets], torch.tensor([row["input_ids"] for row in rows])[~targets])
+
+
+def test_masks_come_from_the_seed_of_the_collator_where_there_is_one() -> None:
+    rows = [{"input_ids": list(range(2, 32))} for _ in range(4)]
+
+    def masked(seed: int | None) -> list[torch.Tensor]:
+        collate = DataCollatorForLanguageModeling(Tokenizer(), mlm_probability=0.4, seed=seed)
+        return [collate(rows)["labels"] for _ in range(2)]
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, again = masked(5), masked(5)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])  # the next batch is masked anew
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(masked(None)[0], masked(None)[0])
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_all_targets_may_be_masked_or_all_randomised() -> None:
+    rows = [{"input_ids": list(range(2, 42))} for _ in range(20)]
+    every = DataCollatorForLanguageModeling(
+        Tokenizer(), mlm_probability=1.0, mask_replace_prob=1, random_replace_prob=0
+    )
+    assert (every(rows)["input_ids"] == 99).all()
+    shuffled = DataCollatorForLanguageModeling(
+        Tokenizer(), mlm_probability=1, mask_replace_prob=0, random_replace_prob=1
+    )
+    batch = shuffled(rows)
+    assert (batch["input_ids"] < 50).all()
+    assert (batch["input_ids"] != batch["labels"]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_never_a_target(side: str) -> None:
+    class Plain(Tokenizer):
+        all_special_ids: Any = ()
+
+    rows = [{"input_ids": [5] * 9}, {"input_ids": [6]}]
+    labels = DataCollatorForLanguageModeling(Plain(side), mlm_probability=1.0)(rows)["labels"]
+    assert (labels != -100).sum().item() == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mlm_probability": 1.5}, "mlm_probability = 1.5: is no share"),
+        ({"mlm_probability": None}, "mlm_probability = None: is no share"),
+        ({"mask_replace_prob": -0.1}, "mask_replace_prob = -0.1: is no share"),
+        ({"random_replace_prob": 0.5}, r"mask_replace_prob \+ random_replace_prob = 1.3: is no share"),
+        ({"whole_word_mask": True}, "whole_word_mask = True: is not served"),
+    ],
+)
+def test_impossible_masking_is_refused(given: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        DataCollatorForLanguageModeling(Tokenizer(), **given)
+
+
+def test_masking_needs_a_mask_token() -> None:
+    class Unmasked(Tokenizer):
+        mask_token_id: Any = None
+
+    with pytest.raises(ConfigError, match=r"mlm = True: The tokenizer has no mask token\. Give mlm=False"):
+        DataCollatorForLanguageModeling(Unmasked())
+    assert DataCollatorForLanguageModeling(Unmasked(), mlm=False)
+
+
+def test_collators_that_draw_nothing_are_known_and_their_subclasses_are_not_trusted() -> None:
+    class Noisy(DataCollatorWithPadding):
+        pass
+
+    assert is_pure_collator(DataCollatorWithPadding(Tokenizer()))
+    assert is_pure_collator(DataCollatorForSeq2Seq(Tokenizer()))
+    assert not is_pure_collator(Noisy(Tokenizer()))
+    assert not is_pure_collator(DataCollatorForLanguageModeling(Tokenizer()))

@@ -7,15 +7,20 @@ say): ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, retur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from trainer_lib.errors import DataError
+from trainer_lib.errors import ConfigError, DataError
 
 DataCollator = Callable[[list[Any]], Any]
+#: While one of our loaders collates: a 64-bit seed per sample of the batch, for collators that draw per sample.
+seeds_of_samples: ContextVar[Sequence[int] | None] = ContextVar("seeds_of_samples", default=None)
+_INT64 = 0x7FFFFFFFFFFFFFFF
+_MASKING = 0x6D61736B  # sets a sample's mask apart from what its dataset drew
 IGNORED = -100  # the label that losses and metrics skip
 
 
@@ -168,15 +173,44 @@ class DataCollatorForLanguageModeling:
     With `mlm`, `mlm_probability` of the tokens are targets: 80 % of them are replaced by the mask token, 10 % by a
     random token, 10 % kept (https://arxiv.org/abs/1810.04805). Without, every token that is not padding is a target.
     Needs ``pad_token_id``, and with `mlm` also ``mask_token_id``, ``all_special_ids`` and ``__len__``.
+
+    In our loaders a sample's mask follows from (seed, epoch, sample) alone: another micro-batch, number of workers or
+    of processes masks the same tokens. Elsewhere it follows from `seed`, or from torch's generator when that is None.
+
+    Raises ConfigError for a tokenizer without mask token and for shares outside [0, 1].
     """
 
     tokenizer: Any
     mlm: bool = True
-    mlm_probability: float = 0.15
+    whole_word_mask: bool = False
+    mlm_probability: float | None = 0.15
     mask_replace_prob: float = 0.8
     random_replace_prob: float = 0.1
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._generator: torch.Generator | None = None
+        if self.whole_word_mask:
+            raise ConfigError(
+                "is not served.", field="whole_word_mask", value=True, remedy="Mask in the dataset, or subclass this."
+            )
+        if not self.mlm:
+            return
+        if getattr(self.tokenizer, "mask_token_id", None) is None:
+            raise ConfigError(
+                "The tokenizer has no mask token.", field="mlm", value=True, remedy="Give mlm=False for a causal model."
+            )
+        replaced = self.mask_replace_prob + self.random_replace_prob
+        for name, value in (
+            ("mlm_probability", self.mlm_probability),
+            ("mask_replace_prob", self.mask_replace_prob),
+            ("random_replace_prob", self.random_replace_prob),
+            ("mask_replace_prob + random_replace_prob", replaced),
+        ):
+            if value is None or not 0 <= value <= 1 + 1e-9:
+                raise ConfigError("is no share.", field=name, value=str(value), remedy="Give a number from 0 to 1.")
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """One batch with ``input_ids`` and ``labels``, both ``[batch, seq]``."""
@@ -186,7 +220,8 @@ class DataCollatorForLanguageModeling:
         )
         special = batch.pop("special_tokens_mask", None)
         if self.mlm:
-            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special)
+            lengths = [len(row["input_ids"]) for row in rows]
+            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special, lengths)
         else:
             labels = batch["input_ids"].clone()
             if self.tokenizer.pad_token_id is not None:
@@ -194,19 +229,38 @@ class DataCollatorForLanguageModeling:
             batch["labels"] = labels
         return batch
 
-    def _mask(self, inputs: torch.Tensor, special: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mask(
+        self, inputs: torch.Tensor, special: torch.Tensor | None, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         labels, inputs = inputs.clone(), inputs.clone()
         kept = special.bool() if special is not None else torch.isin(inputs, self._special_ids())
-        chance = torch.full(labels.shape, self.mlm_probability).masked_fill(kept, 0.0)
-        targets = torch.bernoulli(chance).bool()
+        chance, replacement, word = self._draws(inputs.shape, lengths)
+        targets = (chance < (self.mlm_probability or 0.0)) & ~kept
         labels[~targets] = IGNORED
-        draw = torch.rand(labels.shape)
-        inputs[targets & (draw < self.mask_replace_prob)] = self.tokenizer.mask_token_id
-        randomised = targets & (draw >= self.mask_replace_prob)
-        randomised &= draw < self.mask_replace_prob + self.random_replace_prob
-        words = torch.randint(len(self.tokenizer), labels.shape, dtype=inputs.dtype)
+        inputs[targets & (replacement < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        randomised = targets & (replacement >= self.mask_replace_prob)
+        randomised &= replacement < self.mask_replace_prob + self.random_replace_prob
+        words = (word * len(self.tokenizer)).to(inputs.dtype).clamp(max=len(self.tokenizer) - 1)
         inputs[randomised] = words[randomised]
         return inputs, labels
+
+    def _draws(self, shape: torch.Size, lengths: Sequence[int]) -> torch.Tensor:
+        """Three uniform numbers per token, ``[3, batch, seq]``: each row's own where samples have seeds."""
+        draws = torch.ones(3, *shape)  # padding: never below a share
+        left = getattr(self.tokenizer, "padding_side", "right") == "left"
+        seeds = seeds_of_samples.get()
+        generator = torch.Generator() if seeds is not None else self._own_generator()
+        for row, length in enumerate(lengths):
+            if seeds is not None:
+                generator = torch.Generator().manual_seed((seeds[row] ^ (self.seed or 0) ^ _MASKING) & _INT64)
+            place = slice(shape[-1] - length, None) if left else slice(0, length)
+            draws[:, row, place] = torch.rand(3, length, generator=generator)
+        return draws
+
+    def _own_generator(self) -> torch.Generator | None:
+        if self.seed is not None and self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.seed)
+        return self._generator
 
     def _special_ids(self) -> torch.Tensor:
         return torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=torch.int64)

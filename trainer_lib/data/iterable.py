@@ -12,11 +12,13 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
-from trainer_lib.data.order import derive, keep_generators, seed_generators
+from trainer_lib.data.order import derive, keep_generators, sample_seeds, seed_generators
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +69,11 @@ class Shares(IterableDataset[_Part]):
         samples: Iterator[Any] | None = None
         while True:
             with keep_generators():
-                seed_generators(int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0]))
+                seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
+                seed_generators(seed)
                 samples = iter(self.stream) if samples is None else samples
                 unit = list(itertools.islice(samples, min(room, self._world * self._micro)))
-                part = self._part(unit) if unit and number >= self.first_round else None
+                part = self._part(unit, seed) if unit and number >= self.first_round else None
             if not unit:
                 return
             if part is not None:
@@ -78,11 +81,17 @@ class Shares(IterableDataset[_Part]):
             number += 1
             room = room - len(unit) or self._global_batch
 
-    def _part(self, unit: list[Any]) -> _Part:
-        share = unit[self._rank * self._micro : (self._rank + 1) * self._micro]
-        if share or self._fillers:
+    def _part(self, unit: list[Any], seed: int) -> _Part:
+        first = self._rank * self._micro
+        share = unit[first : first + self._micro]
+        if not share and not self._fillers:
+            return _Part(None, False, len(unit))
+        places = np.arange(first, first + max(1, len(share)), dtype=np.int64)  # else every rank would mask alike
+        token = seeds_of_samples.set(sample_seeds(seed, self.epoch, places).tolist())
+        try:
             return _Part(self.collate(share or unit[:1]), bool(share), len(unit))
-        return _Part(None, False, len(unit))
+        finally:
+            seeds_of_samples.reset(token)
 
 
 class IterableLoader(DataLoader[Any]):

@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
+from trainer_lib.data.collators import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    default_data_collator,
+    seeds_of_samples,
+)
 from trainer_lib.data.order import BatchPlan, Indices, Order, keep_generators, sample_seeds, seed_generators
 from trainer_lib.errors import ConfigError
 
@@ -101,9 +106,12 @@ def is_pure(dataset: Any) -> bool:
     return isinstance(dataset, list | tuple | TensorDataset) or bool(getattr(dataset, "is_pure", False))
 
 
+_PURE_COLLATORS = (DataCollatorWithPadding, DataCollatorForSeq2Seq)
+
+
 def is_pure_collator(collate: Any) -> bool:
     """Whether a collator certainly draws no random number; others may say so with an attribute `is_pure`."""
-    known = collate is default_data_collator or isinstance(collate, DataCollatorWithPadding)
+    known = collate is default_data_collator or type(collate) in _PURE_COLLATORS
     return known or bool(getattr(collate, "is_pure", False))
 
 
@@ -132,7 +140,11 @@ class Fetch(Dataset[Any]):
             seeds = sample_seeds(self._seed, keys.epoch, keys.indices).tolist()
             rows = self._read(keys.indices.tolist(), seeds)
             seed_generators(seeds[0] ^ 1)  # a collator's own draws: by the first sample, apart from that sample's
-            return self.collate(rows)
+            token = seeds_of_samples.set(seeds)
+            try:
+                return self.collate(rows)
+            finally:
+                seeds_of_samples.reset(token)
 
     def _read(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
         if self._read_many is not None:
