@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.mlflow_store import client, fresh_store, points, runs
+from tests.support.toys import classification_rows
+from tests.support.training import trainer
 from trainer_lib.trackers import mlflow as tracker_module
 from trainer_lib.trackers import shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
@@ -315,3 +317,13 @@ def test_a_spool_that_cannot_be_written_costs_the_tracking_not_the_training(
     assert len(caplog.records) == 1
     assert "no longer go to MLflow" in caplog.text
     assert runs(uri) == []
+
+
+def test_mlflow_by_name_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = fresh_store(tmp_path / "store")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    trainer(tmp_path / "out", classification_rows(12), report_to="mlflow", run_name="mine", max_steps=2).train()
+    (run,) = runs(uri)
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.data.params["learning_rate"] == "0.01"
+    assert "train_loss" in run.data.metrics

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
         (None, []),
         ("none", []),
         ([], []),
-        ("all", ["jsonl", "mlflow"]),
+        ("all", ["jsonl", "mlflow", "tensorboard"]),
         (["mlflow", "jsonl", "mlflow"], ["mlflow", "jsonl"]),
         ("jsonl", ["jsonl"]),
     ],

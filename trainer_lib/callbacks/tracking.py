@@ -65,7 +65,11 @@ class TrackingCallback(TrainerCallback):
         for tracker in self.trackers:
             tracker.close(status)
 
+    def _prepare(self, args: Any) -> None:
+        """Make the trackers, where that needs the arguments."""
+
     def _start(self, args: Any, *, resume_step: int, model: Any) -> None:
+        self._prepare(args)
         self._started = True
         self._opened()
         for tracker in self.trackers:

@@ -7,13 +7,15 @@ waits for a network nor raises. Trackers see plain floats; `numbers_only` makes 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, SupportsFloat
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError
 
-TRACKERS = ("jsonl", "mlflow")
+TRACKERS = ("jsonl", "mlflow", "tensorboard", "wandb")
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # ours need nothing besides what is always installed
 
 
 class Tracker(Protocol):
@@ -32,17 +34,17 @@ class Tracker(Protocol):
 
 
 def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
-    """The names in a `report_to` argument, checked: "none" and None are nothing, "all" is every one of ours.
+    """The names in a `report_to` argument, checked: "none" and None are nothing, "all" is every one installed.
 
     Raises:
-        ConfigError: a name that no tracker serves.
+        ConfigError: a name that no tracker serves. MissingExtraError: its package is not installed.
     """
     given = [report_to] if isinstance(report_to, str) else list(report_to or [])
     names: list[str] = []
     for name in given:
         if name == "none":
             continue
-        for one in TRACKERS if name == "all" else (name,):
+        for one in filter(is_installed, TRACKERS) if name == "all" else (name,):
             if one not in TRACKERS:
                 near = difflib.get_close_matches(one, TRACKERS, n=1)
                 raise ConfigError(
@@ -53,11 +55,43 @@ def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
                 )
             if one not in names:
                 names.append(one)
+    for name in names:
+        demand(name)
     return names
 
 
-def create_trackers(report_to: str | Iterable[str] | None, output_dir: str | None) -> list[Tracker]:
+def is_installed(name: str) -> bool:
+    """Whether the package behind one of our trackers is there. It is not imported."""
+    return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+
+
+def demand(name: str) -> None:
+    """Raise MissingExtraError when the package behind one of our trackers is not installed."""
+    if is_installed(name):
+        return
+    package = _PACKAGES[name]
+    raise MissingExtraError(
+        f"needs the package {package}, which is not installed.",
+        field="report_to",
+        value=name,
+        remedy=f"Install it (pip install {package}), or report to jsonl or mlflow.",
+    )
+
+
+def create_trackers(
+    report_to: str | Iterable[str] | None,
+    output_dir: str | None,
+    *,
+    logging_dir: str | None = None,
+    project: str | None = None,
+) -> list[Tracker]:
     """The trackers that `report_to` names. `output_dir` (any fsspec URL) is where they may keep files of their own.
+
+    Args:
+        report_to: names; see `tracker_names`.
+        output_dir: the run's folder.
+        logging_dir: where event files go; output_dir/runs when not given.
+        project: for trackers that have projects.
 
     Raises:
         ConfigError: a name that no tracker serves, or no `output_dir` for one that writes there.
@@ -74,6 +108,14 @@ def create_trackers(report_to: str | Iterable[str] | None, output_dir: str | Non
                     remedy="Set output_dir.",
                 )
             trackers.append(JsonlTracker(output_dir))
+        elif name == "tensorboard":
+            from trainer_lib.trackers.tensorboard import TensorBoardTracker
+
+            trackers.append(TensorBoardTracker(logging_dir or f"{(output_dir or '.').rstrip('/')}/runs"))
+        elif name == "wandb":
+            from trainer_lib.trackers.wandb import WandbTracker
+
+            trackers.append(WandbTracker(project, logging_dir))
         else:
             from trainer_lib.trackers.mlflow import MLflowTracker
 

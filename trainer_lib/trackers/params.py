@@ -35,6 +35,15 @@ def clean_key(key: str) -> str:
     return re.sub(r"[^\w.\-:/ ]", "_", str(key), flags=re.ASCII).strip("/")[:MAX_KEY] or "_"
 
 
+def sectioned(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Names as trackers with sections group them: `eval_loss` becomes `eval/loss`, `loss` becomes `train/loss`."""
+    named = {}
+    for name, value in metrics.items():
+        section, _, rest = name.partition("_")
+        named[f"{section}/{rest}" if section in ("eval", "test") and rest else f"train/{name}"] = value
+    return named
+
+
 def mask(text: str) -> str:
     """`text` without the credentials that can be recognised in it."""
     return _KNOWN_TOKENS.sub(MASK, _CREDENTIALS_IN_URL.sub(MASK, text))

@@ -14,6 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.reporting import reporters
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.errors import ConfigError
 from trainer_lib.memory import MemoryTracker
@@ -198,11 +199,8 @@ class TrainerBase:
 
     def _create_callbacks(self, given: Sequence[TrainerCallback | type[TrainerCallback]]) -> None:
         own: list[TrainerCallback | type[TrainerCallback]] = [DefaultFlowCallback]
-        if self.args.report_to and self.comm.rank == 0:
-            from trainer_lib.callbacks.tracking import TrackingCallback
-            from trainer_lib.trackers.base import create_trackers
-
-            own.append(TrackingCallback(create_trackers(self.args.report_to, self.args.output_dir)))
+        reporting = reporters(self.args.report_to or ())  # on every rank: what cannot be served is refused by all
+        own += reporting if self.comm.rank == 0 else []
         shown = PrinterCallback if self.args.disable_tqdm else ProgressCallback
         self.callback_handler = CallbackHandler(
             [*own, *given, shown], self.model, self.processing_class, self.optimizer, self.lr_scheduler

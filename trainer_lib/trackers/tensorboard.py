@@ -1,0 +1,76 @@
+"""TensorBoard event files, in `logging_dir` or output_dir/runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
+from trainer_lib.trackers.params import flatten_params, sectioned
+
+_log = logging.getLogger(__name__)
+
+
+class TensorBoardTracker:
+    """Writes scalars under `train/`, `eval/` and `test/`, and the arguments as text.
+
+    Args:
+        folder: where the event files go; a local folder, for events are appended.
+        writer: a `SummaryWriter` of the caller's own, used and left open.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: str | None, *, writer: Any = None) -> None:
+        self._own = writer is None
+        self._writer = writer
+        self._folder = ""
+        if folder is not None:
+            store = Store.open(folder, field="logging_dir")
+            if not store.is_local:
+                raise ConfigError(
+                    "is not local, and TensorBoard's event files are appended to.",
+                    field="logging_dir",
+                    value=store.url,
+                    remedy="Give logging_dir a local folder, or use the jsonl or mlflow tracker.",
+                )
+            self._folder = str(store.local_path())
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Open a new event file; after a resume, points beyond its step are hidden by TensorBoard."""
+        try:
+            self._open(purge_step=resume_step + 1 if resume_step else None)
+            self._writer.add_text("args", "```\n" + json.dumps(flatten_params(params), indent=2) + "\n```")
+        except OSError as error:
+            _log.warning("TensorBoard's files cannot be written in %s; metrics go without: %s", self._folder, error)
+            self._writer = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add the values of one step."""
+        try:
+            if self._writer is None:
+                if not self._folder:
+                    return
+                self._open(purge_step=None)
+            for name, value in sectioned(metrics).items():
+                self._writer.add_scalar(name, value, step)
+        except OSError as error:
+            _log.warning("A step's metrics are missing in TensorBoard: %s", error)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Write what is buffered."""
+        if self._writer is None:
+            return
+        self._writer.flush()
+        if self._own:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, *, purge_step: int | None) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=purge_step)
