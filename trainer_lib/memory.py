@@ -114,3 +114,9 @@ class MemoryTracker:
 
     def _gpu_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._uses_gpu() else 0
+
+
+def empty_device_cache(device: torch.device) -> None:
+    """Hand memory that the allocator keeps, and nobody uses, back to the device; nothing to do on a CPU."""
+    if device.type != "cpu":
+        getattr(torch, device.type).empty_cache()

@@ -97,7 +97,7 @@ def test_the_count_notes_computations_and_no_looks() -> None:
     assert items.device.type == "cpu"
     assert not items.is_floating_point()
     assert torch.is_tensor(items)
-    copy = items.to(torch.float32).clamp(min=1)
+    copy: Any = items.to(torch.float32).clamp(min=1)
     looked = items.used
     assert float(torch.ones(()) / copy) == pytest.approx(1 / 12)
     assert (looked, items.used, copy.used) == (False, True, True)

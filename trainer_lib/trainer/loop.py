@@ -22,6 +22,7 @@ from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed import lost_peer
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
+from trainer_lib.memory import empty_device_cache
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
 from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
@@ -278,8 +279,8 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         if run.history.full:
             run.history.collect(self.state.global_step)
         every = self.args.torch_empty_cache_steps
-        if every and self.state.global_step % every == 0 and self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if every and self.state.global_step % every == 0:
+            empty_device_cache(self.device)
 
     def _report(
         self,
