@@ -202,8 +202,9 @@ class Seq2SeqTrainer(Trainer):
         """Generated sequences ``[batch, tokens]``, and the common length (0 when nothing bounds it)."""
         generate: Any = self.model.generate
         given = self._generation_inputs(inputs, generate)
-        if "max_length" in settings and "max_new_tokens" not in settings and self._configured("max_new_tokens", {}):
-            settings = {**settings, "max_new_tokens": None}  # which would win over the call's own limit
+        for mine, other in (("max_length", "max_new_tokens"), ("max_new_tokens", "max_length")):
+            if mine in settings and other not in settings and self._configured(other, {}):
+                settings = {**settings, other: None}  # one limit: the call's, not the configuration's
         with torch.no_grad(), self.autocast_smart_context_manager():
             output = generate(**given, **settings)
         tokens = getattr(output, "sequences", output)

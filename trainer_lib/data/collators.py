@@ -29,8 +29,9 @@ class Pads(Protocol):
 
     padding_side: str
 
-    def pad(self, encoded_inputs: Any, **options: Any) -> Mapping[str, Any]:
-        """One padded batch of tensors from a list of samples."""
+    @property
+    def pad(self) -> Callable[..., Mapping[str, Any]]:
+        """Makes one padded batch of tensors from a list of samples."""
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:
