@@ -1,14 +1,16 @@
 """Any dataclass as command-line arguments, on top of argparse.
 
 A field becomes `--name` (`--na-me` works too); its help shows unit and default. A truth value is a flag: `--flag`,
-`--flag false`, and `--no_flag` where the default is true. Lists take several words, mappings take JSON, `none` is None
-where None is allowed. Old names of `TrainingArguments` are understood, and left out of the help.
+`--flag false`, and `--no_flag` where the default is true; one without a default is false. Lists take several words (or
+JSON), mappings take JSON, `none` is None where None is allowed. Old names of `TrainingArguments` are understood, and
+left out of the help.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import types
 import typing
@@ -19,13 +21,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_lib.arguments import compat, io
-from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.coerce import NONE_WORDS, coerce
 from trainer_lib.arguments.fields import field_hints, suggestion
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
 from trainer_lib.arguments.validation import check_bounds
 from trainer_lib.errors import ConfigError
 
 DataClass = Any
+_SHORT_USAGE = 30  # arguments whose usage still fits above an error
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -114,10 +117,24 @@ class ArgumentParser(argparse.ArgumentParser):
             raise
         return (*outputs, remaining) if return_remaining_strings else tuple(outputs)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A namespace instead of dataclasses, as argparse gives it: every field in it, defaults too."""
+        found = super().parse_args(args, namespace)
+        for cls in self.dataclass_types:
+            for field in _init_fields(cls):
+                if not hasattr(found, field.name):
+                    setattr(found, field.name, _default(field))
+        return found
+
     def error(self, message: str) -> NoReturn:
         """End the program with a usage message and exit code 2, or raise a ConfigError with `exit_on_error=False`."""
         if self.exit_on_error:
-            super().error(message)
+            if len(self._actions) <= _SHORT_USAGE:
+                super().error(message)
+            # A screen full of options would hide what is wrong.
+            self.exit(
+                2, f"usage: {self.prog} [--name value ...]   (--help lists them)\n{self.prog}: error: {message}\n"
+            )
         raise ConfigError(f"{message}.", remedy="See --help.")
 
     def _instances(self, values: dict[str, Any]) -> list[DataClass]:
@@ -127,7 +144,7 @@ class ArgumentParser(argparse.ArgumentParser):
             if issubclass(cls, TrainingArguments):
                 names |= {name for name in compat.OLD_NAMES if name in values}
             given = {name: values.pop(name) for name in names if name in values}
-            outputs.append(cls(**given))
+            outputs.append(cls(**{**_unsaid(cls), **given}))
         if values:
             outputs.append(argparse.Namespace(**values))
         return outputs
@@ -179,11 +196,12 @@ def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     options = [f"--{field.name}", *([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])]
-    options += field.metadata.get("aliases") or []
+    aliases = field.metadata.get("aliases") or []
+    options += [aliases] if isinstance(aliases, str) else aliases
     default = _default(field)
     settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, default)}
     settings["default"] = argparse.SUPPRESS  # what is not given is left to the dataclass
-    settings["required"] = default is dataclasses.MISSING
+    settings["required"] = default is dataclasses.MISSING and hint is not bool
     kinds = _kinds(hint)
     parse = _parser(field, hint)
     if kinds == [bool]:
@@ -199,6 +217,8 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     group.add_argument(*options, type=str if "nargs" in settings else parse, metavar=field.name.upper(), **settings)
     if "nargs" in settings:
         group._group_actions[-1].convert = parse
+        # Of ours, a list may be one word with commas; a text of somebody else's list may have commas in it.
+        group._group_actions[-1].splits = "affects" in field.metadata or not _lists_texts(kinds)
 
 
 class _Refused(argparse.ArgumentTypeError):
@@ -209,18 +229,33 @@ class _Refused(argparse.ArgumentTypeError):
         self.error = error
 
 
+def _lists_texts(kinds: Sequence[Any]) -> bool:
+    return any(str in typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (list, tuple, set))
+
+
 class _Joined(argparse.Action):
     """Several words as one list; a single one as it is, so that `none` and `[…]` keep their meaning."""
 
     convert: Callable[[Any], Any]
+    splits: bool
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
+        alone = len(values) == 1 and (self.splits or _is_list_or_none(values[0]))
         try:
-            setattr(namespace, self.dest, self.convert(values[0] if len(values) == 1 else list(values)))
+            setattr(namespace, self.dest, self.convert(values[0] if alone else list(values)))
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from error
+
+
+def _is_list_or_none(word: str) -> bool:
+    if word.strip().lower() in NONE_WORDS:
+        return True
+    try:
+        return isinstance(json.loads(word), list)
+    except ValueError:
+        return False
 
 
 def _parser(field: dataclasses.Field[Any], hint: Any) -> Callable[[Any], Any]:
@@ -237,6 +272,12 @@ def _parser(field: dataclasses.Field[Any], hint: Any) -> Callable[[Any], Any]:
 def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     out = coerce(value, hint, field=field.name, secret=bool(field.metadata.get("secret")))
     check_bounds(field.name, out, field.metadata)
+    choices = field.metadata.get("choices")
+    for each in out if isinstance(out, list | tuple | set) else [out]:
+        if choices and each is not None and each not in choices:
+            raise ConfigError(
+                "is not one of the choices.", field=field.name, value=each, remedy=suggestion(str(each), choices)
+            )
     return out
 
 
@@ -244,6 +285,13 @@ def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
     for field in _init_fields(cls):
         if _default(field) is dataclasses.MISSING and field.name not in given:
             raise ConfigError(f"is needed by {cls.__name__}.", field=field.name, value="none", remedy="Give it.")
+
+
+def _unsaid(cls: type) -> dict[str, Any]:
+    """Flags without a default that nobody gave."""
+    hints = field_hints(cls)
+    fields = (field for field in _init_fields(cls) if _default(field) is dataclasses.MISSING)
+    return {field.name: False for field in fields if hints.get(field.name) is bool}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
