@@ -32,6 +32,7 @@ from trainer_lib.data.order import (
 )
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.inspecting import takes_positionals
 
 _log = logging.getLogger(__name__)
 _ALWAYS_KEPT = ("label", "label_ids", "labels")
@@ -228,7 +229,8 @@ class DataMixin(TrainerBase):
                 drop_last=args.dataloader_drop_last,
                 options=self._loader_options(),
             )
-        order = self._order_of(self._get_train_sampler(dataset), dataset)
+        own = (dataset,) if takes_positionals(self._get_train_sampler, 1) else ()  # overrides of old take none
+        order = self._order_of(self._get_train_sampler(*own), dataset)
         plan = BatchPlan.cut(
             order.num_samples,
             global_batch=self.get_total_train_batch_size(args),
