@@ -132,7 +132,12 @@ def test_a_name_of_ones_own_names_folder_and_run(tmp_path: Path) -> None:
     trainer.hyperparameter_search(rate, n_trials=2, hp_name=lambda trial: "same")
     assert [began["run_name"] for began in notes.began] == ["same", "same-1"]
     assert [began["trial"] for began in notes.began] == ["same", "same"]
-    assert all((tmp_path / name / "metrics.jsonl").is_file() for name in ("same", "same-1"))
+    for name in ("same", "same-1"):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if "eval_loss" in line] == [2, 4]
+    assert not (tmp_path / "metrics.jsonl").exists()
+    trainer.evaluate()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     with pytest.raises(ConfigError, match=r"hp_name = a/b: cannot be a folder's name"):
         trainer.hyperparameter_search(rate, n_trials=1, hp_name=lambda trial: "a/b")
 

@@ -7,11 +7,12 @@ that tracker is asked no more. A name whose package is missing is refused when t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from trainer_lib.callbacks.base import EVENTS, TrainerCallback
@@ -31,6 +32,7 @@ class ReporterCallback(TrackingCallback):
     def __init__(self) -> None:
         trackers.demand(self.reporter)
         super().__init__([])
+        self._made_here = False  # from the arguments, not by the user
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the tracker: what it cannot do is told before the first step."""
@@ -41,6 +43,18 @@ class ReporterCallback(TrackingCallback):
         if not self.trackers:
             where: dict[str, Any] = {"logging_dir": args.logging_dir, "project": args.project}
             self.trackers = trackers.create_trackers(self.reporter, args.output_dir, **where)
+            self._made_here = True
+
+    @contextlib.contextmanager
+    def another_run(self) -> Iterator[None]:
+        """For a run inside this one, a search's trial: trackers of its own, made from its arguments."""
+        kept = self.trackers, self._started
+        if self._made_here:
+            self.trackers, self._started = [], False
+        try:
+            yield
+        finally:
+            self.trackers, self._started = kept
 
 
 class JsonlCallback(ReporterCallback):

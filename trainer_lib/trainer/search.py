@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer_lib.arguments import compat
 from trainer_lib.arguments.fields import field_map, suggestion
-from trainer_lib.callbacks.tracking import TrackingCallback
+from trainer_lib.callbacks.reporting import ReporterCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import (
@@ -20,12 +20,14 @@ from trainer_lib.search.base import (
     default_hp_space,
 )
 from trainer_lib.state import BestRun
-from trainer_lib.trackers.base import create_trackers
 from trainer_lib.trainer.inspecting import takes_trial
 from trainer_lib.trainer.loop import LoopMixin
 
 # Read when the Trainer is built, or set by the search itself.
-_FIXED = ("output_dir", "run_name", "report_to", "disable_tqdm", "use_cpu", "local_rank", "ddp_backend", "ddp_timeout")
+_FIXED = (
+    *("output_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "use_cpu", "local_rank", "ddp_backend"),
+    "ddp_timeout",
+)
 
 
 class SearchMixin(LoopMixin):
@@ -44,8 +46,8 @@ class SearchMixin(LoopMixin):
         """Train `n_trials` times with other arguments each, and say which were best. The same answer on every rank.
 
         Needs `model_init`, which may take the trial. Each trial writes below ``output_dir/run-<number>``; arguments,
-        model, state and callbacks' view of them are afterwards what they were before. A trial whose loss stays NaN or
-        whose memory runs out (one process) counts as failed, and the search goes on.
+        model, state and callbacks' view of them are afterwards what they were before. Trials are not pushed to a hub. A
+        trial whose loss stays NaN or whose memory runs out (one process) counts as failed, and the search goes on.
 
         Args:
             hp_space: trial -> {argument: value}; learning rate, epochs, seed and micro-batch when not given. Called
@@ -124,26 +126,27 @@ class SearchMixin(LoopMixin):
     def _trial_arguments(self, run: TrialRun) -> Iterator[None]:
         """The trial's values in `args`, its own folder, and what follows from both; then the old ones again."""
         before = copy.copy(vars(self.args))
-        trackers = [each for each in self.callback_handler.callbacks if isinstance(each, TrackingCallback)]
-        trackers_before = [each.trackers for each in trackers]
         try:
             self._set_arguments(run.values)
             self.args.output_dir = f"{str(self.args.output_dir).rstrip('/')}/{run.name}"
             self.args.run_name = run.name
-            self._set_up_process(self.args)
-            self._memory_allows = None
-            self._eval_loaders.clear()
-            for callback in trackers:
-                callback.trackers = create_trackers(self.args.report_to, self.args.output_dir)
-            yield
+            self.args.push_to_hub = False
+            self._follow_arguments()
+            with contextlib.ExitStack() as stack:
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, ReporterCallback):
+                        stack.enter_context(callback.another_run())
+                yield
         finally:
             vars(self.args).clear()
             vars(self.args).update(before)
-            self._set_up_process(self.args)
-            self._memory_allows = None
-            self._eval_loaders.clear()
-            for callback, old in zip(trackers, trackers_before, strict=True):
-                callback.trackers = old
+            self._follow_arguments()
+
+    def _follow_arguments(self) -> None:
+        """Make anew what was made from the arguments when this Trainer was built."""
+        self._set_up_process(self.args)
+        self._memory_allows = None
+        self._eval_loaders.clear()
 
     def _set_arguments(self, values: Mapping[str, Any]) -> None:
         """Set arguments from a trial; their types and bounds are checked with the others, by `validate`.
