@@ -68,24 +68,26 @@ class SearchMixin(LoopMixin):
             ConfigError: no `model_init`, nothing to evaluate on, an argument that does not exist or is refused, or no
                 trial that was completed; MissingExtraError without optuna; whatever a training raises.
         """
-        directions = checked_directions(direction)
-        if self.model_init is None:
-            raise ConfigError(
-                "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
-            )
-        if self.eval_dataset is None and "evaluate" not in vars(type(self)):
-            raise ConfigError("Trials are compared on it.", field="eval_dataset", remedy="Give it to the Trainer.")
+        self._check_searchable()
         settings = SearchSettings(
             hp_space=hp_space or default_hp_space,
             compute_objective=compute_objective or default_compute_objective,
             n_trials=n_trials,
-            directions=directions,
+            directions=checked_directions(direction),
             hp_name=hp_name,
             options=kwargs,
         )
         search = create_backend(backend, self, settings)
         with self._searching(settings):
             return search.run()
+
+    def _check_searchable(self) -> None:
+        if self.model_init is None:
+            raise ConfigError(
+                "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
+            )
+        if self.eval_dataset is None and "evaluate" not in vars(type(self)):
+            raise ConfigError("Trials are compared on it.", field="eval_dataset", remedy="Give it to the Trainer.")
 
     @contextlib.contextmanager
     def _searching(self, settings: SearchSettings) -> Iterator[None]:
