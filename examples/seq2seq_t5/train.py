@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration, set_seed
 
@@ -47,15 +47,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def main() -> dict[str, float]:
-    """Train, evaluate on generated words, show five of them."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output_dir", default="out/seq2seq_t5")
-    parser.add_argument("--epochs", type=float, default=16)
-    options = parser.parse_args()
-    set_seed(0)
-
-    tokenizer = build_tokenizer()
+def build_dataset(tokenizer: PreTrainedTokenizerFast) -> DatasetDict:
+    """4,000 numbers to learn from and 200 others to be asked."""
     numbers = random.Random(0).sample(range(10_000), 4_200)
     dataset = Dataset.from_dict({"digits": [str(n) for n in numbers], "words": [words(n) for n in numbers]})
 
@@ -63,8 +56,11 @@ def main() -> dict[str, float]:
         return {**tokenizer(batch["digits"]), "labels": tokenizer(batch["words"])["input_ids"]}
 
     dataset = dataset.map(tokenize, batched=True, remove_columns=["digits", "words"])
-    splits = dataset.train_test_split(test_size=200, seed=0)
+    return dataset.train_test_split(test_size=200, seed=0)
 
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
+    """A T5 of 170,000 weights that has seen nothing yet."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=64,
@@ -77,17 +73,19 @@ def main() -> dict[str, float]:
         eos_token_id=tokenizer.eos_token_id,
     )
     config.decoder_start_token_id = tokenizer.pad_token_id
-    model = T5ForConditionalGeneration(config)
+    return T5ForConditionalGeneration(config)
 
-    def compute_metrics(eval_preds: Any) -> dict[str, float]:
-        preds, labels = eval_preds
-        labels = np.where(labels != -100, labels, tokenizer.pad_token_id)
-        said = tokenizer.batch_decode(preds, skip_special_tokens=True)
-        meant = tokenizer.batch_decode(labels, skip_special_tokens=True)
-        return {"exact_match": sum(s == m for s, m in zip(said, meant, strict=True)) / len(meant)}
 
-    args = Seq2SeqTrainingArguments(
-        output_dir=options.output_dir,
+def arguments(output_dir: str, epochs: float, tokenizer: PreTrainedTokenizerFast) -> Seq2SeqTrainingArguments:
+    """Evaluate and save every epoch, judge by what is generated, keep the best."""
+    generation_config = GenerationConfig(
+        max_length=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    return Seq2SeqTrainingArguments(
+        output_dir=output_dir,
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=1,
@@ -98,22 +96,37 @@ def main() -> dict[str, float]:
         warmup_steps=0.05,
         per_device_train_batch_size=64,
         per_device_eval_batch_size=200,
-        num_train_epochs=options.epochs,
+        num_train_epochs=epochs,
         train_sampling_strategy="group_by_length",
         predict_with_generate=True,
-        generation_config=GenerationConfig(
-            max_length=16,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            decoder_start_token_id=tokenizer.pad_token_id,
-        ),
+        generation_config=generation_config,
         logging_strategy="epoch",
         report_to="none",
         use_cpu=True,
     )
+
+
+def main() -> dict[str, float]:
+    """Train, evaluate on generated words, show five of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", default="out/seq2seq_t5")
+    parser.add_argument("--epochs", type=float, default=16)
+    options = parser.parse_args()
+    set_seed(0)
+    tokenizer = build_tokenizer()
+    splits = build_dataset(tokenizer)
+    model = build_model(tokenizer)
+
+    def compute_metrics(eval_preds: Any) -> dict[str, float]:
+        preds, labels = eval_preds
+        labels = np.where(labels != -100, labels, tokenizer.pad_token_id)
+        said = tokenizer.batch_decode(preds, skip_special_tokens=True)
+        meant = tokenizer.batch_decode(labels, skip_special_tokens=True)
+        return {"exact_match": sum(s == m for s, m in zip(said, meant, strict=True)) / len(meant)}
+
     trainer = Seq2SeqTrainer(
         model=model,
-        args=args,
+        args=arguments(options.output_dir, options.epochs, tokenizer),
         train_dataset=splits["train"],
         eval_dataset=splits["test"],
         data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),
