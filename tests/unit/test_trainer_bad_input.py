@@ -70,7 +70,6 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         r'metric_for_best_model = loss: does not say which .*Name one of a, b: "eval_a_loss"',
     ),
     ({"fsdp": "full_shard"}, ConfigError, "fsdp = full_shard: is not served"),
-    ({"past_index": 2}, ConfigError, "past_index = 2: is not served"),
     ({"report_to": "wandb"}, ConfigError, "report_to = wandb"),
 ]
 

@@ -19,9 +19,10 @@ from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
-from trainer_lib.evaluation import nested
+from trainer_lib.evaluation import nested, objects
 from trainer_lib.evaluation.hooks import EvaluationHooks
-from trainer_lib.evaluation.metrics import BatchMetrics, checked_metrics, on_rank_zero
+from trainer_lib.evaluation.metrics import checked_metrics, on_rank_zero, streaming_metrics
+from trainer_lib.evaluation.objects import ObjectSpool
 from trainer_lib.evaluation.spool import Spool
 from trainer_lib.state import EvalLoopOutput, EvalPrediction
 
@@ -62,13 +63,13 @@ class EvaluationLoop:
         self._loss_only = loss_only
         self._ignore_keys = ignore_keys
         self._include = set(hooks.args.include_for_metrics)
-        self._spool = Spool(hooks.spool_folder())
+        self._objects = hooks.args.eval_use_gather_object
+        self._spool = (ObjectSpool if self._objects else Spool)(hooks.spool_folder())
         self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
         self._samples = 0
-        per_batch = hooks.args.batch_eval_metrics and hooks.compute_metrics is not None and not loss_only
-        self._batch_metrics = BatchMetrics(hooks) if per_batch else None
+        self._batch_metrics = None if loss_only else streaming_metrics(hooks)
 
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
         """Predict everything and measure it. Raises DataError when there is nothing."""
@@ -77,8 +78,8 @@ class EvaluationLoop:
         hooks.callback_handler.eval_dataloader = loader
         try:
             for batch, last in _with_last(batches_of(loader, self._comm)):
-                tree = None if batch is None else self._predict(model, batch)
-                self._gather(tree, last)
+                # No name for the outputs here: it would keep a batch's while the next one's are made.
+                self._gather(None if batch is None else self._predict(model, batch), last)
                 hooks.control = hooks.callback_handler.on_prediction_step(hooks.args, hooks.state, hooks.control)
                 hooks.check_stop()
             return self._finish(prefix)
@@ -114,14 +115,16 @@ class EvaluationLoop:
             return
         rounds, self._held = self._held, []
         if self._comm.world_size > 1:
-            gathered = self._comm.gather_bytes(nested.pack(nested.to_numpy(rounds)))
-            ranks = [nested.unpack(each) for each in gathered or ()]
+            packed = objects.pack(rounds) if self._objects else nested.pack(nested.to_numpy(rounds))
+            unpack = objects.unpack if self._objects else nested.unpack
+            ranks = [unpack(each) for each in self._comm.gather_bytes(packed) or ()]
             rounds = [each for one in zip(*ranks, strict=True) for each in one if each is not None]
         for number, each in enumerate(rounds):
             if self._batch_metrics is not None:
-                self._batch_metrics.add(nested.to_tensors(each), last=last and number == len(rounds) - 1)
+                tensors = each if self._objects else nested.to_tensors(each)
+                self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
             else:
-                self._spool.append(nested.to_numpy(each))
+                self._spool.append(each if self._objects else nested.to_numpy(each))
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, hooks = self._comm, self._hooks
@@ -143,8 +146,8 @@ class EvaluationLoop:
             else:
                 metrics = on_rank_zero(comm, dict)
         elif not self._loss_only:
-            found = self._batch_metrics.result if self._batch_metrics is not None else {}
-            metrics = on_rank_zero(comm, lambda: found)
+            streamed = self._batch_metrics
+            metrics = on_rank_zero(comm, lambda: streamed.finish() if streamed is not None else {})
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         if items:
             named.setdefault(f"{prefix}_loss", loss_sum / items)

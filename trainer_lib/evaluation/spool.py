@@ -145,7 +145,10 @@ class Spool:
             self._columns = [_Column(self._folder) for _ in nested.leaves(tree)]
         elif shape != self._shape:
             raise DataError(
-                "Batches differ in what the model returns.", field="predictions", value=shape, remedy="Return the same."
+                "Batches differ in what the model returns.",
+                field="predictions",
+                value=shape,
+                remedy="Return the same, or set eval_use_gather_object=True to gather lists and texts as they are.",
             )
         for column, leaf in zip(self._columns, nested.leaves(tree), strict=True):
             column.append(leaf)

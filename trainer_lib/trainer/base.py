@@ -26,11 +26,12 @@ from trainer_lib.trainer.batching import BatchSettings
 from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
+from trainer_lib.trainer.nodes import NodeView
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.search.base import TrialRun
+    from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.trainer.stop import StopRequest
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ class TrainerBase:
         self._batching = BatchSettings.of(args.accelerator_config)
         self._batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=_group_formed())
         self.comm = distributed.init(args)
+        # The ranks that share output_dir, as a world of their own.
+        self._disk: distributed.Communicator = NodeView(self.comm) if args.save_on_each_node else self.comm
         self.device = distributed.choose_device(use_cpu=args.use_cpu)
         logging.getLogger("trainer_lib").setLevel(args.get_process_log_level())
         # Before model_init is called: initial weights are part of what the seed fixes.
@@ -119,14 +122,15 @@ class TrainerBase:
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self.current_flos = 0.0
         self.hp_name: Callable[[Any], str] | None = None
-        self._trial: Any = None
         self.hp_space: Callable[[Any], Any] | None = None
         self.compute_objective: Callable[[dict[str, float]], Any] | None = None
         self.hp_search_backend: str | None = None
         self.objective: list[float] | None = None
-        self._items_used = False
+        self._trial: Any = None
         self._trial_run: TrialRun | None = None
+        self._items_used = False
         self._memory_allows: int | None = None
+        self._past: Any = None
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
         self._caches: list[tuple[Any, Any]] = []

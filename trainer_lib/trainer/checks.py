@@ -14,6 +14,7 @@ from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.seq2seq import Seq2SeqArguments
 from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation.metrics import is_metric_object
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.base import TrainerBase
@@ -23,10 +24,6 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
     "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
     "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
-    "past_index": (lambda args: args.past_index >= 0, "Keep the memory inside the model."),
-    "debug": (lambda args: "underflow_overflow" in (args.debug or ()), "Use torch.autograd.set_detect_anomaly."),
-    "eval_use_gather_object": (lambda args: args.eval_use_gather_object, "Return tensors or arrays from the model."),
-    "save_on_each_node": (lambda args: args.save_on_each_node, "Give an output_dir that all machines share."),
 }
 
 
@@ -70,10 +67,11 @@ def trainer(trainer: TrainerBase) -> None:
             field="optimizers",
             remedy="Override create_optimizer, or give optimizer_cls_and_kwargs.",
         )
-    if args.batch_eval_metrics and trainer.compute_metrics is not None:
+    metrics = trainer.compute_metrics
+    if args.batch_eval_metrics and metrics is not None and not is_metric_object(metrics):
         from trainer_lib.trainer.inspecting import takes
 
-        if not takes(trainer.compute_metrics, "compute_result"):
+        if not takes(metrics, "compute_result"):
             raise ConfigError(
                 "batch_eval_metrics calls it with compute_result=True at the last batch.",
                 field="compute_metrics",

@@ -91,6 +91,7 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         """One pass over a loader: predictions, labels, metrics, number of samples. Works with or without labels."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         was_training = self.model.training
+        self._past = None
         casts = full_eval_dtype(self.args) is not None and not self.is_in_train
         restore = way_back(self.model) if casts else None
         try:
@@ -101,6 +102,7 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         finally:
             if restore is not None:
                 restore()
+            self._past = None
             self.model.train(was_training)
             self._optimizer_mode("train" if was_training else "eval")
 

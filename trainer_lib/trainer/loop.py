@@ -105,6 +105,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
             while run.epoch < run.num_epochs and not self.control.should_training_stop:
                 batches = run.open_epoch()
                 samples: list[Any] = []
+                self._past = None
                 self.control = handler.on_epoch_begin(self.args, self.state, self.control)
                 while self.state.global_step < run.max_steps:
                     self._request().begin_step()

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer import models
+from trainer_lib.trainer.debugging import finite_or_stop
 from trainer_lib.trainer.losses import neftune_hook
 from trainer_lib.trainer.optimization import OptimizationMixin
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
@@ -78,8 +79,10 @@ class PreparingMixin(OptimizationMixin):
     def _hooked(self) -> Iterator[None]:
         """What training puts on the model, for its length."""
         noise = self._activate_neftune()
+        watched = "underflow_overflow" in (self.args.debug or ())
         try:
-            yield
+            with finite_or_stop(self.model) if watched else contextlib.nullcontext():
+                yield
         finally:
             if noise is not None:
                 noise.remove()

@@ -26,6 +26,7 @@ from trainer_lib.manifest import COMMIT, withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
+from trainer_lib.trainer.nodes import newest_common
 from trainer_lib.trainer.reporting import ReportingMixin
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.seeding import set_seed
@@ -52,8 +53,8 @@ class SavingMixin(ReportingMixin):
         self._on_main_process(lambda: self._save(output_dir, state_dict=state))
 
     def _on_main_process(self, work: Callable[[], T]) -> T | None:
-        """`work()` on rank 0 (None elsewhere); what it raises there is raised on every rank."""
-        return together(self.comm, lambda: work() if self.is_world_process_zero() else None)
+        """`work()` on rank 0 (of each machine with `save_on_each_node`); what it raises is raised on every rank."""
+        return together(self.comm, lambda: work() if self._disk.rank == 0 else None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         store = Store.open(output_dir or str(self.args.output_dir), field="output_dir")
@@ -112,13 +113,13 @@ class SavingMixin(ReportingMixin):
         self.store_flos()
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = root.child(name).url
-        save_checkpoint(root, self._snapshot(run), self.comm)
+        save_checkpoint(root, self._snapshot(run), self._disk)
         run.saved_step = self.state.global_step
         self._own_checkpoints.add(root.child(name).url)
         self._rotate_checkpoints(root)
 
     def _rotate_checkpoints(self, root: Store) -> None:
-        if self.args.save_total_limit is None or not self.is_world_process_zero():
+        if self.args.save_total_limit is None or self._disk.rank != 0:
             return
         best = self.state.best_model_checkpoint
         protected = {best.rsplit("/", 1)[-1]} if best else set()
@@ -149,7 +150,7 @@ class SavingMixin(ReportingMixin):
             data=run.position(),
             trainer_state=self.state.to_dict(),
             training_args=self.args.to_dict(),
-            files=self._model_files(state) if self.is_world_process_zero() else {},
+            files=self._model_files(state) if self._disk.rank == 0 else {},
             meta={
                 **self.strategy.describe(),
                 "world_size": self.comm.world_size,
@@ -170,20 +171,24 @@ class SavingMixin(ReportingMixin):
         asked = self.args.resume_from_checkpoint if asked is None else asked
         if not asked:
             return None
-        answer: str | None = self.comm.broadcast_json(self._on_main_process(lambda: self._find_checkpoint(asked)))
-        return answer
-
-    def _find_checkpoint(self, asked: str | bool) -> str | None:
+        url: str | None
         if isinstance(asked, str) and asked != "auto":
-            return Store.open(asked, field="resume_from_checkpoint").url
-        newest = newest_good(self._checkpoint_root(), on_damage=lambda what: _log.warning("%s", what))
-        if newest is None and asked is True:
+            url = Store.open(asked, field="resume_from_checkpoint").url
+        elif self.args.save_on_each_node:
+            url = newest_common(self._checkpoint_root(), self.comm)
+        else:
+            url = self.comm.broadcast_json(self._on_main_process(self._find_checkpoint))
+        if url is None and asked is True:
             raise ConfigError(
                 f"There is no checkpoint in {self._get_output_dir(self._trial)}.",
                 field="resume_from_checkpoint",
                 value=True,
                 remedy='Give "auto" to start anew when there is none, or the URL of one.',
             )
+        return url
+
+    def _find_checkpoint(self) -> str | None:
+        newest = newest_good(self._checkpoint_root(), on_damage=lambda what: _log.warning("%s", what))
         return None if newest is None else newest.url
 
     def _open_checkpoint(self, url: str) -> Loaded:
@@ -249,8 +254,8 @@ class SavingMixin(ReportingMixin):
 
     def _restore_random_numbers(self, loaded: Loaded) -> None:
         """This rank's generators; a rank the saved run did not have is seeded from (seed, step, rank)."""
-        if self.comm.rank < int(loaded.commit.meta.get("world_size", 1)):
-            restore_rng(loaded.rng(self.comm.rank))
+        if self._disk.rank < int(loaded.commit.meta.get("world_size", 1)):
+            restore_rng(loaded.rng(self._disk.rank))
             return
         self._part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")

@@ -41,7 +41,27 @@ class StepMixin(TrainerBase):
                 field="train_dataset",
                 remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
             )
-        return self._prepare_input(inputs)
+        inputs = self._prepare_input(inputs)
+        if self._past is not None and isinstance(inputs, Mapping):
+            inputs = {**inputs, "mems": self._past}
+        return inputs
+
+    def _keep_past(self, outputs: Any) -> None:
+        """`past_index`: what the model remembers of this batch is given to it with the next, without its graph."""
+        if self.args.past_index < 0:
+            return
+        values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
+        has_loss = "loss" in outputs if isinstance(outputs, Mapping) else len(values) > 0 and _is_scalar(values[0])
+        index = self.args.past_index - (0 if has_loss else 1)
+        if isinstance(values, torch.Tensor) or not 0 <= index < len(values):
+            count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
+            raise ConfigError(
+                f"The model returns {count}: there is no memory at that position.",
+                field="past_index",
+                value=self.args.past_index,
+                remedy="Count from the loss, which is position 0.",
+            )
+        self._past = nested.detach(values[index])
 
     def _signature(self) -> tuple[str, ...]:
         return self._forward.columns or ()
@@ -129,6 +149,7 @@ class StepMixin(TrainerBase):
             outputs = self._called_with_items(model, inputs, num_items_in_batch)
         else:
             outputs = self._called(model, inputs)
+        self._keep_past(outputs)
         if self.compute_loss_func is not None:
             loss = self._call_loss_func(outputs, labels, num_items_in_batch)
         elif self.label_smoother is not None and labels is not None:
@@ -211,7 +232,9 @@ class StepMixin(TrainerBase):
 
     def _predicted(self, model: nn.Module, inputs: Any, computes_loss: bool) -> tuple[torch.Tensor | None, Any, bool]:
         if not computes_loss:
-            return None, self._called(model, inputs), False
+            outputs = self._called(model, inputs)
+            self._keep_past(outputs)
+            return None, outputs, False
         if not self._compute_loss_takes_outputs:
             loss = self.compute_loss(model, dict(inputs))
             outputs = self._called(model, inputs)

@@ -1,0 +1,87 @@
+"""`save_on_each_node`: output_dir lies on a disk of each machine's own, so each machine keeps whole checkpoints.
+
+The ranks of a machine write and read one folder together: `NodeView` shows them to the checkpoint code as a world of
+their own, whose first rank is the machine's main process. What fails on one machine fails on all, and a run resumes
+from the newest checkpoint that every machine has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.checkpoint.collective import together
+from trainer_lib.distributed import Communicator, Pending
+from trainer_lib.errors import TrainflowError
+from trainer_lib.manifest import verify
+from trainer_lib.storage import Store
+
+
+class NodeView:
+    """The ranks of one machine, by their local numbers. Every method is collective over *all* machines."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.rank = self.local_rank = comm.local_rank
+        self.world_size = self.local_world_size = comm.local_world_size
+        self._node = str(comm.rank - comm.local_rank)  # the first rank of a machine stands for it
+
+    def barrier(self) -> None:
+        """Wait for every rank of every machine."""
+        self._comm.barrier()
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        """Every local rank's object on the machine's main process; None elsewhere."""
+        everyone = self._comm.broadcast_json(self._comm.gather_json([self._node, self.rank, obj]))
+        mine = sorted(((rank, one) for node, rank, one in everyone if node == self._node), key=lambda pair: pair[0])
+        return [one for _, one in mine] if self.rank == 0 else None
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every local rank's bytes on the machine's main process; None elsewhere."""
+        gathered = self.gather_json(data.hex())
+        return None if gathered is None else [bytes.fromhex(one) for one in gathered]
+
+    def broadcast_json(self, obj: Any) -> Any:
+        """The object of the machine's main process on its ranks."""
+        gathered = self._comm.gather_json([self._node, obj] if self.rank == 0 else None)
+        everyone = self._comm.broadcast_json(gathered)
+        return next(one[1] for one in everyone if one is not None and one[0] == self._node)
+
+    def agree(self, error: TrainflowError | None) -> None:
+        """Every rank of every machine raises the first failing rank's error, or none does."""
+        self._comm.agree(error)
+
+    def any(self, flag: bool) -> bool:
+        """True everywhere when it is true on one rank of any machine."""
+        return self._comm.any(flag)
+
+    def any_later(self, flag: bool) -> Pending:
+        """Like `any`, answered later."""
+        return self._comm.any_later(flag)
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Sum over all machines."""
+        return self._comm.sum_ints(values)
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all machines."""
+        return self._comm.sum_tensor(tensor)
+
+
+def newest_common(root: Store, comm: Communicator) -> str | None:
+    """The URL, on this machine, of the newest checkpoint that every machine has whole; None when there is none.
+
+    Collective. Sizes are compared here, digests when it is loaded.
+    """
+
+    def steps() -> list[int] | None:
+        if comm.local_rank != 0:
+            return None
+        infos = list_checkpoints(root)
+        return [info.step for info in infos if not verify(root.child(info.name), info.commit, digests=False)]
+
+    found = comm.broadcast_json(comm.gather_json(together(comm, steps)))
+    common = set.intersection(*(set(each) for each in found if each is not None))
+    return root.child(f"checkpoint-{max(common)}").url if common else None
