@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -9,34 +12,58 @@ from typing import Any
 from flows._server import SERVED_TAG
 from flows.engine import prefect_api, server_folder
 from flows.serving import Schedule, _deployment, _forget_planned_runs
-from flows.spec import load_spec
+from flows.spec import PipelineSpec, load_spec
 from tests.support import toy
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(tmp_path: Path) -> None:
-    spec = load_spec(toy.project(tmp_path), ["name=orphaned"])
-    with prefect_api() as url:
-        from prefect.client.orchestration import get_client
+    toy.project(tmp_path / "project")
+    command(tmp_path, "serve_and_die")
+    command(tmp_path, "find_it_paused")
+
+
+def command(folder: Path, name: str) -> None:
+    """Run a function of this file as a command of its own: this process may hold on to the session's server."""
+    code = f"from tests.flows.test_serving import {name}; {name}()"
+    kept = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    env = {**kept, "PREFECT_HOME": str(folder / "prefect"), "SERVED_PROJECT": str(folder / "project")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=150)
+
+
+def serve_and_die() -> None:
+    """Deploy as `trainflow serve` does, plan a run by hand, and end without a word."""
+    with prefect_api() as url, _client() as client:
         from prefect.states import Scheduled
 
         assert server_folder(url) is not None
-        _deployment(spec, "orphaned", Schedule(interval_s=3600).prefect(), tags=[SERVED_TAG]).apply()
-        with get_client(sync_client=True) as client:
-            deployment = client.read_deployment_by_name("pipeline/orphaned")
-            late = datetime.now(UTC) - timedelta(hours=1)
-            asked_for = client.create_flow_run_from_deployment(deployment.id, state=Scheduled(scheduled_time=late))
-            assert _paused(client) is False
+        _deployment(_spec(), "orphaned", Schedule(interval_s=3600).prefect(), tags=[SERVED_TAG]).apply()
+        late = datetime.now(UTC) - timedelta(hours=1)
+        client.create_flow_run_from_deployment(_served(client).id, state=Scheduled(scheduled_time=late), name="wanted")
+        assert _served(client).paused is False
 
-    with prefect_api(), get_client(sync_client=True) as client:  # a new server: who served is gone
-        assert _paused(client) is True
-        _deployment(spec, "orphaned", Schedule(interval_s=3600).prefect(), tags=[SERVED_TAG]).apply()
+
+def find_it_paused() -> None:
+    """On a new server: who served is gone."""
+    with prefect_api(), _client() as client:
+        assert _served(client).paused is True
+        _deployment(_spec(), "orphaned", Schedule(interval_s=3600).prefect(), tags=[SERVED_TAG]).apply()
         _forget_planned_runs("orphaned")
         _forget_planned_runs("never deployed")
-        assert [run.id for run in client.read_flow_runs(limit=200) if run.deployment_id == deployment.id] == [
-            asked_for.id
-        ], "a run that somebody asked for is kept"
-        client.delete_deployment(deployment.id)
+        left = [run.name for run in client.read_flow_runs(limit=200)]
+        assert left == ["wanted"], "a run that somebody asked for is kept"
 
 
-def _paused(client: Any) -> bool:
-    return bool(client.read_deployment_by_name("pipeline/orphaned").paused)
+def _spec() -> PipelineSpec:
+    return load_spec(Path(os.environ["SERVED_PROJECT"]) / "pipeline.yaml", ["name=orphaned"])
+
+
+def _client() -> Any:
+    from prefect.client.orchestration import get_client
+
+    return get_client(sync_client=True)
+
+
+def _served(client: Any) -> Any:
+    return client.read_deployment_by_name("pipeline/orphaned")
