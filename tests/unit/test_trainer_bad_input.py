@@ -116,6 +116,66 @@ def test_refused_before_the_first_step_is_done(
     assert list(tmp_path.iterdir()) == []
 
 
+METRICLESS = {"eval_dataset": ROWS, "eval_strategy": "epoch", "save_strategy": "epoch"}
+TABLE: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
+    "a wrong type": ({"learning_rate": "fast"}, "learning_rate", "fast", "number"),
+    "a truth value that is none": ({"bf16": "perhaps"}, "bf16", "perhaps", "true"),
+    "an unknown choice": ({"eval_strategy": "step"}, "eval_strategy", "step", "steps"),
+    "evaluation without data": ({"eval_strategy": "epoch"}, "eval_dataset", None, "Give eval_dataset"),
+    "the best without evaluations": (
+        {"load_best_model_at_end": True},
+        "load_best_model_at_end",
+        "True",
+        'Give eval_strategy="steps"',
+    ),
+    "the best without a metric": (
+        {**METRICLESS, "save_strategy": "best"},
+        "metric_for_best_model",
+        "none",
+        "Give a metric's name",
+    ),
+    "steps that do not match": (
+        {**METRICLESS, "eval_strategy": "steps", "save_strategy": "steps"}
+        | {"eval_steps": 4, "save_steps": 6, "load_best_model_at_end": True},
+        "save_steps",
+        "6",
+        "Give 4, or a multiple",
+    ),
+    "strategies that do not match": (
+        {**METRICLESS, "save_strategy": "steps", "load_best_model_at_end": True},
+        "save_strategy",
+        "steps",
+        'Give save_strategy="epoch"',
+    ),
+    "two number formats": ({"fp16": True, "bf16": True}, "fp16", "True", "Keep bf16"),
+    "an unknown optimizer": ({"optim": "adam_w"}, "optim", "adam_w", "Did you mean"),
+    "a missing extra": ({"report_to": "wandb"}, "report_to", "wandb", "pip install wandb"),
+    "no length and no max_steps": ({"train": Stream(ROWS)}, "max_steps", "-1", "Give max_steps"),
+    "no data": ({"train": []}, "train_dataset", None, "Give data"),
+    "two strategies": ({"fsdp": "full_shard", "deepspeed": {"stage": 2}}, "fsdp", "full_shard", "Keep one"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_every_refusal_has_field_value_and_remedy_and_touches_nothing(case: str, tmp_path: Path) -> None:
+    given, field, value, remedy = TABLE[case]
+    settings = {"train": ROWS, **given}
+    with pytest.raises(TrainflowError) as refused:
+        trainer(tmp_path, settings.pop("train"), **settings)
+    assert refused.value.field == field
+    assert refused.value.value == value
+    assert remedy in str(refused.value.remedy)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_whose_package_is_missing_names_it(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, optim="adamw_bnb_8bit")
+    with pytest.raises(ConfigError) as refused:
+        one.train()
+    assert (refused.value.field, refused.value.value) == ("optim", "adamw_bnb_8bit")
+    assert "bitsandbytes" in str(refused.value) and one.state.global_step == 0
+
+
 def test_no_model_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="model or model_init: Neither was given"):
         Trainer(None, TrainingArguments("out", use_cpu=True))
