@@ -15,7 +15,11 @@ from tests.support.repository import relative, sources, tree
 FILE_LINES = 400
 FUNCTION_LINES = 50
 # A reason beats a budget.
-LONGER: dict[str, str] = {}
+_SCRIPT = "reads from top to bottom as a user of transformers writes it"
+LONGER: dict[str, str] = {
+    "examples/causal_lm_lora/train.py::main": _SCRIPT,
+    "examples/text_classification/train.py::main": _SCRIPT,
+}
 
 ALLOWED = {"flows/_yaml.py calls yaml.load": "with a subclass of SafeLoader"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
