@@ -169,6 +169,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name from its module, once."""
     module = _NAMES.get(name)
+    if name in ("TFTrainer", "TFTrainingArguments"):
+        errors = importlib.import_module("trainer_lib.errors")
+        remedy = f"Use {name[2:]} with a torch.nn.Module."
+        raise errors.ConfigError("TensorFlow is not served.", field=name, remedy=remedy)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +16,11 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
 from trainer_lib.strategies.single import SingleStrategy
+
+# Newer versions of torch have another name for it, and warn of the old one.
+_BUFFERS = "forward_sync_buffers"
+if _BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameters:
+    _BUFFERS = "broadcast_buffers"
 
 
 class DdpStrategy(SingleStrategy):
@@ -95,7 +101,7 @@ def _options(args: StrategySettings) -> dict[str, Any]:
     if args.ddp_bucket_cap_mb is not None:
         options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
     if args.ddp_broadcast_buffers is not None:
-        options["broadcast_buffers"] = args.ddp_broadcast_buffers
+        options[_BUFFERS] = args.ddp_broadcast_buffers
     if args.ddp_static_graph is not None:
         options["static_graph"] = args.ddp_static_graph
     return options

@@ -27,6 +27,7 @@ from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
 from trainer_lib.trainer.nodes import NodeView
+from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class TrainerBase:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         tokenizer: Any = None,
     ) -> None:
+        refuse_uncalled(type(self))
         self._set_up_process(self._arguments_class(output_dir="tmp_trainer") if args is None else args)
         self.model_init = model_init
         self.processing_class = checks.processing_class(processing_class, tokenizer)

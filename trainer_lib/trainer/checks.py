@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
     "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
+    "fsdp_config": (
+        lambda args: any(args.fsdp_config.values()) if isinstance(args.fsdp_config, dict) else bool(args.fsdp_config),
+        "Remove it: there is no fsdp to configure.",
+    ),
     "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
+    "debug": (lambda args: "tpu_metrics_debug" in (args.debug or ()), "Remove it: XLA devices are not served."),
 }
 
 

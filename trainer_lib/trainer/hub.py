@@ -284,21 +284,21 @@ class HubMixin(SavingMixin):
 
     # -- while training -----------------------------------------------------------------------------------------------
 
-    def _push_from_checkpoint(self) -> None:
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """After a save: push what `hub_strategy` says from the committed files, in the background."""
-        args, step = self.args, self.state.global_step
+        args, step, name = self.args, self.state.global_step, checkpoint_folder.rstrip("/").rpartition("/")[2]
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
         if self._pushes.busy and not args.hub_always_push:
             _log.info("The push before is not finished: the checkpoint of step %d is not pushed.", step)
             return
         try:
-            content = self._checkpoint_content(checkpoint_name(step))
+            content = self._checkpoint_content(name)
         except TrainflowError as error:
             _log.warning("The checkpoint of step %d is not pushed: %s", step, mask(str(error)))
             return
         self.control = self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        name, message = checkpoint_name(step), f"Training in progress, step {step}"
+        message = f"Training in progress, step {step}"
         self._being_pushed.append(name)
         self._pushes.submit(lambda: self._push_checkpoint(content, message, name))
 

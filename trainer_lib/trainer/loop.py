@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.callbacks.tracking import TrackingCallback
+from trainer_lib.checkpoint.catalogue import checkpoint_name
 from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed import lost_peer
@@ -265,7 +265,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         self.control = handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self._step_if_finite(norm)
         self.control = handler.on_optimizer_step(self.args, self.state, self.control)
-        run.rate = optimizer.param_groups[0]["lr"]
+        run.rate = self._get_learning_rate()
         self._step_schedule()
         optimizer.zero_grad()
         return norm
@@ -313,7 +313,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         run.history.collect(self.state.global_step)
         if self.control.should_log and run.history.anything:
             logs = run.history.take(hide_nonfinite=self.args.logging_nan_inf_filter)
-            logs["learning_rate"] = self._get_learning_rate() if learning_rate is None else float(learning_rate)
+            logs["learning_rate"] = float(self._get_learning_rate() if learning_rate is None else learning_rate)
             self._log(logs, start_time)
         if self.control.should_evaluate:
             metrics = self._evaluate(trial, ignore_keys_for_eval)
@@ -323,7 +323,7 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         if self.control.should_save:
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-            self._push_from_checkpoint()
+            self._push_from_checkpoint(self._checkpoint_root().child(checkpoint_name(self.state.global_step)).url)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -377,8 +377,3 @@ class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         self._push_at_end()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
-
-    def _close_trackers(self, status: str) -> None:
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TrackingCallback):
-                callback.close(status)

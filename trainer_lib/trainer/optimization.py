@@ -76,9 +76,9 @@ class OptimizationMixin(TrainerBase):
                 return group
         raise ConfigError("is not in the optimizer.", field="param", value=str(param), remedy="Give a trained one.")
 
-    def _get_learning_rate(self) -> float:
-        """The learning rate of the first group, as logged."""
-        return float(self._ready_optimizer().param_groups[0]["lr"])
+    def _get_learning_rate(self) -> Any:
+        """The learning rate that is logged: the first group's, a number or (some optimizers) a tensor on the device."""
+        return self._ready_optimizer().param_groups[0]["lr"]
 
     def _ready_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from trainer_lib import distributed
+from trainer_lib.callbacks.tracking import TrackingCallback
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
@@ -124,6 +126,16 @@ class ReportingMixin(TrainerBase):
         if isinstance(main, torch.Tensor) and (not main.is_floating_point() or models.is_transformers(self.model)):
             return self._flos_per_item * main.numel()
         return self._flos_per_item * (batch_size_of(inputs) or 0)
+
+    def _close_trackers(self, status: str) -> None:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TrackingCallback):
+                callback.close(status)
+
+    def end(self) -> None:
+        """Finish the trackers and leave the process group; call it once, after everything that needs other ranks."""
+        self._close_trackers("FINISHED")
+        distributed.shutdown()
 
     def store_flos(self) -> None:
         """Add what all ranks have counted to the state; collective."""

@@ -1,0 +1,288 @@
+"""What an argument changes for its user, where no test of a larger subject shows it: loading, launching, reporting."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.machinery
+import multiprocessing
+import os
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.support.tiny_models import llama
+from tests.support.toys import Classifier, classification_rows, token_rows
+from tests.support.training import trainer
+from trainer_lib import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    distributed,
+)
+from trainer_lib.arguments import ArgumentParser
+from trainer_lib.errors import ConfigError, InfrastructureError
+
+ROWS = classification_rows(12)
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+class Numbered(Dataset[Any]):
+    """Tells which process read a sample; may count reads, and let the first sample wait."""
+
+    def __init__(self, count: int = 8, gate: Any = None) -> None:
+        self.count, self.gate = count, gate
+        self.reads = multiprocessing.get_context("fork").Value("i", 0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.gate is not None and index == 0:
+            self.gate.wait(0.3)
+        with self.reads.get_lock():
+            self.reads.value += 1
+        return {"labels": index, "process": os.getpid()}
+
+
+def loader(folder: Path, data: Any, **given: Any) -> Any:
+    settings = {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", **given}
+    return trainer(folder, data, remove_unused_columns=False, **settings).get_train_dataloader()
+
+
+def readers(batches: Any) -> set[int]:
+    return {int(batch["process"]) for batch in batches}
+
+
+def test_dataloader_num_workers_processes_read(tmp_path: Path) -> None:
+    assert readers(loader(tmp_path, Numbered())) == {os.getpid()}
+    found = readers(loader(tmp_path, Numbered(), dataloader_num_workers=2))
+    assert len(found) == 2 and os.getpid() not in found
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_dataloader_persistent_workers_stay_for_the_next_epoch(kept: bool, tmp_path: Path) -> None:
+    batches = loader(tmp_path, Numbered(), dataloader_num_workers=1, dataloader_persistent_workers=kept)
+    assert (readers(batches) == readers(batches)) == kept
+    del batches
+    gc.collect()
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_dataloader_prefetch_factor_batches_are_read_ahead(factor: int, tmp_path: Path) -> None:
+    data = Numbered()
+    batches = iter(loader(tmp_path, data, dataloader_num_workers=1, dataloader_prefetch_factor=factor))
+    next(batches)
+    deadline = time.monotonic() + 10
+    while data.reads.value < factor + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert data.reads.value == factor + 1
+    del batches
+    gc.collect()
+
+
+@pytest.mark.parametrize(("how", "works"), [("fork", True), ("spawn", False)])
+def test_dataloader_multiprocessing_context_says_how_workers_start(how: str, works: bool, tmp_path: Path) -> None:
+    class Local(Numbered):
+        """A class in a function cannot be sent to a process that starts from nothing."""
+
+    batches = loader(tmp_path, Local(2), dataloader_num_workers=1, dataloader_multiprocessing_context=how)
+    if works:
+        assert len(readers(batches)) == 1
+        return
+    with pytest.raises(UserWarning, match="pickle error when attempting to start a worker"):
+        list(batches)
+
+
+@pytest.mark.parametrize(("in_order", "expected"), [(True, [0, 1]), (False, [1, 0])])
+def test_dataloader_in_order_waits_for_a_slow_batch(in_order: bool, expected: list[int], tmp_path: Path) -> None:
+    gate = multiprocessing.get_context("fork").Event()
+    data = Numbered(2, gate)
+    order = []
+    for batch in loader(tmp_path, data, dataloader_num_workers=2, dataloader_in_order=in_order):
+        order.append(int(batch["labels"]))
+        gate.set()
+    assert order == expected
+
+
+def test_dataloader_pin_memory_counts_where_there_is_an_accelerator(tmp_path: Path) -> None:
+    for device, asked, pinned in (("cpu", True, False), ("cuda", True, True), ("cuda", False, False)):
+        one = trainer(tmp_path, ROWS, dataloader_pin_memory=asked)
+        one.device = torch.device(device)
+        assert one.get_train_dataloader().pin_memory is pinned
+
+
+def test_per_device_eval_batch_size_samples_are_evaluated_at_a_time(tmp_path: Path) -> None:
+    class Sizes(Trainer):
+        seen: ClassVar[list[int]] = []
+
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+            self.seen.append(len(inputs["x"]))
+            return super().prediction_step(model, inputs, *rest, **more)
+
+    trainer(tmp_path, ROWS, cls=Sizes, eval_dataset=ROWS, per_device_eval_batch_size=5).evaluate()
+    assert Sizes.seen == [5, 5, 2]
+
+
+# ------------------------------------------------------------------------------------------------ memory and precision
+class Recomputing(Classifier):
+    """Takes note of how it is told to recompute."""
+
+    told: Any = None
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        self.told = gradient_checkpointing_kwargs
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_both_names_of_recomputation_hand_their_settings_to_the_model(name: str, tmp_path: Path) -> None:
+    model = Recomputing()
+    given: dict[str, Any] = {name: True, f"{name}_kwargs": {"use_reentrant": True}}
+    trainer(tmp_path, ROWS, model=model, max_steps=1, **given).train()
+    assert model.told == {"use_reentrant": True}
+    trainer(tmp_path, ROWS, model=(quiet := Recomputing()), max_steps=1).train()
+    assert quiet.told is None
+
+
+def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[dict[str, Any]] = []
+
+    def llama_kernels(rope: bool = True, rms_norm: bool = True, model: Any = None) -> None:
+        """The signature is what the package offers for this kind of model."""
+
+    kernels: Any = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    kernels.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": llama_kernels}
+    kernels._apply_liger_kernel_to_instance = lambda model, **config: applied.append(config)
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in token_rows(4)]
+    given: dict[str, Any] = {"use_liger_kernel": True, "max_steps": 1}
+    trainer(tmp_path, rows, model=llama(), liger_kernel_config={"rope": False}, **given).train()
+    assert applied == [{"rope": False}]
+    with pytest.raises(ConfigError, match=r"liger_kernel_config\.swiglu: .*There are rope, rms_norm"):
+        trainer(tmp_path, rows, model=llama(), liger_kernel_config={"swiglu": True}, **given)
+
+
+# ----------------------------------------------------------------------------------------------------------- launching
+def test_ddp_timeout_seconds_are_waited_for_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_port = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in with_port.items():
+        monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    with pytest.raises(InfrastructureError, match="The 2 processes did not find each other"):
+        distributed.init(TrainingArguments("out", use_cpu=True, ddp_timeout=1))
+    assert time.monotonic() - started < 30  # torch's own is 30 minutes
+
+
+def test_ddp_backend_must_serve_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="ddp_backend = nccl: cannot serve CPU tensors"):
+        trainer(tmp_path, ROWS, ddp_backend="nccl")
+
+
+def test_local_rank_of_a_launcher_of_old_counts_where_the_environment_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second = TrainingArguments("out", local_rank=1)
+    assert (second.local_process_index, second.should_log, second.should_save) == (1, False, True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert (second.local_process_index, second.should_log) == (0, True)
+
+
+def test_do_train_do_eval_and_do_predict_are_for_the_script_that_reads_them(tmp_path: Path) -> None:
+    parser = ArgumentParser(TrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "out", "--do_train", "--do_predict"])
+    assert (args.do_train, args.do_eval, args.do_predict) == (True, False, True)
+    assert TrainingArguments("out", eval_strategy="epoch").do_eval
+    one = trainer(tmp_path, ROWS, do_train=False, max_steps=1)  # a call of `train` is asked for by itself
+    assert one.train().global_step == 1
+
+
+# ----------------------------------------------------------------------------------------------------------- reporting
+LOGGED: dict[str, Any] = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
+
+
+@pytest.mark.parametrize(("disabled", "expected"), [(True, "{'loss':"), (False, "step 1/1")])
+def test_disable_tqdm_prints_dictionaries_instead_of_progress(
+    disabled: bool, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, ROWS, disable_tqdm=disabled, **LOGGED).train()
+    shown = "".join(capsys.readouterr())
+    assert expected in shown
+    assert ("{'loss':" in shown) == disabled
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A package that looks installed; none of the trackers' own packages is, here."""
+    package = types.ModuleType(name)
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, package)
+    return package
+
+
+def test_project_and_run_name_are_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = installed(monkeypatch, "wandb")
+    asked: dict[str, Any] = {}
+    logged: list[dict[str, Any]] = []
+    run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda **_: None)
+    package.run = None
+    package.init = lambda **given: asked.update(given) or run
+    names: dict[str, Any] = {"project": "birds", "run_name": "first", "logging_dir": str(tmp_path)}
+    trainer(tmp_path / "out", ROWS, report_to="wandb", **names, **LOGGED).train()
+    assert (asked["project"], asked["name"], asked["dir"]) == ("birds", "first", str(tmp_path))
+    assert "train/loss" in logged[0]
+
+
+class Trackio(TrainerCallback):
+    """In the place of the callback that transformers has for the package."""
+
+    told: dict[str, Any]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        type(self).told = {name: value for name, value in args.to_dict().items() if name.startswith("trackio_")}
+
+
+def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "trackio")
+    monkeypatch.setattr(importlib.import_module("transformers.integrations"), "TrackioCallback", Trackio)
+    given: dict[str, Any] = {
+        "trackio_space_id": "me/space",
+        "trackio_bucket_id": "me/bucket",
+        "trackio_static_space_id": "me/static",
+    }
+    trainer(tmp_path, ROWS, report_to="trackio", **given, **LOGGED).train()
+    assert Trackio.told == given
+
+
+# -------------------------------------------------------------------------------------- accepted, and without an effect
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = .*Remove it: there is no fsdp to configure"),
+        ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
+        ({"debug": "tpu_metrics_debug"}, "debug = .*XLA devices are not served"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: dict[str, Any], match: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        trainer(tmp_path, ROWS, **given)
+
+
+def test_settings_that_ask_for_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    written_in_full = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False}
+    assert trainer(tmp_path, ROWS, fsdp_config=written_in_full, max_steps=1).train().global_step == 1
+
+
+def test_sequence_to_sequence_arguments_serve_the_plain_trainers_needs_too(tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True)
+    assert Seq2SeqTrainer(Classifier(), args, train_dataset=ROWS).train().global_step == 1
