@@ -66,6 +66,45 @@ def test_randomness_in_a_sample_depends_on_seed_epoch_and_sample_only() -> None:
     assert one.isdisjoint(by_sample(train_loader(Augmented(ROWS)), 1))
 
 
+class Sometimes(Augmented):
+    """Draws for few of its samples only, and then may fail."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 7 == 5:
+            return super().__getitem__(index)
+        self.read.append(index)
+        return {"x": self.rows[index]["x"] + 0.5, "labels": self.rows[index]["labels"]}
+
+
+def test_samples_of_which_few_are_random_are_read_as_if_all_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    def states() -> Any:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+
+    before, dataset = states(), Sometimes(ROWS)
+    unwatched = read(train_loader(dataset, micro=1))
+    assert states() == before
+    assert len(ROWS) < len(dataset.read) <= len(ROWS) + 1  # the first random one twice
+    monkeypatch.setattr("trainer_lib.data.loader.watch", lambda: None)
+    assert read(train_loader(Sometimes(ROWS), micro=1)) == unwatched
+
+
+def test_a_sample_that_fails_by_chance_fails_again_under_its_own_seed() -> None:
+    class Failing(Augmented):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 5 and random.random() < 2:
+                raise ValueError(f"drew {random.random()}")
+            return {"labels": index}
+
+    def message(start: int) -> str:
+        state = random.getstate()
+        with pytest.raises(ValueError, match="drew") as caught:
+            list(train_loader(Failing(ROWS), micro=1).micros(0, start))
+        assert random.getstate() == state
+        return str(caught.value)
+
+    assert message(0) == message(1)
+
+
 def test_loading_does_not_disturb_the_generators_that_dropout_draws_from() -> None:
     def draws() -> tuple[float, float, float]:
         return torch.rand(1).item(), float(np.random.rand()), random.random()

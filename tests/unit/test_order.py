@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.order import (
     BatchPlan,
     LengthGroupedOrder,
@@ -18,9 +19,7 @@ from trainer_lib.data.order import (
     RandomOrder,
     SamplerOrder,
     SequentialOrder,
-    keep_generators,
     sample_seeds,
-    seed_generators,
 )
 from trainer_lib.errors import DataError
 

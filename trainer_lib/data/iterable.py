@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.collators import seeds_of_samples
+from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
-from trainer_lib.data.order import derive, keep_generators, sample_seeds, seed_generators
+from trainer_lib.data.order import derive, sample_seeds
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,13 @@
 
 Randomness inside a sample (augmentation in ``__getitem__``) and inside a collator (masking) is seeded by (seed, epoch,
 sample), in workers and in the training process alike, so it neither depends on the number of workers nor touches the
-generators that dropout draws from. Datasets and collators known to be pure are spared the swap of generators.
+generators that dropout draws from. Data that draws nothing is spared the seeding: see `generators`.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +23,8 @@ from trainer_lib.data.collators import (
     default_data_collator,
     seeds_of_samples,
 )
-from trainer_lib.data.order import BatchPlan, Indices, Order, keep_generators, sample_seeds, seed_generators
+from trainer_lib.data.generators import keep_generators, seed_generators, watch
+from trainer_lib.data.order import BatchPlan, Indices, Order, sample_seeds
 from trainer_lib.errors import ConfigError
 
 
@@ -116,14 +119,18 @@ def is_pure_collator(collate: Any) -> bool:
 
 
 class Fetch(Dataset[Any]):
-    """Reads and collates a whole micro-batch under generators seeded per sample; runs where the data is loaded."""
+    """Reads and collates a whole micro-batch, as if under generators seeded per sample; runs where the data is loaded.
+
+    The first batch is, and shows whether reading draws random numbers. When it did not, the next ones are read as they
+    are; should one draw after all, it is read a second time, seeded, and all after it are seeded again.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset = dataset
         self.collate = collate
         self._seed = seed
-        self._pure_collate = is_pure_collator(collate)
-        self._pure = is_pure(dataset)
+        self._pure = is_pure(dataset) and is_pure_collator(collate)
+        self._draws: bool | None = None  # None until the first batch is read
         self._read_many = _batched_reader(dataset)
 
     def __len__(self) -> int:
@@ -134,30 +141,83 @@ class Fetch(Dataset[Any]):
 
     def __getitems__(self, keys: Keys) -> Any:
         """The collated batch of `keys`."""
-        if self._pure and self._pure_collate:
+        if self._pure:
             return self.collate(self._read(keys.indices.tolist()))
+        watched = watch() if self._draws is False else None
+        if watched is None:
+            return self._seeded(keys)
+        try:
+            batch = self._collated(self._read(keys.indices.tolist()), _Seeds(self._seed, keys))
+        except BaseException as error:
+            if not watched.moved():
+                raise
+            watched.put_back()
+            if not isinstance(error, Exception):
+                raise
+        else:
+            if not watched.moved():
+                return batch
+            watched.put_back()
+        self._draws = True
+        return self._seeded(keys)
+
+    def _seeded(self, keys: Keys) -> Any:
         with keep_generators():
             seeds = sample_seeds(self._seed, keys.epoch, keys.indices).tolist()
             rows = self._read(keys.indices.tolist(), seeds)
             seed_generators(seeds[0] ^ 1)  # a collator's own draws: by the first sample, apart from that sample's
-            token = seeds_of_samples.set(seeds)
-            try:
-                return self.collate(rows)
-            finally:
-                seeds_of_samples.reset(token)
+            batch = self._noting_draws(lambda: self._collated(rows, seeds))
+        self._draws = bool(self._draws)
+        return batch
+
+    def _noting_draws(self, read: Callable[[], Any]) -> Any:
+        """`read()`, under generators just seeded; in the first batch it is noted when it draws from them."""
+        if self._draws is not None:
+            return read()
+        watched = watch()
+        result = read()
+        if watched is None or watched.moved():
+            self._draws = True
+        return result
+
+    def _collated(self, rows: list[Any], seeds: Sequence[int]) -> Any:
+        token = seeds_of_samples.set(seeds)
+        try:
+            return self.collate(rows)
+        finally:
+            seeds_of_samples.reset(token)
 
     def _read(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
-        if self._read_many is not None:
-            if seeds is not None:
-                seed_generators(seeds[0])
-            return list(self._read_many(indices))
+        rows: list[Any] = []
+        if (reader := self._read_many) is not None:
+            if seeds is None:
+                return list(reader(indices))
+            seed_generators(seeds[0])
+            rows = self._noting_draws(lambda: list(reader(indices)))
+            return rows
         if seeds is None:
             return [self.dataset[index] for index in indices]
-        rows = []
         for index, seed in zip(indices, seeds, strict=True):
             seed_generators(seed)
-            rows.append(self.dataset[index])
+            rows.append(self._noting_draws(functools.partial(operator.getitem, self.dataset, index)))
         return rows
+
+
+class _Seeds(Sequence[int]):
+    """Seeds of a batch's samples, computed when a collator asks for one."""
+
+    def __init__(self, seed: int, keys: Keys) -> None:
+        self._seed = seed
+        self._keys = keys
+        self._values: list[int] | None = None
+
+    def __getitem__(self, place: Any) -> Any:
+        if self._values is None:
+            self._values = sample_seeds(self._seed, self._keys.epoch, self._keys.indices).tolist()
+        return self._values[place]
+
+    def __len__(self) -> int:
+        return len(self._keys.indices)
 
 
 def _batched_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
@@ -206,6 +266,8 @@ class _SeededLoader(DataLoader[Any]):
     """A DataLoader that never draws from torch's global generator."""
 
     def __init__(self, fetch: Fetch, batch_sampler: Any, options: LoaderOptions) -> None:
+        self._fetch = fetch
+        self._keys = batch_sampler
         super().__init__(
             fetch,
             batch_sampler=batch_sampler,
@@ -213,6 +275,12 @@ class _SeededLoader(DataLoader[Any]):
             generator=torch.Generator().manual_seed(0),  # workers are re-seeded per sample: the value is of no account
             **options.keywords(),
         )
+
+    def __iter__(self) -> Any:
+        """Batches; without workers and pinned memory they are read right here, past torch's machinery."""
+        if self.num_workers or self.pin_memory:
+            return super().__iter__()
+        return map(self._fetch.__getitems__, self._keys)
 
 
 class TrainLoader(_SeededLoader):

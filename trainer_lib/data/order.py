@@ -18,8 +18,6 @@ library's version.
 
 from __future__ import annotations
 
-import contextlib
-import random
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer_lib.data.generators import seeded
 from trainer_lib.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -295,31 +294,3 @@ class BatchPlan:
         end = first + self.step_samples(step)
         start = first + (micro_step * self.world_size + self.rank) * self.micro_batch
         return min(start, end), min(start + self.micro_batch, end)
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a block under freshly seeded Python, NumPy and torch CPU generators, then put the old states back."""
-    with keep_generators():
-        seed_generators(seed)
-        yield
-
-
-@contextlib.contextmanager
-def keep_generators() -> Iterator[None]:
-    """Put the states of the Python, NumPy and torch CPU generators back after a block."""
-    python, legacy, generator = random.getstate(), np.random.get_state(), torch.default_generator
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(legacy)
-        generator.set_state(state)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the three CPU generators from one 64-bit number. (torch.manual_seed would visit every device: 100 µs.)"""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)

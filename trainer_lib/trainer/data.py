@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.items import count_items
 from trainer_lib.data.iterable import ForeignLoader, IterableLoader
 from trainer_lib.data.loader import (
@@ -28,7 +29,6 @@ from trainer_lib.data.order import (
     RandomOrder,
     SamplerOrder,
     SequentialOrder,
-    keep_generators,
 )
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.base import TrainerBase

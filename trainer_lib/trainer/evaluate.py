@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.data.order import keep_generators
+from trainer_lib.data.generators import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.loop import EvaluationLoop
 from trainer_lib.precision import full_eval_dtype, way_back
