@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
+
+_log = logging.getLogger(__name__)
 
 
 class DistributedSettings(Protocol):
@@ -289,6 +293,14 @@ def choose_device(*, use_cpu: bool) -> torch.device:
             )
         return torch.device("mps")
     return torch.device("cpu")
+
+
+def mention_idle_gpus(device: torch.device, world_size: int) -> None:
+    """A process uses one GPU: say how the others of this machine are put to work."""
+    count = torch.cuda.device_count() if device.type == "cuda" and world_size == 1 else 1
+    if count > 1:
+        script = sys.argv[0] or "script.py"
+        _log.warning("One of %d GPUs is used. For all: torchrun --nproc-per-node %d %s", count, count, script)
 
 
 def init(args: DistributedSettings) -> Communicator:

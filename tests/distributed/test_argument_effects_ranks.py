@@ -53,7 +53,8 @@ def replicated(folder: str) -> dict[str, Any]:
     for name, given in cases.items():
         one = trainer(Path(folder, name), ROWS, model=Buffered(), max_steps=3, **given)
         one.train()
-        said = one.model_wrapped._get_ddp_logging_data()
+        wrapped: Any = one.model_wrapped
+        said = wrapped._get_ddp_logging_data()
         found[name] = {
             "find_unused": bool(said["find_unused_parameters"]),
             "static": bool(said.get("static_graph")),

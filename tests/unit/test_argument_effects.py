@@ -26,6 +26,7 @@ from trainer_lib import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    WandbCallback,
     distributed,
 )
 from trainer_lib.arguments import ArgumentParser
@@ -142,10 +143,15 @@ class Recomputing(Classifier):
         self.told = gradient_checkpointing_kwargs
 
 
-@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
-def test_both_names_of_recomputation_hand_their_settings_to_the_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ],
+)
+def test_both_names_of_recomputation_hand_their_settings_to_the_model(given: dict[str, Any], tmp_path: Path) -> None:
     model = Recomputing()
-    given: dict[str, Any] = {name: True, f"{name}_kwargs": {"use_reentrant": True}}
     trainer(tmp_path, ROWS, model=model, max_steps=1, **given).train()
     assert model.told == {"use_reentrant": True}
     trainer(tmp_path, ROWS, model=(quiet := Recomputing()), max_steps=1).train()
@@ -188,6 +194,18 @@ def test_ddp_backend_must_serve_the_device(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="ddp_backend = nccl: cannot serve CPU tensors"):
         trainer(tmp_path, ROWS, ddp_backend="nccl")
+
+
+def test_one_process_uses_one_gpu_and_says_how_to_use_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
+    for device, world in (("cpu", 1), ("cuda", 4)):
+        distributed.mention_idle_gpus(torch.device(device), world)
+    assert not caplog.records
+    distributed.mention_idle_gpus(torch.device("cuda"), 1)
+    assert "One of 4 GPUs is used. For all: torchrun --nproc-per-node 4 train.py" in caplog.text
 
 
 def test_local_rank_of_a_launcher_of_old_counts_where_the_environment_says_nothing(
@@ -238,7 +256,9 @@ def test_project_and_run_name_are_what_wandb_is_told(tmp_path: Path, monkeypatch
     package.run = None
     package.init = lambda **given: asked.update(given) or run
     names: dict[str, Any] = {"project": "birds", "run_name": "first", "logging_dir": str(tmp_path)}
-    trainer(tmp_path / "out", ROWS, report_to="wandb", **names, **LOGGED).train()
+    one = trainer(tmp_path / "out", ROWS, report_to="wandb", **names, **LOGGED)
+    assert isinstance(one.callback_handler.callbacks[1], WandbCallback)
+    one.train()
     assert (asked["project"], asked["name"], asked["dir"]) == ("birds", "first", str(tmp_path))
     assert "train/loss" in logged[0]
 
@@ -270,6 +290,8 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
     [
         ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = .*Remove it: there is no fsdp to configure"),
         ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
+        ({"deepspeed": {}}, "deepspeed = .*Start several processes"),
+        ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
         ({"debug": "tpu_metrics_debug"}, "debug = .*XLA devices are not served"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import trainer_lib
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, arguments, preempted_at, trainer
-from trainer_lib import Trainer, TrainerCallback
+from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.overrides import UNCALLED
 
@@ -64,6 +65,27 @@ def test_end_finishes_the_trackers_and_leaves_the_process_group(tmp_path: Path) 
     closed.clear()
     one.end()
     assert closed == ["FINISHED"] and not torch.distributed.is_initialized()
+
+
+def test_a_data_collator_of_ones_own_makes_the_batches(tmp_path: Path) -> None:
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {"x": torch.stack([row["x"] * 0 for row in rows]), "labels": labels}
+
+    one = trainer(tmp_path, ROWS, model=Classifier(0.0), data_collator=collate)
+    logits = one.predict(ROWS).predictions
+    assert (logits == logits[0]).all()
+
+
+def test_the_sequence_to_sequence_trainers_helpers_can_be_called(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    settings: Any = GenerationConfig
+    settings(max_length=7, num_beams=3).save_pretrained(tmp_path)
+    assert Seq2SeqTrainer.load_generation_config(str(tmp_path)).num_beams == 3
+    args = Seq2SeqTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    one = Seq2SeqTrainer(Classifier(), args, processing_class=SimpleNamespace(pad_token_id=9, eos_token_id=None))
+    assert one._pad_tensors_to_max_len(torch.tensor([[1, 2]]), 4).tolist() == [[1, 2, 9, 9]]
 
 
 # ---------------------------------------------------------------------------------------------------------- accelerator
@@ -128,6 +150,11 @@ def test_a_subclass_of_the_arguments_may_place_the_model_itself(tmp_path: Path) 
 
     assert Watching(Classifier(), given).moved
     assert not Watching(Classifier(), Placed(str(tmp_path), use_cpu=True)).moved
+
+
+def test_mixed_precision_says_which_number_format_the_arguments_ask_for() -> None:
+    formats = [TrainingArguments("out", **given).mixed_precision for given in ({}, {"bf16": True}, {"fp16": True})]  # type: ignore[arg-type]
+    assert formats == ["no", "bf16", "fp16"]
 
 
 # ------------------------------------------------------------------------------------------------------------ overrides

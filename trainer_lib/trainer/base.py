@@ -78,6 +78,7 @@ class TrainerBase:
     ) -> None:
         refuse_uncalled(type(self))
         self._set_up_process(self._arguments_class(output_dir="tmp_trainer") if args is None else args)
+        distributed.mention_idle_gpus(self.device, self.comm.world_size)
         self.model_init = model_init
         self.processing_class = checks.processing_class(processing_class, tokenizer)
         self.train_dataset = train_dataset

@@ -1,0 +1,316 @@
+"""docs/compatibility.md against the code: every name has its row, every row its test, and what it says is so.
+
+A new argument needs a row there, and a sample value here: in WORKS when no value follows from its default, in REFUSED
+when the Trainer does not take it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import runpy
+import types
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_lib
+from tests.support import compatibility
+from tests.support.compatibility import ROOT, Row, problem, rows
+from tests.support.tiny_models import llama
+from tests.support.toys import TokenModel, token_rows
+from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from trainer_lib.arguments.compat import OLD_NAMES
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.seq2seq import Seq2SeqArguments
+from trainer_lib.callbacks.reporting import OURS, VENDORS
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.optim import build_optimizer
+
+SECTIONS = compatibility.expected()
+TOKENS = token_rows(8)
+BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+WORKERS = {"dataloader_num_workers": 1}
+
+#: What an argument is tried with, with whatever else it needs; a truth value is turned round, a number raised by one.
+WORKS: dict[str, dict[str, Any]] = {
+    "output_dir": {},
+    "run_name": {"run_name": "first"},
+    "project": {"project": "birds"},
+    "resume_from_checkpoint": {"resume_from_checkpoint": "auto"},
+    "data_seed": {"data_seed": 1},
+    "full_determinism": {},  # switches torch for the rest of the process; its own test puts that back
+    "debug": {"debug": "underflow_overflow"},
+    "use_cpu": {"use_cpu": True},
+    "global_batch_size": {"global_batch_size": 6},
+    "max_steps": {"max_steps": 3},
+    "learning_rate": {"learning_rate": 1e-3},
+    "lr_scheduler_type": {"lr_scheduler_type": "cosine"},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
+    "optim": {"optim": "sgd"},
+    "optim_args": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "optim_target_modules": {"optim_target_modules": "all-linear"},
+    "adam_beta1": {"adam_beta1": 0.8},
+    "adam_beta2": {"adam_beta2": 0.99},
+    "adam_epsilon": {"adam_epsilon": 1e-6},
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "tf32": {"tf32": False},
+    "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "activation_checkpointing_kwargs": {"activation_checkpointing_kwargs": {"use_reentrant": True}},
+    "torch_compile_backend": {"torch_compile_backend": "eager"},
+    "torch_compile_mode": {"torch_compile_mode": "reduce-overhead"},
+    "torch_empty_cache_steps": {"torch_empty_cache_steps": 2},
+    "logging_strategy": {"logging_strategy": "epoch"},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
+    "log_level": {"log_level": "error"},
+    "log_level_replica": {"log_level_replica": "error"},
+    "report_to": {"report_to": "jsonl"},
+    "logging_dir": {"logging_dir": "logs"},
+    "eval_strategy": {"eval_strategy": "epoch"},
+    "eval_steps": {"eval_strategy": "steps", "eval_steps": 2},
+    "eval_accumulation_steps": {"eval_accumulation_steps": 2},
+    "include_for_metrics": {"include_for_metrics": ["inputs"]},
+    "metric_for_best_model": {**BEST, "metric_for_best_model": "loss"},
+    "greater_is_better": {**BEST, "metric_for_best_model": "loss", "greater_is_better": True},
+    "load_best_model_at_end": {**BEST, "load_best_model_at_end": True},
+    "save_strategy": {"save_strategy": "epoch"},
+    "save_total_limit": {"save_total_limit": 2},
+    "push_to_hub": {"push_to_hub": True, "hub_model_id": "memory://compatibility/hub"},
+    "hub_model_id": {"hub_model_id": "memory://compatibility/hub"},
+    "hub_strategy": {"hub_strategy": "end"},
+    "hub_token": {"hub_token": "t"},
+    "hub_revision": {"hub_revision": "v1"},
+    "dataloader_persistent_workers": {"dataloader_persistent_workers": True, **WORKERS},
+    "dataloader_prefetch_factor": {"dataloader_prefetch_factor": 3, **WORKERS},
+    "dataloader_multiprocessing_context": {"dataloader_multiprocessing_context": "spawn"},
+    "label_names": {"label_names": ["labels"]},
+    "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
+    "length_column_name": {"length_column_name": "size"},
+    "accelerator_config": {"accelerator_config": {"split_batches": True}},
+    "ddp_backend": {"ddp_backend": "gloo"},
+    "ddp_bucket_cap_mb": {"ddp_bucket_cap_mb": 4},
+    "generation_max_length": {"predict_with_generate": True, "generation_max_length": 7},
+    "generation_num_beams": {"predict_with_generate": True, "generation_num_beams": 2},
+    "generation_config": {"predict_with_generate": True, "generation_config": {"num_beams": 2}},
+    # Old names.
+    "evaluation_strategy": {"evaluation_strategy": "epoch"},
+    "per_gpu_train_batch_size": {"per_gpu_train_batch_size": 4},
+    "per_gpu_eval_batch_size": {"per_gpu_eval_batch_size": 4},
+    "warmup_ratio": {"warmup_ratio": 0.1},
+    "push_to_hub_model_id": {"push_to_hub_model_id": "it"},
+    "push_to_hub_organization": {"push_to_hub_model_id": "it", "push_to_hub_organization": "us"},
+    "push_to_hub_token": {"push_to_hub_token": "t"},
+    "torchdynamo": {"torchdynamo": "eager"},
+    "fp16_backend": {"fp16_backend": "amp"},
+    "half_precision_backend": {"half_precision_backend": "auto"},
+    **{name: {name: True} for name in ("adafactor", "group_by_length", "no_cuda", "use_mps_device", "split_batches")},
+    "include_inputs_for_metrics": {"include_inputs_for_metrics": True},
+}
+REFUSED: dict[str, Any] = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"min_num_params": 1},
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "parallelism_config": {"dp_size": 2},
+    "save_safetensors": False,
+    "dispatch_batches": True,
+    "tpu_metrics_debug": True,
+    "sharded_ddp": "zero_dp_2",
+    "fsdp_min_num_params": 100,
+    "fsdp_transformer_layer_cls_to_wrap": "Block",
+    "fp16_opt_level": "O2",
+    "mp_parameters": "{}",
+    "jit_mode_eval": True,
+    "use_ipex": True,
+    "xpu_backend": "ccl",
+    "tpu_num_cores": 8,
+    "ray_scope": "all",
+}
+#: Package or extra that a row names -> the module whose absence is asked for.
+MODULES = {"search": "optuna", "liger-kernel": "liger_kernel", "torch-optimi": "optimi", "Kubeflow Trainer": "kubeflow"}
+ARGUMENTS = {*field_map(Seq2SeqTrainingArguments), *OLD_NAMES}
+
+
+class Model(TokenModel):
+    """Offers what arguments ask of a model."""
+
+    generation_config = types.SimpleNamespace(pad_token_id=0, eos_token_id=None)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        """Nothing to recompute."""
+
+    def generate(self, input_ids: torch.Tensor, num_beams: int = 1, max_length: int | None = None) -> torch.Tensor:
+        return input_ids
+
+
+def _build(folder: Path, given: dict[str, Any], model: nn.Module | None = None) -> Trainer:
+    kinds: Any = (Trainer, TrainingArguments)
+    if given.keys() & field_map(Seq2SeqArguments).keys():
+        kinds = (Seq2SeqTrainer, Seq2SeqTrainingArguments)
+    quiet: dict[str, Any] = {"output_dir": str(folder), "use_cpu": True, "disable_tqdm": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        args = kinds[1](**{**quiet, **given})
+        one: Trainer = kinds[0](model or Model(), args, train_dataset=TOKENS, eval_dataset=TOKENS)
+        return one
+
+
+def _name(row: Row) -> str:
+    return row.name
+
+
+def _is_argument(row: Row) -> bool:
+    return row.name in ARGUMENTS and row.section in {*compatibility.ARGUMENT_SECTIONS, "Old names"}
+
+
+def _sample(name: str) -> dict[str, Any]:
+    """Arguments that set `name` to something else than its default."""
+    if name in WORKS:
+        return WORKS[name]
+    field = field_map(Seq2SeqTrainingArguments)[name]
+    default = None if field.default is dataclasses.MISSING else field.default
+    if default is None or isinstance(default, bool):
+        return {name: not default}
+    assert isinstance(default, int | float), f"give {name} a sample value in WORKS"
+    return {name: default + 1}
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_name_has_exactly_one_row_and_no_row_is_about_something_else(section: str) -> None:
+    found = Counter(row.name for row in rows() if row.section == section)
+    assert set(found) == SECTIONS[section]
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_no_section_is_unknown_and_the_designs_public_names_are_all_there() -> None:
+    assert {row.section for row in rows()} == set(SECTIONS)
+    assert {name for name in vars(Trainer) if not name.startswith("_")} <= {row.name for row in rows()}
+    public = {name for name in dir(Trainer) if not name.startswith("_")} - compatibility.INTERNAL
+    assert public <= {row.name.removeprefix("trainer.") for row in rows()}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_row_cites_a_test_that_exists_and_says_its_name(section: str) -> None:
+    wrong = [f"{row.name}: {row.test}: {what}" for row in rows() if row.section == section and (what := problem(row))]
+    assert wrong == []
+
+
+# ----------------------------------------------------------------------------------------------------- what works works
+@pytest.mark.parametrize("row", [row for row in rows() if _is_argument(row) and row.status == "works"], ids=_name)
+def test_an_argument_that_works_is_not_refused(row: Row, tmp_path: Path) -> None:
+    _build(tmp_path, _sample(row.name))
+
+
+def test_what_works_is_there() -> None:
+    for row in rows():
+        if row.section in ("Public methods", "Private hooks that subclasses override", "Seq2SeqTrainer"):
+            assert compatibility.present(row.name) == (row.status != "refused"), row.name
+        if row.section in ("Trainer, arguments, results", "Callbacks", "Data collators"):
+            assert hasattr(trainer_lib, row.name)
+
+
+def test_the_attributes_are_there(tmp_path: Path) -> None:
+    one = _build(tmp_path, {"push_to_hub": True, "hub_model_id": "memory://compatibility/hub"})
+    members: list[tuple[str, Any]] = [("trainer", one)]
+    members += [(name, getattr(one, name)) for name in ("accelerator", "args", "state", "control")]
+    owners = dict(members)
+    for row in rows():
+        owner, _, name = row.name.partition(".")
+        assert not name or owner not in owners or hasattr(owners[owner], name), row.name
+
+
+# -------------------------------------------------------------------------------------------------- what is refused is
+@pytest.mark.parametrize("row", [row for row in rows() if _is_argument(row) and row.status == "refused"], ids=_name)
+def test_an_argument_that_is_refused_names_the_way_out(row: Row, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _build(tmp_path, {row.name: REFUSED[row.name]})
+    assert caught.value.remedy and row.note
+
+
+def test_no_sample_is_left_over() -> None:
+    assert set(REFUSED) == {row.name for row in rows() if _is_argument(row) and row.status == "refused"}
+    assert set(WORKS) <= {row.name for row in rows() if _is_argument(row) and row.status == "works"}
+
+
+def test_names_of_another_framework_are_refused() -> None:
+    for row in rows():
+        if row.section == "Old names" and not _is_argument(row):
+            with pytest.raises(ConfigError) as caught:
+                getattr(trainer_lib, row.name)
+            assert caught.value.remedy
+
+
+# ------------------------------------------------------------------------------------------------------- what is needed
+def _is_absent(row: Row) -> bool:
+    needed = MODULES.get(row.needs or "", (row.needs or "").replace("-", "_"))
+    return row.needs is not None and importlib.util.find_spec(needed) is None
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row.section == "Optimizers (`optim`)"], ids=_name)
+def test_an_optimizer_is_served_needs_its_package_or_is_refused(row: Row) -> None:
+    def build() -> torch.optim.Optimizer:
+        args = TrainingArguments("out", optim=row.name, optim_target_modules="all-linear")
+        return build_optimizer(args, nn.Sequential(nn.Linear(3, 3)))
+
+    if row.status == "works":
+        assert isinstance(build(), torch.optim.Optimizer)
+    elif row.status == "refused":
+        with pytest.raises(ConfigError) as caught:
+            build()
+        assert caught.value.remedy
+    elif _is_absent(row):
+        with pytest.raises(MissingExtraError, match=f"pip install .*{row.needs}"):
+            build()
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row.section == "Trackers (`report_to`)"], ids=_name)
+def test_a_tracker_is_served_or_names_its_package(row: Row, tmp_path: Path) -> None:
+    if row.status == "works" or not _is_absent(row):
+        _build(tmp_path, {"report_to": row.name})
+        return
+    with pytest.raises(MissingExtraError, match=str(row.needs)) as caught:
+        _build(tmp_path, {"report_to": row.name})
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if _is_argument(row) and row.needs is not None], ids=_name)
+def test_an_argument_that_needs_a_package_names_it(row: Row, tmp_path: Path) -> None:
+    if not _is_absent(row):
+        return
+    given: dict[str, Any] = {row.name: "x", "report_to": "trackio"}
+    if "liger" in row.name:
+        given = {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}
+    with pytest.raises(MissingExtraError, match=str(row.needs)) as caught:
+        _build(tmp_path, given, llama())
+    assert caught.value.remedy
+
+
+def test_every_callback_of_a_tracker_says_what_the_tracker_says() -> None:
+    needs = {row.name: row.needs for row in rows() if row.section == "Trackers (`report_to`)"}
+    for name, cls in {**OURS, **VENDORS}.items():
+        [row] = [row for row in rows() if row.name == cls.__name__]
+        assert row.needs == needs[name]
+
+
+# ------------------------------------------------------------------------------------------------- the migration's page
+def test_the_migrations_example_differs_by_its_import_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    before, after = (block.splitlines() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    names = "Trainer, TrainingArguments"
+    assert changed == [(f"from transformers import {names}", f"from trainer_lib import {names}")]
+    script = tmp_path / "after.py"
+    script.write_text("\n".join(after))
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script))
+    assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 2
+    assert (tmp_path / "out" / "checkpoint-8" / "COMMIT.json").exists()
