@@ -12,6 +12,7 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import TrainerCallback
+from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(16)
 
@@ -72,6 +73,10 @@ def replicated(folder: str) -> dict[str, Any]:
         one.train()
     except RuntimeError as error:
         found["strict"] = str(error).splitlines()[0]
+    try:
+        trainer(Path(folder, "order"), ROWS, dataloader_in_order=False, dataloader_num_workers=1)
+    except ConfigError as error:
+        found["order"] = str(error)
     return found
 
 
@@ -83,3 +88,4 @@ def test_ddp_arguments_change_the_replication(tmp_path: Path) -> None:
     assert (zero["buffers True"], one["buffers True"]) == (5.0, 5.0)
     assert (zero["buffers False"], one["buffers False"]) == (5.0, 6.0)
     assert "Expected to have finished reduction" in zero["strict"]
+    assert "dataloader_in_order = False: Several processes take their micro-batches by position" in one["order"]

@@ -18,18 +18,18 @@ from trainer_lib.arguments import OptimizerNames
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.seq2seq import Seq2SeqArguments
-from trainer_lib.arguments.validation import REPORTERS
+from trainer_lib.arguments.validation import ACCELERATOR_KEYS, REPORTERS
 from trainer_lib.trainer.facade import AcceleratorFacade
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
-_ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \| (.*) \| `(tests/[^`]+)` \|")
+_ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|")
 
 #: Attributes that the design promises, and that no class declares.
 ATTRIBUTES = (
     *("model", "model_wrapped", "is_model_parallel", "place_model_on_device", "is_in_train", "args", "state"),
     *("control", "optimizer", "lr_scheduler", "accelerator", "label_names", "current_gradient_accumulation_steps"),
-    *("tokenizer", "hub_model_id"),
+    *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled"),
 )
 #: Public methods of the Trainer that serve other parts of the library, not its users.
 INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "run_trial", "spool_folder", "target_items"}
@@ -68,7 +68,7 @@ def rows() -> tuple[Row, ...]:
         elif line.startswith("| ") and not line.startswith("| name |"):
             match = _ROW.fullmatch(line)
             assert match, f"no row: {line}"
-            found.append(Row(section, match[1], match[2], match[3], match[4]))
+            found.append(Row(section, match[1], match[2], match[3] or "", match[4]))
     return tuple(found)
 
 
@@ -90,6 +90,7 @@ def expected() -> dict[str, set[str]]:
         "Attributes": {f"trainer.{name}" for name in ATTRIBUTES}
         | {f"accelerator.{name}" for name in dir(AcceleratorFacade) if not name.startswith("_")},
         **{title: set(inspect.get_annotations(group)) for title, group in ARGUMENT_SECTIONS.items()},
+        "accelerator_config": {f"accelerator_config.{key}" for key in ACCELERATOR_KEYS},
         "Members of the arguments": {
             f"args.{name}" for name in {*members, *SURFACE["TrainingArguments_public_members"]}
         },

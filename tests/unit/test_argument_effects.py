@@ -300,6 +300,26 @@ def test_what_would_have_no_effect_is_refused(given: dict[str, Any], match: str,
         trainer(tmp_path, ROWS, **given)
 
 
+def test_label_smoothing_beside_a_loss_of_ones_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor = 0\.1: compute_loss_func computes the loss"):
+        trainer(tmp_path, ROWS, compute_loss_func=lambda outputs, labels: outputs["loss"], label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"lr_scheduler_type": "constant"}, True),
+        ({"lr_scheduler_type": "constant_with_warmup"}, False),
+        ({"lr_scheduler_type": "constant", "optim": "schedule_free_sgd"}, False),  # warms up by itself
+    ],
+)
+def test_a_warmup_that_the_schedule_does_not_have_is_said(
+    given: dict[str, Any], said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, ROWS, warmup_steps=3, **given)
+    assert ("warmup_steps = 3 has no effect: the schedule constant has no warm-up" in caplog.text) == said
+
+
 def test_settings_that_ask_for_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
     written_in_full = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False}
     assert trainer(tmp_path, ROWS, fsdp_config=written_in_full, max_steps=1).train().global_step == 1

@@ -42,6 +42,7 @@ def test_attributes_tell_what_is_going_on(tmp_path: Path) -> None:
     assert one.current_gradient_accumulation_steps == 2
     assert (one.is_model_parallel, one.place_model_on_device, one.label_names) == (False, True, ["labels"])
     assert one.args.output_dir == str(tmp_path)
+    assert not one.is_fsdp_enabled and not one.is_deepspeed_enabled
 
 
 def test_the_rank_of_a_single_process_is_zero(tmp_path: Path) -> None:

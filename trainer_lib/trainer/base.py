@@ -183,7 +183,9 @@ class TrainerBase:
         self._forward = ForwardInfo.of(self.model, self.args.label_names)
         self.label_names = list(self._forward.labels)
         self.can_return_loss = self._forward.returns_loss
+        self._main_input = getattr(self.model, "main_input_name", "input_ids")
         self._flos_per_item = 6 * models.non_embedding_parameters(self.model)
+        self._counts_flos = getattr(self.model, "floating_point_ops", None)
         models.check_settings(self.model, self.args)
         problem = getattr(getattr(self.model, "config", None), "problem_type", None)
         if self.label_smoother is not None and problem == "multi_label_classification":
@@ -263,6 +265,16 @@ class TrainerBase:
     @property
     def _sorts_by_length(self) -> bool:
         return self.args.train_sampling_strategy == "group_by_length"
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """Whether FSDP shards the model; what overridden methods ask before they gather parameters."""
+        return self.strategy.name == "fsdp"
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """Whether DeepSpeed trains the model."""
+        return self.strategy.name == "deepspeed"
 
     @property
     def tokenizer(self) -> Any:

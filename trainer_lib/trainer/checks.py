@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
     "debug": (lambda args: "tpu_metrics_debug" in (args.debug or ()), "Remove it: XLA devices are not served."),
 }
+
+
+_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
+_log = logging.getLogger(__name__)
 
 
 def refuse_unserved(args: TrainingArguments, *, serves_seq2seq: bool = False) -> None:
@@ -83,6 +88,32 @@ def trainer(trainer: TrainerBase) -> None:
                 remedy="Give it a parameter compute_result.",
             )
     _check_best_metric(trainer)
+    _check_effects(trainer)
+
+
+def _check_effects(trainer: TrainerBase) -> None:
+    """Arguments that what else was given leaves without an effect."""
+    args = trainer.args
+    if trainer.compute_loss_func is not None and args.label_smoothing_factor > 0:
+        raise ConfigError(
+            "compute_loss_func computes the loss: nothing would be smoothed.",
+            field="label_smoothing_factor",
+            value=args.label_smoothing_factor,
+            remedy="Remove it, and smooth in compute_loss_func: torch's cross_entropy takes label_smoothing.",
+        )
+    if not args.dataloader_in_order and args.dataloader_num_workers > 0 and trainer.comm.world_size > 1:
+        raise ConfigError(
+            "Several processes take their micro-batches by position.",
+            field="dataloader_in_order",
+            value=False,
+            remedy="Remove it, or train with one process.",
+        )
+    own_warmup = str(args.optim).startswith("schedule_free")
+    if args.warmup_steps and str(args.lr_scheduler_type) in _WITHOUT_WARMUP and not own_warmup:
+        _log.warning(
+            "warmup_steps = %s has no effect: the schedule %s has no warm-up. Give constant_with_warmup.",
+            *(args.warmup_steps, args.lr_scheduler_type),
+        )
 
 
 def _own(trainer: TrainerBase, method: str) -> bool:
