@@ -331,3 +331,30 @@ def test_callbacks_import_no_torch(tmp_path: Path) -> None:
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.strip() == "False"
+
+
+def test_callbacks_changed_between_steps_are_seen() -> None:
+    seen: list[str] = []
+
+    class Named(TrainerCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(self.name)
+
+    handler = _handler(Named("a"))
+
+    def step() -> None:
+        handler.on_step_end(ARGS, TrainerState(), TrainerControl())
+
+    step()
+    handler.callbacks.append(Named("b"))
+    step()
+    del handler.callbacks[0]
+    step()
+    patched: Any = handler.callbacks[0]
+    patched.on_step_end = lambda *args, **kwargs: seen.append("patched")
+    handler.on_train_begin(ARGS, TrainerState(), TrainerControl())
+    step()
+    assert seen == ["a", "a", "b", "b", "patched"]

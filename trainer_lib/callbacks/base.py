@@ -46,6 +46,8 @@ EVENTS = (
     *("on_save", "on_log", "on_prediction_step", "on_push_begin"),
 )
 
+_OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
+
 
 class TrainerCallback:
     """Base of all callbacks: every event does nothing until overridden.
@@ -138,6 +140,8 @@ class CallbackHandler(TrainerCallback):
         lr_scheduler: Any,
     ) -> None:
         self.callbacks: list[TrainerCallback] = []
+        self._looked_at: list[TrainerCallback] = []
+        self._found: dict[str, list[Any]] = {}
         for callback in callbacks:
             self.add_callback(callback)
         self.model = model
@@ -186,11 +190,7 @@ class CallbackHandler(TrainerCallback):
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call one event of every callback that has it; a callback may return another control."""
-        untouched = getattr(TrainerCallback, event, None)
-        for callback in self.callbacks:
-            method = getattr(callback, event, None)
-            if method is None or getattr(method, "__func__", None) is untouched:
-                continue
+        for method in self._methods(event):
             result = method(
                 args,
                 state,
@@ -206,6 +206,21 @@ class CallbackHandler(TrainerCallback):
             )
             control = control if result is None else result
         return control
+
+    def _methods(self, event: str) -> list[Any]:
+        """What the callbacks have for an event, in their order.
+
+        For events of every step it is looked up once, and again after any other event or another list of callbacks.
+        """
+        if self.callbacks != self._looked_at or event not in _OF_EVERY_STEP:
+            self._looked_at = list(self.callbacks)
+            self._found.clear()
+        if (found := self._found.get(event)) is None:
+            untouched = getattr(TrainerCallback, event, None)
+            methods = [getattr(callback, event, None) for callback in self.callbacks]
+            found = [each for each in methods if each is not None and getattr(each, "__func__", None) is not untouched]
+            self._found[event] = found
+        return found
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

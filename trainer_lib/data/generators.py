@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import functools
 import random
-import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,68 +59,71 @@ class Watch:
         self._python = python
         self._gauss = _python_gauss()
         self._numpy = numpy
-        self._state = torch.default_generator.get_state()
+        self._torch = torch.default_generator.get_state()
 
     def moved(self) -> bool:
         """Whether anything was drawn from one of them since, or one was seeded."""
-        if _python_words() != self._python or _python_gauss() != self._gauss or _numpy_words() != self._numpy:
+        python, numpy = _python_words(), _numpy_words()  # copied, for views are compared word by word
+        if python is None or numpy is None or bytes(python) != self._python or bytes(numpy) != self._numpy:
             return True
-        return torch.default_generator.get_state().numpy().tobytes() != self._state.numpy().tobytes()
+        now = torch.default_generator.get_state()
+        return _python_gauss() != self._gauss or now.numpy().tobytes() != self._torch.numpy().tobytes()
 
     def put_back(self) -> None:
         """Set all three back to that moment."""
-        position, *words = struct.unpack(f"={_WORDS + 1}I", self._python)
+        position, *words = np.frombuffer(self._python, dtype=np.uint32).tolist()
         random.setstate((3, (*words, position), self._gauss))
         *words, position = np.frombuffer(self._numpy, dtype=np.uint32).tolist()
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, 0, 0.0))
-        torch.default_generator.set_state(self._state)
+        torch.default_generator.set_state(self._torch)
 
 
 def watch() -> Watch | None:
     """Watch the generators from here on; None when that cannot be done without missing a draw."""
     python, numpy = _python_words(), _numpy_words()
     # NumPy keeps the second of two Gaussian numbers where no word shows it: handing it out would go unnoticed.
-    return None if python is None or numpy is None or not _holds_no_gauss(numpy) else Watch(python, numpy)
+    if python is None or numpy is None:
+        return None
+    words = bytes(numpy)
+    return Watch(bytes(python), words) if _holds_no_gauss(words) else None
 
 
 def _python_gauss() -> Any:
     return getattr(random, "_inst").gauss_next  # noqa: B009 - typed as private
 
 
-def _python_words() -> bytes | None:
-    address = _python_address()
-    return None if address is None else ctypes.string_at(address, _BYTES)
-
-
 @functools.cache
-def _python_address() -> int | None:
-    """Where `random`'s own generator lies: after the object's header a position, then the words."""
+def _python_words() -> memoryview | None:
+    """The memory of `random`'s own generator: behind the object's header its position, then the words."""
     inst: Any = getattr(random, "_inst", None)
     base = type(inst).__mro__[1] if inst is not None else object
     if base.__basicsize__ < object.__basicsize__ + _BYTES:
         return None
-    address = id(inst) + object.__basicsize__
-    position, *words = struct.unpack(f"={_WORDS + 1}I", ctypes.string_at(address, _BYTES))
-    return address if inst.getstate()[1] == (*words, position) else None
-
-
-def _numpy_words() -> bytes | None:
-    address = _numpy_address(_bit_generator())
-    return None if address is None else ctypes.string_at(address, _BYTES)
+    memory = _memory(id(inst) + object.__basicsize__)
+    position, *words = np.frombuffer(memory, dtype=np.uint32).tolist()
+    return memory if inst.getstate()[1] == (*words, position) else None
 
 
 _bit_generator: Any = getattr(np.random, "get_bit_generator")  # noqa: B009 - missing in NumPy's own types
 
 
+def _numpy_words() -> memoryview | None:
+    return _words_of(_bit_generator())
+
+
 @functools.lru_cache(maxsize=1)
-def _numpy_address(generator: Any) -> int | None:
-    """Where the words of NumPy's global generator lie, its position behind them."""
+def _words_of(generator: Any) -> memoryview | None:
+    """The memory of a generator of NumPy's: the words, then its position."""
     if type(generator) is not np.random.MT19937:
         return None
-    address = int(generator.ctypes.state_address)
-    *words, position = struct.unpack(f"={_WORDS + 1}I", ctypes.string_at(address, _BYTES))
+    memory = _memory(int(generator.ctypes.state_address))
+    *words, position = np.frombuffer(memory, dtype=np.uint32).tolist()
     state = generator.state["state"]
-    return address if (state["key"].tolist(), state["pos"]) == (words, position) else None
+    return memory if (state["key"].tolist(), state["pos"]) == (words, position) else None
+
+
+def _memory(address: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * _BYTES).from_address(address)).cast("B")
 
 
 _without_gauss = b""  # the words beside which there was certainly no second Gaussian number

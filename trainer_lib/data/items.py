@@ -13,6 +13,8 @@ import torch
 
 from trainer_lib.data.collators import IGNORED
 
+_FEW = 64  # labels that Python counts faster than NumPy
+
 
 def batch_size_of(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of the first tensor found in it; None when there is none."""
@@ -40,4 +42,7 @@ def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool) -> int:
         return batch_size_of(batch) or 0
     if shifts and labels.ndim > 1:
         labels = labels[..., 1:]
-    return int(np.count_nonzero(labels.detach().cpu().numpy() != IGNORED))
+    if labels.ndim == 1 and len(labels) <= _FEW:
+        return len(labels) - labels.tolist().count(IGNORED)
+    host = labels if labels.is_cpu else labels.cpu()
+    return int(np.count_nonzero(host.numpy() != IGNORED))

@@ -8,10 +8,11 @@ generators that dropout draws from. Data that draws nothing is spared the seedin
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from trainer_lib.data.collators import (
 from trainer_lib.data.generators import keep_generators, seed_generators, watch
 from trainer_lib.data.order import BatchPlan, Indices, Order, sample_seeds
 from trainer_lib.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Micro(NamedTuple):
@@ -170,7 +173,7 @@ class Fetch(Dataset[Any]):
         self._draws = bool(self._draws)
         return batch
 
-    def _noting_draws(self, read: Callable[[], Any]) -> Any:
+    def _noting_draws(self, read: Callable[[], T]) -> T:
         """`read()`, under generators just seeded; in the first batch it is noted when it draws from them."""
         if self._draws is not None:
             return read()
@@ -188,15 +191,14 @@ class Fetch(Dataset[Any]):
             seeds_of_samples.reset(token)
 
     def _read(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
-        rows: list[Any] = []
         if (reader := self._read_many) is not None:
             if seeds is None:
                 return list(reader(indices))
             seed_generators(seeds[0])
-            rows = self._noting_draws(lambda: list(reader(indices)))
-            return rows
+            return self._noting_draws(lambda: list(reader(indices)))
         if seeds is None:
             return [self.dataset[index] for index in indices]
+        rows: list[Any] = []
         for index, seed in zip(indices, seeds, strict=True):
             seed_generators(seed)
             rows.append(self._noting_draws(functools.partial(operator.getitem, self.dataset, index)))
@@ -243,13 +245,11 @@ class _KeySampler:
 
     def shares(self, step: int) -> Iterator[tuple[int, int, bool]]:
         """(start, stop, real) of this rank's micro-batches of a step; a filler is the step's first sample."""
-        for micro_step in range(self.plan.micro_steps(step)):
-            start, stop = self.plan.share(step, micro_step)
-            if start < stop:
-                yield start, stop, True
-            else:
-                first = step * self.plan.global_batch
-                yield first, first + 1, False
+        plan = self.plan
+        first = step * plan.global_batch
+        for micro_step in range(plan.micro_steps(step)):
+            start, stop = plan.share(step, micro_step)
+            yield (start, stop, True) if start < stop else (first, first + 1, False)
 
     def __iter__(self) -> Iterator[Keys]:
         for step in range(self.start_step, self.plan.steps_per_epoch):
@@ -319,10 +319,10 @@ class TrainLoader(_SeededLoader):
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch from a step on."""
         self.set_epoch(epoch, start_step)
-        batches = iter(self)
-        for step in range(start_step, self.plan.steps_per_epoch):
-            for _, _, real in self.keys.shares(step):
-                yield Micro(next(batches), real)
+        if self.plan.world_size == 1:
+            return map(Micro, self, itertools.repeat(True))
+        steps = range(start_step, self.plan.steps_per_epoch)
+        return map(Micro, self, (real for step in steps for _, _, real in self.keys.shares(step)))
 
     def state(self) -> dict[str, Any]:
         """The order's fingerprint and the global batch: the position itself is (epoch, step)."""

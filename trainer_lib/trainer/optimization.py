@@ -114,7 +114,8 @@ class OptimizationMixin(TrainerBase):
         """
         optimizer = self._ready_optimizer()
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = torch.isfinite(norm).logical_not().float()  # type: ignore[attr-defined]
+            found = norm - norm  # 0, or NaN when it is NaN or infinite; NaN alone differs from itself
+            optimizer.found_inf = found.ne_(found).float()  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             try:
                 optimizer.step()

@@ -97,7 +97,7 @@ class ReportingMixin(TrainerBase):
         Padding is what the attention mask hides, else the processing class's padding token; told apart on the host,
         where batches are counted before they go to the device.
         """
-        name = getattr(self.model, "main_input_name", "input_ids")
+        name = self._main_input
         tokens = batch.get(name) if isinstance(batch, Mapping) else None
         if not isinstance(tokens, torch.Tensor):
             if not self._said_no_tokens:
@@ -119,10 +119,9 @@ class ReportingMixin(TrainerBase):
         """
         if not isinstance(inputs, Mapping):
             return 0
-        count = getattr(self.model, "floating_point_ops", None)
-        if callable(count):
-            return int(count(inputs))
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if callable(self._counts_flos):
+            return int(self._counts_flos(inputs))
+        main = inputs.get(self._main_input)
         if isinstance(main, torch.Tensor) and (not main.is_floating_point() or models.is_transformers(self.model)):
             return self._flos_per_item * main.numel()
         return self._flos_per_item * (batch_size_of(inputs) or 0)

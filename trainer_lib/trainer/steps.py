@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -68,9 +67,7 @@ class StepMixin(TrainerBase):
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Everything a loss is computed under."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.autocast_smart_context_manager())
-        return stack
+        return self.autocast_smart_context_manager()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Mixed precision, when the arguments ask for it."""
@@ -94,7 +91,7 @@ class StepMixin(TrainerBase):
         weight = self._loss_weight(divided)
         detached = loss.detach()
         # A non-finite loss must not leave finite gradients behind: NaN flows back to every parameter, on every rank.
-        seed = detached * 0 + weight
+        seed = torch.full_like(detached, weight).add_(detached, alpha=0)
         if (scaler := self.precision.scaler) is not None:
             self.strategy.backward(scaler.scale(loss), seed)
         else:
