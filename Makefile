@@ -27,7 +27,7 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 	@$(BIN)/trainflow run examples/digits/pipeline.yaml train.launch.processes=$(CORES)
 
 test: install  ## Run the whole test suite
-	@$(BIN)/pytest -n $(CORES) --dist loadfile
+	@$(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
 
 check: install  ## Lint, format check, types, architecture
 	$(BIN)/ruff check --no-cache .

@@ -249,7 +249,7 @@ def test_on_a_terminal_the_progress_is_drawn_while_another_command_runs_beside_i
         out, code = on_a_terminal([*TRAINFLOW, "run", str(drawn), *SHORT])
         assert other.process.wait(120) == 0, other.output
     assert code == 0, out
-    assert "step 8/8" in out or "step 6/8" in out
+    assert re.search(r"step \d/8", out)  # how many of them is a matter of the machine's speed
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
     summary = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out[out.rindex("why") :])
     assert re.search(r"train +ran ", summary)
