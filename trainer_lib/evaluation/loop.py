@@ -124,7 +124,7 @@ class EvaluationLoop:
                 tensors = each if self._objects else nested.to_tensors(each)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
             else:
-                self._spool.append(each if self._objects else nested.to_numpy(each))
+                self._spool.append(each)
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, hooks = self._comm, self._hooks

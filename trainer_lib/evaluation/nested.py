@@ -66,6 +66,25 @@ def leaves(tree: Any) -> list[Array]:
     return found
 
 
+def flatten(tree: Any, into: list[Array]) -> Any:
+    """Append the leaves to `into` as arrays, in order; what is returned is equal for trees of equal structure."""
+    if tree is None:
+        return None
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        into.append(_array(tree))
+        return _LEAF
+    if isinstance(tree, Mapping):
+        return {str(name): flatten(part, into) for name, part in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [flatten(part, into) for part in tree]
+        return parts if isinstance(tree, list) else tuple(parts)
+    into.append(_array(tree))
+    return _LEAF
+
+
+_LEAF = "leaf"
+
+
 def structure(tree: Any) -> Any:
     """The tree as JSON with leaves numbered; `rebuild` inverts it."""
     numbers = iter(range(1_000_000))

@@ -34,15 +34,15 @@ class _Column:
         self._segments: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
 
     def append(self, array: Array) -> None:
-        array = np.ascontiguousarray(array) if array.ndim else array.reshape(1)
+        array = array if array.ndim else array.reshape(1)
         self._segments.append((array.dtype, array.shape))
         if self._file is None:
-            self._held.append(np.array(array))
+            self._held.append(array.copy())
             self._held_bytes += array.nbytes
             if self._held_bytes > _IN_MEMORY:
                 self._spill()
         else:
-            self._write(self._file, array)
+            self._write(self._file, np.ascontiguousarray(array))
 
     def _spill(self) -> None:
         self._file = tempfile.TemporaryFile(dir=self._folder, prefix="trainflow-spool-")  # noqa: SIM115 - kept open
@@ -134,23 +134,25 @@ class Spool:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._shape: Any = None
+        self._form: Any = None
         self._columns: list[_Column] = []
         self.batches = 0
 
     def append(self, tree: Any) -> None:
         """Add a batch. Raises DataError when its structure is not that of the batches before."""
-        shape = nested.structure(tree)
-        if self._shape is None:
-            self._shape = shape
-            self._columns = [_Column(self._folder) for _ in nested.leaves(tree)]
-        elif shape != self._shape:
+        arrays: list[Array] = []
+        form = nested.flatten(tree, arrays)
+        if self._form is None:
+            self._form, self._shape = form, nested.structure(tree)
+            self._columns = [_Column(self._folder) for _ in arrays]
+        elif form != self._form:
             raise DataError(
                 "Batches differ in what the model returns.",
                 field="predictions",
-                value=shape,
+                value=nested.structure(tree),
                 remedy="Return the same, or set eval_use_gather_object=True to gather lists and texts as they are.",
             )
-        for column, leaf in zip(self._columns, nested.leaves(tree), strict=True):
+        for column, leaf in zip(self._columns, arrays, strict=True):
             column.append(leaf)
         self.batches += 1
 

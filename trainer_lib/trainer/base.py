@@ -187,7 +187,9 @@ class TrainerBase:
         self._flos_per_item = 6 * models.non_embedding_parameters(self.model)
         self._counts_flos = getattr(self.model, "floating_point_ops", None)
         models.check_settings(self.model, self.args)
-        problem = getattr(getattr(self.model, "config", None), "problem_type", None)
+        config = getattr(self.model, "config", None)
+        self._ignored_outputs = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
+        problem = getattr(config, "problem_type", None)
         if self.label_smoother is not None and problem == "multi_label_classification":
             _log.warning("label_smoothing_factor has no effect: labels that exclude one another it needs.")
             self.label_smoother = None

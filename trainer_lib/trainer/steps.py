@@ -211,7 +211,7 @@ class StepMixin(TrainerBase):
         computes_loss = has_labels or self._loss_without_labels(inputs)
         inputs = self._prepare_inputs(inputs)
         if ignore_keys is None:
-            ignore_keys = list(getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or [])
+            ignore_keys = self._ignored_outputs
         # A compute_loss that pops the labels out of the inputs must not hide them from the metrics.
         labels = nested.detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
         with torch.no_grad(), self.compute_loss_context_manager():
