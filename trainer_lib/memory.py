@@ -13,10 +13,12 @@ import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
+
+if TYPE_CHECKING:  # a tenth of a second: imported when memory is measured
+    import psutil
 
 _SAMPLE_S = 0.002
 
@@ -40,6 +42,12 @@ class _Peak(threading.Thread):
         return self.bytes
 
 
+def _this_process() -> psutil.Process:
+    import psutil
+
+    return psutil.Process()
+
+
 @dataclass(frozen=True)
 class _Start:
     stage: str
@@ -53,7 +61,7 @@ class MemoryTracker:
 
     def __init__(self, *, enabled: bool, device: torch.device | None = None) -> None:
         self._enabled = enabled
-        self._process = psutil.Process() if enabled else None
+        self._process = _this_process() if enabled else None
         self._device = device
         self._running: _Start | None = None
         self._unreported: dict[str, int] = {}

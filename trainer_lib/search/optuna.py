@@ -16,8 +16,6 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
 from trainer_lib.arguments.fields import suggestion
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.errors import (
@@ -172,6 +170,8 @@ class OptunaSearch:
         return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
 
     def _take_over_dead_trials(self) -> None:
+        import psutil  # here: it takes a tenth of a second, which every import of the Trainer would pay
+
         running = self._optuna.trial.TrialState.RUNNING
         for trial in self._study.get_trials(deepcopy=False, states=(running,)):
             host, _, pid = str(trial.user_attrs.get(_PROCESS, "")).rpartition(":")
