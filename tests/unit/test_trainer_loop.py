@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import logged, trainer
@@ -153,33 +151,6 @@ def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
         one.train()
     assert norms[0] == pytest.approx(0.01, rel=1e-3)
     assert norms[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
-
-
-class CountingSyncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the calls that make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero"):
-            self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_quiet_step_never_waits_for_the_device(tmp_path: Path) -> None:
-    counts: list[int] = []
-
-    class Count(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            counts.append(sum(counter.calls.values()))
-
-    given: dict[str, Any] = {"max_steps": 9, "gradient_accumulation_steps": 2, "logging_strategy": "steps"}
-    one = trainer(tmp_path, classification_rows(80), callbacks=[Count()], **given)
-    with CountingSyncs() as counter:
-        one.train()
-    assert counts == [counts[0]] * 9
 
 
 @pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}, {"optim": "sgd"}, {"optim": "adafactor"}, {}])
