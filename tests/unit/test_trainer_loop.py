@@ -232,7 +232,7 @@ def test_training_twice_trains_again_from_the_weights_there_are(tmp_path: Path) 
     one.train()
     assert one.state.global_step == 2
     assert not torch.equal(first, one.model.head.weight)  # type: ignore[arg-type,union-attr]
-    assert one.get_learning_rates() == [0.0]
+    assert one.get_learning_rates() == [0.0, 0.0]
     fresh = trainer(tmp_path / "b", ROWS, model_init=Classifier, max_steps=2)
     fresh.train()
     weights = fresh.model.state_dict()["head.weight"].clone()

@@ -112,12 +112,9 @@ def is_pure(dataset: Any) -> bool:
     return isinstance(dataset, list | tuple | TensorDataset) or bool(getattr(dataset, "is_pure", False))
 
 
-_PURE_COLLATORS = (DataCollatorWithPadding, DataCollatorForSeq2Seq)
-
-
 def is_pure_collator(collate: Any) -> bool:
     """Whether a collator certainly draws no random number; others may say so with an attribute `is_pure`."""
-    known = collate is default_data_collator or type(collate) in _PURE_COLLATORS
+    known = collate is default_data_collator or type(collate) in (DataCollatorWithPadding, DataCollatorForSeq2Seq)
     return known or bool(getattr(collate, "is_pure", False))
 
 

@@ -34,8 +34,7 @@ def get_decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_names: Collection[str]) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: decaying and not. An empty one is left out, and without decay they are
-    one group in the model's order: optimizers work group by group.
+    """Two groups of the trainable parameters: decaying and not. An empty one is left out.
 
     Args:
         model: the model.
@@ -44,9 +43,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, decay_names: Collect
     """
     wanted = set(decay_names)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not weight_decay:
-        together = [parameter for _, parameter in trainable]
-        return [{"params": together, "weight_decay": 0.0}] if together else []
     groups: list[tuple[list[torch.nn.Parameter], float]] = [
         ([parameter for name, parameter in trainable if name in wanted], weight_decay),
         ([parameter for name, parameter in trainable if name not in wanted], 0.0),
