@@ -18,7 +18,7 @@ from rich.text import Text
 from flows.results import PipelineResult, StageOutcome
 from flows.terminal import STYLES, readable
 from tasks._progress import duration
-from trainer_lib.errors import TrainflowError
+from trainer_lib.errors import TrainflowError, first_line
 
 if TYPE_CHECKING:
     from flows.why import StageReason
@@ -147,8 +147,7 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
 
 def unexpected(error: BaseException, details: str, *, debug: bool) -> list[Text]:
     """A failure that is ours: one line, where the details are, how to report it."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    lines = [Text(f"✗ unexpected failure: {type(error).__name__}: {first}", "bold red")]
+    lines = [Text(f"✗ unexpected failure: {type(error).__name__}: {first_line(error)}", "bold red")]
     if debug:
         return [*lines, Text(details.rstrip(), "dim")]
     saved = save_details(details)

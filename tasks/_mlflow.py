@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tasks.configs import TrackingConfig
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow as tracker
 from trainer_lib.trackers.params import clean_key, flatten_params, mask
@@ -340,7 +340,7 @@ def _never_failing(uri: str, what: str) -> Iterator[None]:
     except Exception as error:
         if uri not in _silenced:
             _silenced.add(uri)
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            line = first_line(error)
             _log.warning("MLflow could not %s; the pipeline goes on without it. %s: %s", what, mask(uri), mask(line))
     else:
         _silenced.discard(uri)

@@ -251,6 +251,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "RuntimeError" in names and ("out of memory" in text or "can't allocate memory" in text)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, at most 300 characters; its class when it says nothing. Never empty.
+
+    Clients of servers put whole responses into their errors, some beginning with an empty line.
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def _shown(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 200 else text[:197] + "..."

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from trainer_lib.callbacks.base import EVENTS, TrainerCallback
 from trainer_lib.callbacks.tracking import TrackingCallback
-from trainer_lib.errors import MissingExtraError
+from trainer_lib.errors import MissingExtraError, first_line
 from trainer_lib.trackers import base as trackers
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class VendorCallback(TrainerCallback):
                 getattr(self._theirs, event)(args, state, control, **kwargs)
             except Exception as error:  # whatever a tracking client raises must not end training
                 self._theirs = None
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 _log.warning("Nothing more is reported to %s: %s", self.reporter, reason)
 
         return call

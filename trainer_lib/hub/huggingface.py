@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainer_lib.errors import ConfigError, DamagedError, StorageError, TrainflowError
+from trainer_lib.errors import ConfigError, DamagedError, StorageError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.manifest import content_digest
 from trainer_lib.storage import FileEntry
@@ -218,7 +218,7 @@ class HuggingFaceHub:
         if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
             error = error.__cause__  # a failed upload is wrapped
         where: dict[str, Any] = {"field": self._field, "value": self.target}
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        reason = first_line(error)
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
             if status in {401, 403, 404}:

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.errors import first_line
 from trainer_lib.trackers.params import clean_key, flatten_params
-from trainer_lib.trackers.shipper import GoneError, Shipper, brief
+from trainer_lib.trackers.shipper import GoneError, Shipper
 from trainer_lib.trackers.spool import Point, Session, spool_root
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ def send(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
             if error.error_code != "INVALID_PARAMETER_VALUE":
                 raise
             if len(batch) == 1:
-                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, brief(error))
+                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, first_line(error))
             else:
                 for point in points[start : start + BATCH]:
                     send(client, run_id, [point])

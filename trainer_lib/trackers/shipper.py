@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Protocol
 
+from trainer_lib.errors import first_line
 from trainer_lib.trackers.spool import Session
 
 POLL_S = 1.0  # between looks at the spool
@@ -99,7 +100,7 @@ class Shipper(threading.Thread):
     def _warn(self, error: Exception) -> None:
         if not self._failing:
             where = (self._delivery.server, self._session.path)
-            _log.warning("%s is out of reach; metrics wait in %s: %s", *where, brief(error))
+            _log.warning("%s is out of reach; metrics wait in %s: %s", *where, first_line(error))
         self._failing = True
 
     def _give_up(self, error: Exception) -> None:
@@ -107,8 +108,3 @@ class Shipper(threading.Thread):
         self._session.set_aside("orphan")
         where = (self._delivery.server, error, self._session.path)
         _log.warning("Metrics no longer go to %s: %s They are kept in %s.", *where)
-
-
-def brief(error: Exception) -> str:
-    """The first line of an error: tracking clients put whole responses into theirs."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_lib.errors import first_line
 from trainer_lib.trackers.params import flatten_params, sectioned
 
 _log = logging.getLogger(__name__)
@@ -72,4 +73,4 @@ class WandbTracker:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
-        _log.warning("Metrics no longer go to Weights & Biases: %s", (str(error).splitlines() or ["no reason"])[0])
+        _log.warning("Metrics no longer go to Weights & Biases: %s", first_line(error))

@@ -26,7 +26,7 @@ from trainer_lib.checkpoint.catalogue import checkpoint_name
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.iterable import ForeignLoader
 from trainer_lib.distributed import Communicator
-from trainer_lib.errors import OutOfMemoryError, is_out_of_memory
+from trainer_lib.errors import OutOfMemoryError, first_line, is_out_of_memory
 from trainer_lib.state import ExportableState, TrainerControl, TrainOutput
 from trainer_lib.trainer.data import DataMixin
 from trainer_lib.trainer.preparing import PreparingMixin
@@ -51,7 +51,7 @@ def within_memory(comm: Communicator, work: Callable[[], T]) -> T:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
     if comm.any(bool(said)):
         raise MemoryRanOut(said or "it ran out on another process")
     return result  # type: ignore[return-value]
