@@ -16,7 +16,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested, spool
 from trainer_lib.evaluation.spool import Spool
 
-BIG = spool._IN_MEMORY  # bytes that stay in memory
+BIG = spool.IN_MEMORY  # bytes that stay in memory
 
 
 def filled(folder: Path, arrays: list[np.ndarray]) -> np.ndarray:

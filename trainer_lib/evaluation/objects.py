@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_lib.data.collators import IGNORED
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation import nested
-
-_IN_MEMORY = 16 << 20  # bytes
+from trainer_lib.evaluation.spool import IN_MEMORY, fill_padded, padded_shape
 
 
 def pack(tree: Any) -> bytes:
@@ -69,7 +67,7 @@ class ObjectSpool:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - kept open
-            max_size=_IN_MEMORY, dir=str(folder) if folder else None, prefix="trainflow-spool-"
+            max_size=IN_MEMORY, dir=str(folder) if folder else None, prefix="trainflow-spool-"
         )
         self._sizes: list[int] = []
 
@@ -116,12 +114,9 @@ def joined(batches: list[Any]) -> Any:
 def _concatenated(arrays: list[Any]) -> Any:
     arrays = [np.atleast_1d(array) for array in arrays]
     widths = {array.shape[1:] for array in arrays}
-    if len(widths) == 1 or len({len(width) for width in widths}) > 1:
-        return np.concatenate(arrays) if len(widths) == 1 else arrays
-    rows, dtype = sum(len(array) for array in arrays), np.result_type(*arrays)
-    target = np.full((rows, *(max(sizes) for sizes in zip(*widths, strict=True))), IGNORED, dtype=dtype)
-    row = 0
-    for array in arrays:
-        target[(slice(row, row + len(array)), *(slice(0, size) for size in array.shape[1:]))] = array
-        row += len(array)
-    return target
+    if len({len(width) for width in widths}) > 1:
+        return arrays
+    if len(widths) == 1:
+        return np.concatenate(arrays)
+    rows = sum(len(array) for array in arrays)
+    return fill_padded(np.empty(padded_shape(rows, widths), dtype=np.result_type(*arrays)), arrays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from trainer_lib.errors import DataError, StorageFullError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.nested import Array
 
-_IN_MEMORY = 16 << 20  # bytes
+IN_MEMORY = 16 << 20  # bytes
 
 
 class _Column:
@@ -39,7 +39,7 @@ class _Column:
         if self._file is None:
             self._held.append(array.copy())
             self._held_bytes += array.nbytes
-            if self._held_bytes > _IN_MEMORY:
+            if self._held_bytes > IN_MEMORY:
                 self._spill()
         else:
             self._write(self._file, np.ascontiguousarray(array))
@@ -52,7 +52,7 @@ class _Column:
 
     def _write(self, file: IO[bytes], array: Array) -> None:
         folder = self._folder or Path(tempfile.gettempdir())
-        if array.nbytes > _IN_MEMORY // 4 and (free := shutil.disk_usage(folder).free) < array.nbytes * 2:
+        if array.nbytes > IN_MEMORY // 4 and (free := shutil.disk_usage(folder).free) < array.nbytes * 2:
             raise StorageFullError(
                 f"Predictions need {array.nbytes:,} more bytes, {free:,} are free.",
                 field="output_dir",
@@ -87,27 +87,17 @@ class _Column:
         if self._file is None:
             if len(widths) == 1:
                 return np.concatenate(self._held)
-            return self._padded(np.full(_padded_shape(rows, widths), IGNORED, dtype=dtype))
+            return fill_padded(np.empty(padded_shape(rows, widths), dtype=dtype), self._held)
         if len(widths) == 1 and all(dtype == each for each, _ in self._segments):
             self._file.flush()
             return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))
-        shape = _padded_shape(rows, widths)
+        shape = padded_shape(rows, widths)
         with tempfile.TemporaryFile(dir=self._folder, prefix="trainflow-spool-") as file:
             file.truncate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
             target: Array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
-            self._padded(target)
+            fill_padded(target, self.segments())
             target.flush()  # type: ignore[attr-defined]
             return self._map(file, dtype, 0, shape)
-
-    def _padded(self, target: Array) -> Array:
-        row = 0
-        for array in self.segments():
-            block = target[row : row + len(array)]
-            if block.shape[1:] != array.shape[1:]:
-                block[...] = IGNORED
-            block[tuple(slice(0, size) for size in array.shape)] = array
-            row += len(array)
-        return target
 
     @staticmethod
     def _map(file: IO[bytes], dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
@@ -120,8 +110,21 @@ class _Column:
             self._file.close()
 
 
-def _padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:
+def padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that holds `rows` rows of each of these shapes."""
     return (rows, *(max(sizes) for sizes in zip(*widths, strict=True)))
+
+
+def fill_padded(target: Array, arrays: Iterable[Array]) -> Array:
+    """Lay arrays one after the other into `target`, of `padded_shape`; what they leave of it becomes -100."""
+    row = 0
+    for array in arrays:
+        block = target[row : row + len(array)]
+        if block.shape[1:] != array.shape[1:]:
+            block[...] = IGNORED
+        block[tuple(slice(0, size) for size in array.shape)] = array
+        row += len(array)
+    return target
 
 
 class Spool:
