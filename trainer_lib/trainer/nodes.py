@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.checkpoint.catalogue import checkpoint_name, list_checkpoints
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.distributed import Communicator, Pending
 from trainer_lib.errors import TrainflowError
@@ -84,4 +84,4 @@ def newest_common(root: Store, comm: Communicator) -> str | None:
 
     found = comm.broadcast_json(comm.gather_json(together(comm, steps)))
     common = set.intersection(*(set(each) for each in found if each is not None))
-    return root.child(f"checkpoint-{max(common)}").url if common else None
+    return root.child(checkpoint_name(max(common))).url if common else None
