@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import writer
@@ -36,13 +36,17 @@ from trainer_lib.trackers.params import mask
 from trainer_lib.trainer import models
 from trainer_lib.trainer.saving import PREFIX, SavingMixin
 
+if TYPE_CHECKING:  # asked for when a repository is pushed to: it takes the Hub's client along
+    from trainer_lib.hub.huggingface import HuggingFaceHub
+
 _log = logging.getLogger(__name__)
 README = "README.md"
 LAST = "last-checkpoint"
+_CHECKPOINTS = (f"{PREFIX}-", f"{LAST}/")  # kept on the Hub by a revision that has none
 _REPO = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_RESUMING = {
-    *(writer.OPTIMIZER_TENSORS, writer.OPTIMIZER, writer.SCHEDULER, writer.SCALER, writer.DATA, writer.TRAINER_STATE),
-}
+_RESUMING = frozenset(
+    (writer.OPTIMIZER_TENSORS, writer.OPTIMIZER, writer.SCHEDULER, writer.SCALER, writer.DATA, writer.TRAINER_STATE)
+)
 
 
 def is_folder(target: str) -> bool:
@@ -92,11 +96,7 @@ class HubMixin(SavingMixin):
             Store.open(target, field="hub_model_id").ensure_writable(field="hub_model_id")
             self.hub_model_id = target
             return
-        from trainer_lib.hub.huggingface import HuggingFaceHub
-
-        given = token or self.args.hub_token
-        hub = HuggingFaceHub(target, private=self.args.hub_private_repo, field="hub_model_id", token=given)
-        self.hub_model_id = hub.create()
+        self.hub_model_id = self._huggingface(target, token).create()
 
     def init_git_repo(self, at_init: bool = False) -> None:
         """Old name of `init_hf_repo`."""
@@ -120,6 +120,9 @@ class HubMixin(SavingMixin):
         target, branch = str(self.hub_model_id), revision or self.args.hub_revision
         if is_folder(target):
             return FolderHub(target, branch=branch, field="hub_model_id")
+        return self._huggingface(target, token, branch)
+
+    def _huggingface(self, target: str, token: str | None, branch: str | None = None) -> HuggingFaceHub:
         from trainer_lib.hub.huggingface import HuggingFaceHub
 
         private, given = self.args.hub_private_repo, token or self.args.hub_token
@@ -265,7 +268,7 @@ class HubMixin(SavingMixin):
         newest = self._newest_pushed()
         if newest is not None and self.args.hub_strategy == HubStrategy.CHECKPOINT:
             return self._with_checkpoint(files, newest, LAST)
-        return Content(files, kept=(f"{PREFIX}-", f"{LAST}/"))
+        return Content(files, kept=_CHECKPOINTS)
 
     def _newest_pushed(self) -> str | None:
         run = self._run
@@ -276,10 +279,10 @@ class HubMixin(SavingMixin):
         store = self._checkpoint_root().child(name)
         commit = read_commit(store, kind=KIND)
         if commit is None:
-            return Content(files, kept=(f"{PREFIX}-", f"{LAST}/"))
+            return Content(files, kept=_CHECKPOINTS)
         whole = {f"{folder}/{entry.path}": Source(store, entry) for entry in commit.files}
         data = store.read_bytes(COMMIT)
-        kept = (f"{PREFIX}-",) if folder == LAST else (f"{PREFIX}-", f"{LAST}/")
+        kept = (f"{PREFIX}-",) if folder == LAST else _CHECKPOINTS
         return Content({**files, **whole}, {f"{folder}/{COMMIT}": data}, kept=kept)
 
     # -- while training -----------------------------------------------------------------------------------------------
@@ -326,7 +329,7 @@ class HubMixin(SavingMixin):
         }
         self.create_model_card()
         card = self._output_store().read_bytes(README)
-        content = Content(files, kept=(f"{PREFIX}-", f"{LAST}/"))
+        content = Content(files, kept=_CHECKPOINTS)
         if self.args.hub_strategy == HubStrategy.CHECKPOINT:
             content = self._with_checkpoint(files, name, LAST)
         elif self.args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
