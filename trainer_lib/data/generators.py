@@ -97,14 +97,10 @@ def _words_of(generator: Any) -> memoryview | None:
     """The memory of a generator of NumPy's: the words, then its position."""
     if type(generator) is not np.random.MT19937:
         return None
-    memory = _memory(int(generator.ctypes.state_address))
+    memory = memoryview((ctypes.c_ubyte * _BYTES).from_address(int(generator.ctypes.state_address))).cast("B")
     *words, position = np.frombuffer(memory, dtype=np.uint32).tolist()
     state = generator.state["state"]
     return memory if (state["key"].tolist(), state["pos"]) == (words, position) else None
-
-
-def _memory(address: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * _BYTES).from_address(address)).cast("B")
 
 
 _without_gauss = b""  # the words beside which there was certainly no second Gaussian number
