@@ -15,7 +15,7 @@ from trainer_lib import (
     DataCollatorWithPadding,
     default_data_collator,
 )
-from trainer_lib.data.loader import is_pure_collator
+from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.errors import ConfigError, DataError
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.support.toys import Augmented, StatefulStream, Stream, classification_rows
 from trainer_lib.data.collators import default_data_collator
+from trainer_lib.data.fetch import is_pure
 from trainer_lib.data.iterable import ForeignLoader, IterableLoader
-from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, is_pure
+from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from trainer_lib.data.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
@@ -84,7 +85,7 @@ def test_samples_of_which_few_are_random_are_read_as_if_all_were(monkeypatch: py
     unwatched = read(train_loader(dataset, micro=1))
     assert states() == before
     assert len(ROWS) < len(dataset.read) <= len(ROWS) + 1  # the first random one twice
-    monkeypatch.setattr("trainer_lib.data.loader.watch", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.fetch.watch", lambda: None)
     assert read(train_loader(Sometimes(ROWS), micro=1)) == unwatched
 
 
@@ -212,6 +213,38 @@ def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batc
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
+def eval_loader(dataset: Any) -> EvalLoader:
+    return EvalLoader(
+        dataset,
+        batch_size=1,
+        world_size=1,
+        rank=0,
+        collate=default_data_collator,
+        seed=0,
+        options=LoaderOptions(),
+    )
+
+
+def test_batches_read_ahead_in_evaluation_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_lib.data.fetch._QUICK", 10.0)  # seconds: however slow the machine is
+    state, dataset = random.getstate(), Sometimes(MORE)
+    batches = iter(eval_loader(dataset))
+    next(batches), next(batches)
+    assert len(dataset.read) > 3  # quick samples come a few at a time
+    ahead = [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))]
+    assert random.getstate() == state
+    monkeypatch.setattr("trainer_lib.data.fetch.watch", lambda: None)
+    assert [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))] == ahead
+
+
+def test_training_data_is_read_when_its_step_comes() -> None:
+    dataset = Sometimes(MORE)
+    batches = train_loader(dataset, micro=1).micros(0, 0)
+    for count in range(1, 5):  # what a callback changes in the data must hold from the next step on
+        next(batches)
+        assert len(set(dataset.read)) == count
+
+
 def iterable(
     stream: Any, *, world: int = 1, rank: int = 0, workers: int = 0, drop_last: bool = False
 ) -> IterableLoader:

@@ -13,6 +13,8 @@ import torch
 
 from trainer_lib.data.collators import IGNORED
 
+# For isinstance: a dict is known at once, while Mapping alone looks into its registry, at 0.3 µs a question.
+MAPPINGS = (dict, Mapping)
 _FEW = 64  # labels that Python counts faster than NumPy
 
 
@@ -20,7 +22,7 @@ def batch_size_of(batch: Any) -> int | None:
     """Samples in a batch: the first dimension of the first tensor found in it; None when there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    parts = batch.values() if isinstance(batch, MAPPINGS) else batch if isinstance(batch, list | tuple) else ()
     for part in parts:
         if (size := batch_size_of(part)) is not None:
             return size
@@ -34,7 +36,7 @@ def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool) -> int:
     counted whole.
     """
     labels = None
-    if isinstance(batch, Mapping):
+    if isinstance(batch, MAPPINGS):
         ready = batch.get("shift_labels")
         labels = ready if ready is not None else next((batch[n] for n in label_names if n in batch), None)
         shifts = shifts and ready is None

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer_lib.data.items import MAPPINGS
 from trainer_lib.errors import ConfigError
 
 Array = npt.NDArray[Any]
@@ -21,7 +22,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
         return None
     if isinstance(tree, torch.Tensor | np.ndarray):  # first: asking whether something is a Mapping is slow
         return function(tree)
-    if isinstance(tree, Mapping):
+    if isinstance(tree, MAPPINGS):
         return {str(name): map_tree(function, part) for name, part in tree.items()}
     if isinstance(tree, list | tuple):
         parts = [map_tree(function, part) for part in tree]
@@ -76,7 +77,7 @@ def flatten(tree: Any, into: list[Array]) -> Any:
     if isinstance(tree, torch.Tensor | np.ndarray) or not isinstance(tree, Mapping | list | tuple):
         into.append(_array(tree))
         return _LEAF
-    if isinstance(tree, Mapping):
+    if isinstance(tree, MAPPINGS):
         return {str(name): flatten(part, into) for name, part in tree.items() if part is not None}
     parts = [flatten(part, into) for part in tree]
     return parts if isinstance(tree, list) else tuple(parts)
@@ -90,7 +91,7 @@ def structure(tree: Any) -> Any:
     numbers = iter(range(1_000_000))
 
     def walk(part: Any) -> Any:
-        if isinstance(part, Mapping):
+        if isinstance(part, MAPPINGS):
             return {"dict": {str(name): walk(value) for name, value in part.items()}}
         if isinstance(part, list | tuple):
             return {"list" if isinstance(part, list) else "tuple": [walk(value) for value in part]}

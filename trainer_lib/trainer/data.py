@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.items import count_items
 from trainer_lib.data.iterable import ForeignLoader, IterableLoader
@@ -19,7 +20,6 @@ from trainer_lib.data.loader import (
     TrainLoader,
     TrainSource,
     has_length,
-    is_pure_collator,
 )
 from trainer_lib.data.order import (
     BatchPlan,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_lib.data.items import MAPPINGS
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.trainer.base import TrainerBase
@@ -24,7 +25,7 @@ class StepMixin(TrainerBase):
         """Move a tensor, or every tensor in a nested structure, to the device."""
         if isinstance(data, torch.Tensor):
             return data.to(self.device, non_blocking=self._batching.non_blocking)
-        if isinstance(data, Mapping):
+        if isinstance(data, MAPPINGS):
             moved = {name: self._prepare_input(value) for name, value in data.items()}
             return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
         if isinstance(data, list | tuple):
@@ -34,14 +35,14 @@ class StepMixin(TrainerBase):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch ready for the model. Raises DataError when it is empty."""
-        if isinstance(inputs, Mapping) and not inputs:
+        if isinstance(inputs, MAPPINGS) and not inputs:
             raise DataError(
                 f"A batch has nothing that the model takes ({', '.join(self._signature()) or 'no parameter'}).",
                 field="train_dataset",
                 remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
             )
         inputs = self._prepare_input(inputs)
-        if self._past is not None and isinstance(inputs, Mapping):
+        if self._past is not None and isinstance(inputs, MAPPINGS):
             inputs = {**inputs, "mems": self._past}
         return inputs
 
@@ -49,8 +50,8 @@ class StepMixin(TrainerBase):
         """`past_index`: what the model remembers of this batch is given to it with the next, without its graph."""
         if self.args.past_index < 0:
             return
-        values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-        has_loss = "loss" in outputs if isinstance(outputs, Mapping) else len(values) > 0 and _is_scalar(values[0])
+        values = list(outputs.values()) if isinstance(outputs, MAPPINGS) else outputs
+        has_loss = "loss" in outputs if isinstance(outputs, MAPPINGS) else len(values) > 0 and _is_scalar(values[0])
         index = self.args.past_index - (0 if has_loss else 1)
         if isinstance(values, torch.Tensor) or not 0 <= index < len(values):
             count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
@@ -137,12 +138,12 @@ class StepMixin(TrainerBase):
         Returns the loss, or (loss, outputs). Raises ConfigError when there is no loss.
         """
         labels = None
-        if isinstance(inputs, Mapping) and (self.compute_loss_func is not None or self.label_smoother is not None):
+        if isinstance(inputs, MAPPINGS) and (self.compute_loss_func is not None or self.label_smoother is not None):
             labels = self._labels(inputs)
             if labels is not None and self._drops_labels(inputs):
                 inputs = {name: value for name, value in inputs.items() if name not in self.label_names}
         own = self.compute_loss_func is None and (self.label_smoother is None or labels is None)
-        if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, Mapping):
+        if own and num_items_in_batch is not None and self._forward.uses_num_items and isinstance(inputs, MAPPINGS):
             outputs = self._called_with_items(model, inputs, num_items_in_batch)
         else:
             outputs = self._called(model, inputs)
@@ -168,9 +169,9 @@ class StepMixin(TrainerBase):
     def _called(self, model: nn.Module, inputs: Any) -> Any:
         """The model's outputs. Raises ConfigError for a batch whose names its forward does not take."""
         try:
-            return model(**inputs) if isinstance(inputs, Mapping) else model(*_as_tuple(inputs))
+            return model(**inputs) if isinstance(inputs, MAPPINGS) else model(*_as_tuple(inputs))
         except TypeError as error:
-            if isinstance(inputs, Mapping) and (misfit := self._forward.misfit(inputs)) is not None:
+            if isinstance(inputs, MAPPINGS) and (misfit := self._forward.misfit(inputs)) is not None:
                 raise misfit from error
             raise
 
@@ -206,7 +207,7 @@ class StepMixin(TrainerBase):
         Logits are the outputs without the loss and without `ignore_keys` (default: the configuration's
         ``keys_to_ignore_at_inference``); a single one stands alone, several are a tuple.
         """
-        has_labels = isinstance(inputs, Mapping) and bool(self.label_names)
+        has_labels = isinstance(inputs, MAPPINGS) and bool(self.label_names)
         has_labels = has_labels and all(inputs.get(name) is not None for name in self.label_names)
         computes_loss = has_labels or self._loss_without_labels(inputs)
         inputs = self._prepare_inputs(inputs)
@@ -224,7 +225,7 @@ class StepMixin(TrainerBase):
         return loss, nested.detach(logits), labels
 
     def _loss_without_labels(self, inputs: Any) -> bool:
-        said = inputs.get("return_loss") if isinstance(inputs, Mapping) else None
+        said = inputs.get("return_loss") if isinstance(inputs, MAPPINGS) else None
         return bool(self.can_return_loss if said is None else said)
 
     def _predicted(self, model: nn.Module, inputs: Any, computes_loss: bool) -> tuple[torch.Tensor | None, Any, bool]:
@@ -254,7 +255,7 @@ def _as_tuple(inputs: Any) -> tuple[Any, ...]:
 def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any:
     if isinstance(outputs, torch.Tensor):
         return outputs
-    if isinstance(outputs, Mapping):
+    if isinstance(outputs, MAPPINGS):
         parts = tuple(v for name, v in outputs.items() if name not in ignore_keys and name != "loss" and v is not None)
     else:
         parts = tuple(outputs[1:] if first_is_loss else outputs)
