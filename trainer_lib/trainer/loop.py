@@ -29,6 +29,7 @@ from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
 from trainer_lib.trainer.hub import HubMixin
+from trainer_lib.trainer.resuming import ResumingMixin
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 _STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
 
 
-class LoopMixin(HubMixin, AutoBatchMixin, EvaluationMixin):
+class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
     """Training."""
 
     def train(

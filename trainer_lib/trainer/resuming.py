@@ -1,0 +1,199 @@
+"""Going on from a checkpoint: which one, and how all of it comes back to where `saving._snapshot` took it from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good
+from trainer_lib.checkpoint.optimizer import restore_optimizer
+from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
+from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.data.order import derive
+from trainer_lib.errors import ConfigError
+from trainer_lib.manifest import COMMIT, withdraw
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
+from trainer_lib.storage import Store
+from trainer_lib.trainer import models
+from trainer_lib.trainer.nodes import newest_common
+from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.saving import SavingMixin
+from trainer_lib.trainer.seeding import set_seed
+
+_log = logging.getLogger(__name__)
+
+
+class ResumingMixin(SavingMixin):
+    """Resuming."""
+
+    # -- which ---------------------------------------------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The URL of the checkpoint to go on from; None for a new start. The same on every rank.
+
+        `asked`: True = the newest good one in output_dir, ConfigError if there is none; "auto" = that, or a new start;
+        a URL = that one.
+        """
+        asked = self.args.resume_from_checkpoint if asked is None else asked
+        if not asked:
+            return None
+        url: str | None
+        if isinstance(asked, str) and asked != "auto":
+            url = Store.open(asked, field="resume_from_checkpoint").url
+        elif self.args.save_on_each_node:
+            url = newest_common(self._checkpoint_root(), self.comm)
+        else:
+            url = self.comm.broadcast_json(self._on_main_process(self._find_checkpoint))
+        if url is None and asked is True:
+            raise ConfigError(
+                f"There is no checkpoint in {self._get_output_dir(self._trial)}.",
+                field="resume_from_checkpoint",
+                value=True,
+                remedy='Give "auto" to start anew when there is none, or the URL of one.',
+            )
+        return url
+
+    def _find_checkpoint(self) -> str | None:
+        newest = newest_good(self._checkpoint_root(), on_damage=lambda what: _log.warning("%s", what))
+        return None if newest is None else newest.url
+
+    def _open_checkpoint(self, url: str) -> Loaded:
+        parent, _, name = url.rstrip("/").rpartition("/")
+        return load_checkpoint(Store.open(parent or ".", field="resume_from_checkpoint"), name, self.comm)
+
+    # -- the weights ---------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model. Raises ConfigError when they belong to another one."""
+        loaded, target = self._open_checkpoint(resume_from_checkpoint), model or self.model
+        state = loaded.model()
+        if (frozen := loaded.commit.meta.get("frozen")) is not None:
+            present = self.strategy.model_state(target)
+            if frozen != models.frozen_fingerprint(target, present):
+                raise ConfigError(
+                    "The adapters were trained on other base weights than this model has.",
+                    field="resume_from_checkpoint",
+                    value=loaded.url,
+                    remedy="Put them on the base they were trained on.",
+                )
+            state = {**present, **state}
+        self.strategy.load_model_state(target, state)
+
+    def _load_best_model(self) -> None:
+        """Put the best checkpoint's weights into the model."""
+        best = self.state.best_model_checkpoint
+        if best is None:
+            _log.warning("No evaluation was better than any other: the model keeps its last weights.")
+            return
+        here = self._checkpoint_root().child(best.rsplit("/", 1)[-1])
+        best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
+        _log.info("Loading the best model, %s (%s).", best, self.state.best_metric)
+        self._load_from_checkpoint(best, self.model)
+
+    # -- everything else -----------------------------------------------------------------------------------------------
+
+    def _resume(self, run: TrainingRun, loaded: Loaded) -> TrainerState:
+        """Everything but the weights and the random numbers; returns the saved state."""
+        if not loaded.has_optimizer or loaded.scheduler is None:
+            raise ConfigError(
+                "holds only a model (save_only_model), which cannot be resumed.",
+                field="resume_from_checkpoint",
+                value=loaded.url,
+                remedy="Load its weights and start anew, or resume from a whole checkpoint.",
+            )
+        saved = TrainerState.from_dict(loaded.trainer_state)
+        snapshot = loaded.optimizer()
+        if self.optimizer is not None and snapshot is not None:
+            restore_optimizer(self.optimizer, dict(self.model.named_parameters()), snapshot)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(loaded.scheduler)
+        self.precision.load_scaler_state(loaded.scaler)
+        run.load_position(loaded.data, from_position=not self.args.ignore_data_skip)
+        run.saved_step = run.first_step = saved.global_step
+        run.first_tokens = saved.num_input_tokens_seen
+        self._warn_of_changes(loaded)
+        return saved
+
+    def _warn_of_changes(self, loaded: Loaded) -> None:
+        now, then = self.args.to_dict(), loaded.training_args
+        if not self.is_world_process_zero():
+            return
+        for name in sorted(now.keys() & then.keys()):
+            if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+                _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
+
+    def _restore_random_numbers(self, loaded: Loaded) -> None:
+        """This rank's generators; a rank the saved run did not have is seeded from (seed, step, rank)."""
+        if self._disk.rank < int(loaded.commit.meta.get("world_size", 1)):
+            restore_rng(loaded.rng(self._disk.rank))
+            return
+        self._part_random_numbers()
+        _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
+
+    def _part_random_numbers(self) -> None:
+        """Let every rank but the first draw its own: equal dropout masks on all ranks would be half the noise."""
+        if self.comm.rank > 0:
+            set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
+
+    def _restore_callbacks(self, saved: TrainerState) -> TrainerControl:
+        """Give stateful callbacks their state back (by class, in order); the saved control.
+
+        With `restore_callback_states_from_checkpoint` the constructor's arguments are restored too: the callback is
+        replaced. A saved one that is absent now is warned of.
+        """
+        control = TrainerControl()
+        handler = self.callback_handler
+        for name, states in dict(saved.stateful_callbacks or {}).items():
+            listed = states if isinstance(states, list) else [states]
+            if name == TrainerControl.__name__:
+                control = TrainerControl.from_state(listed[0])
+                continue
+            present = [each for each in handler.callbacks if type(each).__name__ == name]
+            for index, state in enumerate(listed):
+                if index >= len(present) or not isinstance(present[index], ExportableState):
+                    _log.warning("The checkpoint has the state of a %s, which is not among the callbacks.", name)
+                    continue
+                self._restore_callback(present[index], state)
+        return control
+
+    def _restore_callback(self, callback: TrainerCallback, state: Mapping[str, Any]) -> None:
+        if self.args.restore_callback_states_from_checkpoint and isinstance(callback, ExportableState):
+            callbacks = self.callback_handler.callbacks
+            replacement: Any = type(callback).from_state(state)
+            callbacks[callbacks.index(callback)] = replacement
+            return
+        for attribute, value in state.get("attributes", {}).items():
+            setattr(callback, attribute, value)
+
+    # -- the folder ----------------------------------------------------------------------------------------------------
+
+    def _claim_output_dir(self, resumed_from: str | None) -> None:
+        """Refuse to mix a new run's checkpoints with an earlier run's, whose newest a later resume would take.
+
+        What interrupted saves left is removed.
+        """
+
+        def claim() -> None:
+            root = self._checkpoint_root()
+            if resumed_from is None:
+                self._clear_earlier_run(root)
+            clean_leftovers(root)
+
+        self._on_main_process(claim)
+
+    def _clear_earlier_run(self, root: Store) -> None:
+        present = list_checkpoints(root)
+        foreign = [info.name for info in present if root.child(info.name).url not in self._own_checkpoints]
+        if foreign and not self.args.overwrite_output_dir:
+            raise ConfigError(
+                f"holds checkpoints of an earlier run ({foreign[0]} is the newest).",
+                field="output_dir",
+                value=root.url,
+                remedy='Resume (resume_from_checkpoint="auto"), set overwrite_output_dir=True, or choose another.',
+            )
+        for info in present:
+            withdraw(root.child(info.name))
