@@ -74,7 +74,7 @@ class Holder:
             texts = (holder.id, holder.machine, holder.started, holder.since)
             sane = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
             return holder if sane and isinstance(holder.pid, int) else None
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:

@@ -145,7 +145,8 @@ def verify(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
     for entry in commit.files:
         size = sizes.get(entry.path)
         if size is None:
-            problems.append(f"{entry.path}: missing")
+            # A listing leaves links out, so that nobody is led out of the folder.
+            problems.append(f"{entry.path}: {'a link, not a file' if store.exists(entry.path) else 'missing'}")
         elif size != entry.size:
             problems.append(f"{entry.path}: {size:,} bytes, committed {entry.size:,}")
         elif digests and (found := store.digest(entry.path)) != entry.sha256:

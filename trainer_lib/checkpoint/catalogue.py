@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from trainer_lib.checkpoint.foreign import is_foreign
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.lease import Holder
 from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify, withdraw
@@ -22,6 +23,7 @@ DAMAGED = "DAMAGED.json"
 WRITING = "WRITING.json"
 """The claim (`lease.Holder`) of whoever is writing a folder; gone when it is done, no part of the checkpoint."""
 
+_CLAIM_LIMIT = 4096
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 
 
@@ -128,19 +130,33 @@ def clean_leftovers(root: Store) -> list[str]:
     """Delete what interrupted saves left: checkpoint folders without a commit. The names deleted.
 
     Only the owner of `root` may call this (the holder of its lease, a training that just began): another machine's save
-    under way looks the same. One under way on this machine is left alone, and so are damaged ones that were set aside.
+    under way looks the same. One under way on this machine is left alone, and so are damaged ones that were set aside
+    and checkpoints that another program wrote.
     """
     victims = []
     for _, name in _named(root):
         store = root.child(name)
         names = store.children()
-        if COMMIT in names or DAMAGED in names:
+        if COMMIT in names or DAMAGED in names or is_foreign(names):
             continue
-        claim = Holder.from_bytes(store.read_if_exists(WRITING) or b"") if WRITING in names else None
+        claim = read_claim(store) if WRITING in names else None
         if claim is None or not claim.is_alive():
             store.delete_tree()
             victims.append(name)
     return victims
+
+
+def read_claim(store: Store) -> Holder | None:
+    """Who is writing a checkpoint's folder; None when nobody is, or nobody that can be told."""
+    try:
+        return Holder.from_bytes(store.read_if_exists(WRITING, limit=_CLAIM_LIMIT) or b"")
+    except DamagedError:
+        return None
+
+
+def is_link(root: Store, name: str) -> bool:
+    """Whether a symbolic link stands there, wherever it leads; only local stores have them."""
+    return root.is_local and root.local_path(name).is_symlink()
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -150,7 +166,10 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _named(root: Store) -> Iterator[tuple[int, str]]:
-    steps = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
+    # A link leads out of the folder: nothing behind it is ours to use, still less to delete.
+    steps = [
+        (step, name) for name in root.children() if (step := step_of(name)) is not None and not is_link(root, name)
+    ]
     yield from sorted(steps, reverse=True)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,14 +12,25 @@ from torch import Tensor
 from trainer_lib.checkpoint import writer as files
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info
 from trainer_lib.checkpoint.collective import together
+from trainer_lib.checkpoint.foreign import recognise
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
+from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import FileEntry, Store
 
 if TYPE_CHECKING:
     from trainer_lib.distributed import Communicator
+
+_STATE_LIMIT = 512 * 2**20
+_JSON_LIMIT = 64 * 2**20
+"""Bytes that are read of a JSON file at most; of the trainer's state more: it grows with every log."""
+
+_RANKS = 1_000_000
+_NOT_COMMITTED = "There is no committed checkpoint there."
+_HOW_TO_LIST = "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows those that were."
 
 
 class Loaded:
@@ -27,7 +39,8 @@ class Loaded:
     Attributes:
         step: optimizer steps done when it was saved.
         url: where it is.
-        commit: its commit; `meta` has the world size and what the writer added.
+        commit: its commit; `meta` has what the writer added.
+        world_size: processes that wrote it; each has a random state in it.
         scheduler, scaler: None when there was none.
         data, trainer_state, training_args: as they were given to the writer, secrets removed.
     """
@@ -38,6 +51,7 @@ class Loaded:
         self.commit = info.commit
         self._store = store
         self._entries = {entry.path: entry for entry in info.commit.files}
+        self.world_size = self._world_size()
         self.scheduler: dict[str, Any] | None = from_json(self._json(files.SCHEDULER))
         self.scaler: dict[str, Any] | None = from_json(self._json(files.SCALER))
         self.data: dict[str, Any] = self._json(files.DATA) or {}
@@ -59,10 +73,11 @@ class Loaded:
         if record is None:
             return None
         entry = self._entry(files.OPTIMIZER_TENSORS)
-        groups, scalars = record.get("groups"), record.get("scalars")
-        if not isinstance(groups, list) or not isinstance(scalars, dict):
-            raise _damaged(self._store, files.OPTIMIZER, "it has no groups")
-        return OptimizerSnapshot(read_safetensors(self._store, entry.path, expect=entry), groups, scalars)
+        problem = _optimizer_problem(record)
+        if problem:
+            raise _damaged(self._store, files.OPTIMIZER, problem)
+        tensors = read_safetensors(self._store, entry.path, expect=entry)
+        return OptimizerSnapshot(tensors, record["groups"], record["scalars"])
 
     def rng(self, rank: int) -> dict[str, Any]:
         """The random state of a rank. Raises ConfigError when the saved run had no such rank."""
@@ -72,7 +87,7 @@ class Loaded:
                 f"The checkpoint has no random state of rank {rank}.",
                 field="resume_from_checkpoint",
                 value=self.url,
-                remedy=f"It was saved by {self.commit.meta.get('world_size')} ranks; seed the further ones anew.",
+                remedy=f"It was saved by {self.world_size} ranks; seed the further ones anew.",
             )
         return state
 
@@ -86,6 +101,25 @@ class Loaded:
             raise _damaged(self._store, name, "it is not the file that was committed")
         return data
 
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """A block that takes up what a file says: what it cannot use is damage of that file, not a failure of its own.
+
+        The bytes are those that were committed, so the file was made by something else, or by another version.
+        """
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise _damaged(self._store, name, f"it cannot be used ({type(error).__name__}: {error})") from error
+
+    def _world_size(self) -> int:
+        count = self.commit.meta.get("world_size", 1)
+        if type(count) is not int or not 0 < count <= _RANKS:
+            raise _damaged(self._store, COMMIT, f"it speaks of {str(count)[:40]} processes")
+        return count
+
     def _entry(self, name: str) -> FileEntry:
         entry = self._entries.get(name)
         if entry is None:
@@ -95,10 +129,13 @@ class Loaded:
     def _json(self, name: str) -> dict[str, Any] | None:
         if name not in self._entries:
             return None
+        limit = _STATE_LIMIT if name == files.TRAINER_STATE else _JSON_LIMIT
+        if self._entries[name].size > limit:
+            raise _damaged(self._store, name, f"it has more than {limit:,} bytes")
         try:
-            record = json.loads(self.file(name))
-        except (ValueError, RecursionError) as error:
-            raise _damaged(self._store, name, "it is not JSON") from error
+            record = parse_json(self.file(name))
+        except ValueError as error:
+            raise _damaged(self._store, name, f"it is not JSON that trainflow writes ({str(error)[:80]})") from error
         if not isinstance(record, dict):
             raise _damaged(self._store, name, "it is not an object")
         return record
@@ -116,15 +153,35 @@ def load_checkpoint(root: Store, name: str, comm: Communicator) -> Loaded:
 
 
 def _open(root: Store, name: str) -> Loaded:
+    store = root.child(name)
     info = read_info(root, name)
     if info is None:
+        known = recognise(store)
         raise ConfigError(
-            "There is no committed checkpoint there.",
+            f"There is no committed checkpoint there, but {known.what}." if known else _NOT_COMMITTED,
             field="resume_from_checkpoint",
-            value=root.child(name).url,
-            remedy="A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows those that were.",
+            value=store.url,
+            remedy=known.remedy if known else _HOW_TO_LIST,
         )
-    return Loaded(root.child(name), info)
+    problems = verify(store, info.commit, digests=False)  # links and special files are among them
+    if problems:
+        file, _, reason = problems[0].rpartition(": ")
+        raise _damaged(store, file, f"{reason} (and {len(problems) - 1} more)" if len(problems) > 1 else reason)
+    return Loaded(store, info)
+
+
+def _optimizer_problem(record: dict[str, Any]) -> str | None:
+    groups, scalars = record.get("groups"), record.get("scalars")
+    if not isinstance(groups, list) or not isinstance(scalars, dict):
+        return "it has no groups"
+    for group in groups:
+        names = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return "a group of it names no parameters"
+    state = scalars.get("state", {})
+    if not isinstance(state, dict) or not all(isinstance(values, dict) for values in state.values()):
+        return "its state is not by parameter"
+    return None
 
 
 def _damaged(store: Store, name: str, reason: str) -> DamagedError:

@@ -31,28 +31,43 @@ def capture_rng() -> dict[str, Any]:
 def restore_rng(state: dict[str, Any]) -> None:
     """Put the generators back. A device's state is left out where there is no such device now.
 
+    Everything is checked before the first generator is touched.
+
     Raises:
         DamagedError: not what `capture_rng` returns.
     """
     try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        kind, keys, position, has_gauss, cached = state["numpy"]
-        # NumPy takes the position as it is, and would read beyond the 624 words.
-        if len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
-            raise ValueError("NumPy's state is not a Mersenne Twister's")
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(_decode(state["torch"]))
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_decode(state["cuda"]))
-        if "mps" in state and torch.backends.mps.is_available():
-            torch.mps.set_rng_state(_decode(state["mps"]))
+        python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
+        torch_state = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(torch_state["torch"])
+        if "cuda" in torch_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch_state["cuda"])
+        if "mps" in torch_state and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(torch_state["mps"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DamagedError(
             f"A saved random state cannot be used: {error}",
             field="rng",
             remedy="Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch.",
         ) from error
+
+
+def _python_state(saved: Any) -> tuple[Any, ...]:
+    version, words, gauss = saved
+    # Python takes the second normal number as it is, and would fail when it is drawn.
+    if not isinstance(words, list) or not (gauss is None or type(gauss) is float):
+        raise ValueError("Python's state is not a Mersenne Twister's")
+    return version, tuple(words), gauss
+
+
+def _numpy_state(saved: Any) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, cached = saved
+    # NumPy takes the position as it is, and would read beyond the 624 words.
+    if not isinstance(keys, list) or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
+        raise ValueError("NumPy's state is not a Mersenne Twister's")
+    return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
 
 
 def _encode(state: torch.Tensor) -> str:

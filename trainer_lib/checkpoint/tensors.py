@@ -17,13 +17,15 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
 ALIASES = "trainflow.aliases"
 """Metadata key: JSON of {other name: stored name}."""
 
-_HEADER_LIMIT = 100_000_000  # safetensors' own
+_HEADER_LIMIT = 32 * 2**20  # some 200,000 tensors; reading one takes about ten times that in memory
+_DIMENSIONS = 64  # torch's own limit
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,7 +53,7 @@ def write_safetensors(
     """Write tensors, one at a time, from any device and any memory layout.
 
     Raises:
-        ConfigError: a tensor whose values are not here (meta), of a dtype safetensors has not, or sparse.
+        ConfigError: a tensor whose values are not here (meta), of a dtype safetensors has not, or sparse; too many.
         StorageError: from the writer.
     """
     stored, aliases = _deduplicated(tensors)
@@ -68,6 +70,12 @@ def write_safetensors(
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > _HEADER_LIMIT:
+        raise ConfigError(
+            f"{len(order):,} tensors are more than one file can list.",
+            field="checkpoint",
+            remedy="Join small tensors into larger ones.",
+        )
     writer.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         writer.write(_bytes_of(stored[name]))
@@ -142,13 +150,13 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
         raise _damaged(reader.where, "its header has an impossible length")
     try:
-        record = json.loads(reader.read(length))
+        record = parse_json(reader.read(length), unique=True)
         metadata = record.pop("__metadata__", {})
         entries = {name: _entry(value) for name, value in record.items()}
-        reader.aliases = json.loads(metadata.get(ALIASES, "{}"))
+        reader.aliases = parse_json(metadata.get(ALIASES, "{}").encode(), unique=True)
         if not all(isinstance(name, str) for name in [*reader.aliases, *reader.aliases.values()]):
             raise TypeError("aliases")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(reader.where, "its header is malformed") from error
     position = 0
     for dtype, shape, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
@@ -163,8 +171,10 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
 def _entry(value: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
     begin, end = value["data_offsets"]
     shape = value["shape"]
+    if not isinstance(shape, list) or len(shape) > _DIMENSIONS:
+        raise TypeError("shape")
     numbers = [begin, end, *shape]
-    if not isinstance(shape, list) or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise TypeError("numbers")
     return _DTYPES[value["dtype"]], shape, begin, end
 

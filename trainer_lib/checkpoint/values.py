@@ -53,10 +53,17 @@ def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None
     """What `to_json` was given; `find` gives the tensor for a reference.
 
     Raises:
-        DamagedError: it refers to a tensor where there is none.
+        DamagedError: it refers to a tensor where there is none, or is not what `to_json` makes.
     """
+    try:
+        return _decoded(value, find)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"A saved value is malformed: {error}.", remedy="Use an earlier checkpoint.") from error
+
+
+def _decoded(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
     if isinstance(value, list):
-        return [from_json(item, find) for item in value]
+        return [_decoded(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
@@ -64,7 +71,14 @@ def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None
             raise DamagedError("A tensor stands where none can be.", remedy="Use an earlier checkpoint.")
         return find(value)
     if "__tuple__" in value:
-        return tuple(from_json(item, find) for item in value["__tuple__"])
+        return tuple(_decoded(item, find) for item in _listed(value["__tuple__"]))
     if "__dict__" in value:
-        return {inner: from_json(item, find) for inner, item in value["__dict__"]}
-    return {inner: from_json(item, find) for inner, item in value.items()}
+        pairs = [_listed(pair) for pair in _listed(value["__dict__"])]
+        return {inner: _decoded(item, find) for inner, item in pairs}
+    return {inner: _decoded(item, find) for inner, item in value.items()}
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"a list is needed, not {type(value).__name__}")
+    return value
