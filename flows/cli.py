@@ -25,7 +25,14 @@ from flows.engine import prefect_api, quiet_environment
 from flows.results import STAGES, PipelineResult, stage_name
 from flows.signals import stoppable
 from flows.spec import PipelineSpec, load_spec
-from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, TrainflowError
+from trainer_lib.errors import (
+    ConfigError,
+    DamagedError,
+    Interrupted,
+    NotReproducibleError,
+    Preempted,
+    TrainflowError,
+)
 
 app = typer.Typer(
     name="trainflow",
@@ -178,6 +185,40 @@ def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: D
         _print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
     else:
         terminal.show(presentation.reasons(reasons))
+
+
+@app.command("prove-resume")
+def prove_resume(
+    spec: Spec,
+    overrides: Overrides = None,
+    at: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; unset: amid saves.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
+    kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
+    keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the verdict.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
+
+    Uses a storage of its own; the pipeline's storage, MLflow and hubs are left alone.
+    """
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows import proof
+
+    out = terminal.console(stderr=as_json)
+    question = proof.Question(at=at, steps=steps, kill=kill, keep=keep)
+    with stoppable(out.print, remedy="Nothing was committed; run it again."):
+        verdict = proof.prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
+    if output is not None:
+        proof.write(verdict, output)
+    if as_json:
+        _print_json(verdict)
+        raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
+    terminal.show(proof.lines(verdict))
 
 
 @app.command()

@@ -15,6 +15,7 @@
     |   `-- LeaseLostError            17   another process took the directory over            never retried
     |-- InfrastructureError           18   a worker vanished, rendezvous failed, a hang       retried
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
+    |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
 
 A failure crosses a process boundary as a *record* (`to_record` / `from_record`): plain JSON, no pickle.
@@ -182,6 +183,13 @@ class Preempted(TrainflowError):
     title = "preempted"
 
 
+class NotReproducibleError(TrainflowError):
+    """A run that was stopped and resumed does not equal the one that was not; names the first difference."""
+
+    exit_code = 20
+    title = "not the same"
+
+
 class Interrupted(TrainflowError):
     """Ctrl-C."""
 
@@ -204,6 +212,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         LeaseLostError,
         InfrastructureError,
         Preempted,
+        NotReproducibleError,
         Interrupted,
     )
 }

@@ -25,7 +25,7 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.worker.watch import ParentWatch
 
 FORMAT = 1
-VERBS = ("prepare", "train", "evaluate", "predict")
+VERBS = ("prepare", "train", "evaluate", "predict", "compare")
 FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
 

@@ -14,6 +14,7 @@ from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.proof import proving
 from trainer_lib.worker.session import Work
 
 MODEL = "model"
@@ -36,7 +37,8 @@ def run(work: Work) -> dict[str, Any]:
     eval_set = ArrowSplit(request["data"], request["eval_split"]) if request.get("eval_split") else None
     events = events_callback(work, args)
     model = build_model(work, args, data)
-    trainer = build_trainer(work, args, model, [events], train_dataset=train_set, eval_dataset=eval_set)
+    callbacks = [*proving(request.get("proof")), events]
+    trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     trained = trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(output.child(MODEL).url)
     trainer.comm.barrier()

@@ -1,0 +1,190 @@
+"""The verb *compare*: whether two trainings went the same way, step by step and byte by byte.
+
+Their committed checkpoints are read back and compared file by file. Equal digests are equal bytes: every tensor, random
+state and counter in them. What differs is opened, and the first difference in it is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
+from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.checkpoint.writer import TRAINER_STATE, TRAINING_ARGS
+from trainer_lib.errors import DamagedError
+from trainer_lib.manifest import verify
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker.session import Work
+
+_SHOWN = 20  # differences that are named
+_STEP = ("loss", "grad_norm", "learning_rate")
+_TIMES = ("_runtime", "_per_second")
+_PLACES = ("output_dir", "logging_dir", "resume_from_checkpoint", "best_model_checkpoint")
+"""What says where a run lies or when it ran, not what it computed."""
+_ORDER = ("model", "optimizer", "scheduler", "scaler", "data", "rng", "trainer_state")
+"""In which order a checkpoint's files are told when several differ."""
+
+Difference = dict[str, Any]
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Compare the checkpoints below ``request["whole"]`` and ``request["resumed"]``.
+
+    Returns ``{"differences": [...], "compared": {...}}``: differences in the order of time, steps before states.
+
+    Raises:
+        DamagedError: a checkpoint has none of its steps in common, or is not as it was committed.
+    """
+    whole, resumed = (Store.open(work.request[name]) for name in ("whole", "resumed"))
+    pairs = _common(whole, resumed)
+    counts: dict[str, Any] = {"checkpoints": [step for step, _, _ in pairs]}
+    _, *last = pairs[-1]
+    differences = list(_history(_log_history(last[0]), _log_history(last[1]), counts))
+    for step, one, other in pairs:
+        found = list(_checkpoint(step, one, other, counts))
+        if found:  # what follows from it is no news
+            differences += found
+            break
+    return {"differences": differences[:_SHOWN], "compared": counts}
+
+
+def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, CheckpointInfo]]:
+    sides = [{info.step: info for info in list_checkpoints(root)} for root in (whole, resumed)]
+    steps = sorted(sides[0].keys() & sides[1].keys())
+    if not steps or steps[-1] != max(sides[0]) or steps[-1] != max(sides[1]):
+        raise DamagedError(
+            f"The runs do not end at the same step: {max(sides[0], default=None)} and {max(sides[1], default=None)}.",
+            field="checkpoints",
+            remedy="Look at the folders with --keep.",
+        )
+    for info in (side[step] for side in sides for step in steps):
+        if problems := verify(Store.open(info.url), info.commit):
+            raise DamagedError(f"{problems[0]}.", field=info.url, remedy="Run the proof again.")
+    return [(step, sides[0][step], sides[1][step]) for step in steps]
+
+
+# -- step by step ------------------------------------------------------------------------------------------------------
+
+
+def _log_history(info: CheckpointInfo) -> list[dict[str, Any]]:
+    return list(_json(info, TRAINER_STATE).get("log_history", []))
+
+
+def _history(
+    whole: list[dict[str, Any]], resumed: list[dict[str, Any]], counts: dict[str, Any]
+) -> Iterator[Difference]:
+    """Everything that was logged: losses, norms and rates of every step, metrics of every evaluation."""
+    entries = [[_timeless(entry) for entry in history] for history in (whole, resumed)]
+    counts["steps"] = sum("loss" in entry for entry in entries[0])
+    counts |= {f"{name}s": sum(name in entry for entry in entries[0]) for name in ("grad_norm", "learning_rate")}
+    counts["evaluations"] = sum(any(name.startswith("eval_") for name in entry) for entry in entries[0])
+    for one, other in zip(*entries, strict=False):
+        for name in (*_STEP, *sorted((one.keys() | other.keys()) - {*_STEP})):
+            if _differ(one.get(name), other.get(name)):
+                yield _difference(one.get("step"), name, one.get(name), other.get(name))
+    if len(entries[0]) != len(entries[1]):
+        yield _difference(None, "entries of the log", len(entries[0]), len(entries[1]))
+
+
+def _timeless(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return repr(one) != repr(other)  # NaN equals NaN here, and 0.0 is not -0.0
+
+
+# -- state by state ----------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(
+    step: int, whole: CheckpointInfo, resumed: CheckpointInfo, counts: dict[str, Any]
+) -> Iterator[Difference]:
+    sides = [{entry.path: entry for entry in info.commit.files} for info in (whole, resumed)]
+    counts["states"] = sorted(sides[0].keys() & sides[1].keys())
+    for name in sorted(sides[0].keys() | sides[1].keys(), key=_rank):
+        one, other = sides[0].get(name), sides[1].get(name)
+        if one is None or other is None:
+            yield _difference(step, name, *("absent" if entry is None else "present" for entry in (one, other)))
+        else:
+            yield from _file(step, one, other, whole, resumed, counts)
+
+
+def _file(
+    step: int,
+    one: FileEntry,
+    other: FileEntry,
+    whole: CheckpointInfo,
+    resumed: CheckpointInfo,
+    counts: dict[str, Any],
+) -> Iterator[Difference]:
+    name, last = one.path, step == counts["checkpoints"][-1]
+    counts["bytes"] = counts.get("bytes", 0) + one.size
+    if name.endswith(".safetensors") and (last or one != other):
+        tensors = [read_safetensors(Store.open(info.url), name) for info in (whole, resumed)]
+        counts["tensors"] = counts.get("tensors", 0) + len(tensors[0])
+        yield from _tensors(step, name, *tensors)
+    elif one == other:
+        return
+    elif name.endswith(".json"):
+        values = [_without_places(_json(info, name), name) for info in (whole, resumed)]
+        yield from (_difference(step, f"{name}: {path}", *pair) for path, *pair in _values("", *values))
+    else:
+        yield _difference(step, name, one.sha256[:16], other.sha256[:16])
+
+
+def _tensors(
+    step: int, file: str, whole: Mapping[str, torch.Tensor], resumed: Mapping[str, torch.Tensor]
+) -> Iterator[Difference]:
+    for name in sorted(whole.keys() | resumed.keys()):
+        one, other = whole.get(name), resumed.get(name)
+        if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+            shapes = ("absent" if t is None else f"{t.dtype} {list(t.shape)}" for t in (one, other))
+            yield _difference(step, f"{file}: {name}", *shapes)
+            continue
+        bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+        if torch.equal(*bits):
+            continue
+        places = (bits[0] != bits[1]).reshape(-1, one.element_size()).any(1).nonzero().flatten()
+        first = int(places[0])
+        values = [tensor.reshape(-1)[first].item() for tensor in (one, other)]
+        more = {"elements": f"{len(places):,} of {one.numel():,}", "first_element": first}
+        yield {**_difference(step, f"{file}: {name}", *values), **more}
+
+
+def _values(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The places where two JSON values differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() | other.keys()):
+            yield from _values(f"{path}.{key}" if path else key, one.get(key), other.get(key))
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _values(f"{path}[{index}]", *pair)
+    elif _differ(one, other):
+        yield path, one, other
+
+
+def _without_places(record: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a run computed; where it lay and how long it took are left out."""
+    kept = {key: value for key, value in record.items() if key not in _PLACES}
+    if name == TRAINER_STATE:
+        kept["log_history"] = [_timeless(entry) for entry in record.get("log_history", [])]
+    return kept if name in (TRAINER_STATE, TRAINING_ARGS) else record
+
+
+def _json(info: CheckpointInfo, name: str) -> dict[str, Any]:
+    return dict(json.loads(Store.open(info.url).read_bytes(name)))
+
+
+def _rank(name: str) -> tuple[int, str]:
+    known = (place for place, start in enumerate(_ORDER) if name.startswith(start))
+    return next(known, len(_ORDER)), name
+
+
+def _difference(step: int | None, what: str, whole: Any, resumed: Any) -> Difference:
+    shown = [value if isinstance(value, int | float | None) else str(value)[:200] for value in (whole, resumed)]
+    return {"step": step, "what": what, "whole": shown[0], "resumed": shown[1]}
