@@ -6,13 +6,16 @@ test's own subprocesses reach the same bucket.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,17 @@ class S3Server:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true",
         }
+
+    def plan(self, at: int | None = None, kind: str = "refuse", **details: Any) -> None:
+        """From now on count requests from one; write number `at` goes wrong (None: none does). See `s3_server.Plan`."""
+        body = json.dumps({"at": at, "kind": kind, **details}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/plan", data=body)):
+            pass
+
+    def seen(self) -> dict[str, Any]:
+        """Since the last plan: "writes" and "reads" (method, path and first query word), "most_in_flight"."""
+        with urllib.request.urlopen(f"{self.endpoint}/-/seen") as answer:
+            return dict(json.load(answer))
 
 
 def start() -> tuple[subprocess.Popen[str], S3Server]:
@@ -81,6 +95,14 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     fsspec.filesystem("s3", endpoint_url=s3_server.endpoint, use_listings_cache=False).mkdir(name)
     return name
+
+
+@pytest.fixture
+def s3_faults(s3_server: S3Server) -> Iterator[S3Server]:
+    """The server with no plan yet; its `plan` is forgotten afterwards."""
+    s3_server.plan()
+    yield s3_server
+    s3_server.plan()
 
 
 @pytest.fixture

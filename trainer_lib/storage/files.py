@@ -5,6 +5,7 @@ Glossary: *rel* is a path relative to the store's folder, with forward slashes; 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -37,6 +38,9 @@ class Backend(Protocol):
     def exclusive(self) -> bool:
         """Whether `create` has exactly one winner however many race."""
 
+    def child(self, rel: str) -> Backend:
+        """The same kind of store, one folder below."""
+
     def size(self, rel: str) -> int:
         """Bytes of a file; FileNotFoundError when there is none."""
 
@@ -48,6 +52,9 @@ class Backend(Protocol):
 
     def open_read(self, rel: str) -> BinaryIO:
         """A fresh stream from the first byte."""
+
+    def read_ranges(self, rel: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes | bytearray | memoryview]:
+        """The bytes [start, end) of each range, in order; where the store is far away, several are on their way."""
 
     def open_write(self, rel: str) -> BinaryIO:
         """A stream that replaces the file; folders above it are made."""

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -26,6 +27,10 @@ class LocalBackend:
     def path(self, rel: str) -> Path:
         """Where a relative path lies."""
         return self.root / rel if rel else self.root
+
+    def child(self, rel: str) -> LocalBackend:
+        """A folder below."""
+        return LocalBackend(self.path(rel))
 
     def size(self, rel: str) -> int:
         """Bytes of a regular file."""
@@ -56,6 +61,13 @@ class LocalBackend:
     def open_read(self, rel: str) -> BinaryIO:
         """An ordinary buffered file."""
         return self.path(rel).open("rb")
+
+    def read_ranges(self, rel: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """One after the other."""
+        with self.path(rel).open("rb") as stream:
+            for start, end in ranges:
+                stream.seek(start)
+                yield stream.read(end - start)
 
     def open_write(self, rel: str) -> BinaryIO:
         """An ordinary buffered file in folders that are themselves durable."""

@@ -7,35 +7,21 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageFullError, TrainflowError
+from trainer_lib.storage.ahead import scatter
+from trainer_lib.storage.failures import absent, is_of_a_store, typed_error
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend
 from trainer_lib.storage.remote import RemoteBackend
+from trainer_lib.storage.s3 import S3Backend
 from trainer_lib.storage.urls import checked, split_url
 
 CHUNK = 8 * 2**20
 """Bytes hashed and moved at a time: enough for speed, little enough that a huge tensor is never copied whole."""
-
-_VENDORS = {
-    "botocore",
-    "aiobotocore",
-    "boto3",
-    "s3fs",
-    "gcsfs",
-    "google",
-    "adlfs",
-    "azure",
-    "aiohttp",
-    "fsspec",
-    "paramiko",
-}
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class DigestingWriter:
@@ -140,7 +126,8 @@ class Store:
         scheme, path = split_url(url, field=field)
         if scheme == "file":
             return cls(path, LocalBackend(Path(path)))
-        return cls(f"{scheme}://{path}", RemoteBackend(scheme, path, field=field))
+        kind = S3Backend if scheme in ("s3", "s3a") else RemoteBackend
+        return cls(f"{scheme}://{path}", kind(scheme, path, field=field))
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
@@ -150,12 +137,7 @@ class Store:
         rel = "/".join(checked(part) for part in parts)
         if not rel:
             return self
-        url = self._where(rel)
-        if isinstance(self._backend, LocalBackend):
-            return Store(url, LocalBackend(self._backend.path(rel)))
-        assert isinstance(self._backend, RemoteBackend)  # noqa: S101  # the only other kind; narrows the type
-        remote = self._backend
-        return Store(url, RemoteBackend(remote.scheme, url.split("://", 1)[1], field="storage", fs=remote.fs))
+        return Store(self._where(rel), self._backend.child(rel))
 
     def local_path(self, rel: str = "") -> Path:
         """Where a file of a local store lies. Raises ConfigError when the store is remote."""
@@ -227,7 +209,7 @@ class Store:
         """A whole file. Raises StorageError when absent, DamagedError when it has more than `limit` bytes."""
         data = self.read_if_exists(rel, limit=limit)
         if data is None:
-            raise _absent(self._where(rel))
+            raise absent(self._where(rel))
         return data
 
     def read_if_exists(self, rel: str, *, limit: int | None = None) -> bytes | None:
@@ -242,6 +224,25 @@ class Store:
             remedy = "It was not written by trainflow, or is damaged."
             raise DamagedError(f"The file has more than {limit:,} bytes.", field=self._where(rel), remedy=remedy)
         return data
+
+    def read_range(self, rel: str, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a file. Raises StorageError when it is absent or shorter."""
+        data = bytearray(end - start)
+        self.read_into(rel, [(start, memoryview(data))])
+        return bytes(data)
+
+    def read_into(self, rel: str, parts: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill buffers with parts of a file; far away, several ranges are asked for at a time, near ones as one.
+
+        Args:
+            rel: the file.
+            parts: (position of the first byte, buffer of bytes to fill), in any order.
+
+        Raises:
+            StorageError: the file is absent, or ends before one of the parts does.
+        """
+        with self._typed("read", checked(rel)):
+            scatter(lambda ranges: self._backend.read_ranges(rel, ranges), parts)
 
     def digest(self, rel: str) -> str:
         """SHA-256 of a file, in hex; read in pieces."""
@@ -274,7 +275,7 @@ class Store:
                 )
             draft.replace(local)
         except OSError as error:
-            raise _typed_error(error, "download to", str(local)) from error
+            raise typed_error(error, "download to", str(local)) from error
         finally:
             draft.unlink(missing_ok=True)
 
@@ -346,33 +347,6 @@ class Store:
         except TrainflowError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _VENDORS:
-                raise _typed_error(error, verb, self._where(rel)) from error
+            if is_of_a_store(error):
+                raise typed_error(error, verb, self._where(rel)) from error
             raise
-
-
-def _absent(where: str) -> StorageError:
-    return StorageError("There is no such file, folder or bucket.", field=where, remedy="Check the URL.")
-
-
-def _typed_error(error: Exception, verb: str, where: str) -> StorageError:
-    number = error.errno if isinstance(error, OSError) else None
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    if number in _FULL:
-        remedy = "Free space there, or choose another storage; nothing committed was touched."
-        return StorageFullError(f"Could not {verb} it: no space left ({reason}).", field=where, remedy=remedy)
-    if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
-        remedy = "Make it first, or choose another storage."
-        return StorageError("There is no such folder or bucket, and none could be made.", field=where, remedy=remedy)
-    if isinstance(error, FileNotFoundError):
-        return _absent(where)
-    if number in _NO_FOLDER:
-        remedy = "Choose another storage, or move that file away."
-        return StorageError("A file stands where a folder is needed.", field=where, remedy=remedy)
-    if number in _DENIED or isinstance(error, PermissionError):
-        remedy = "Check the permissions, and for a remote store the credentials in the environment."
-    elif type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."
-    else:
-        remedy = "If the store was only unreachable for a moment, run the same command again."
-    return StorageError(f"Could not {verb} it: {reason}", field=where, remedy=remedy)

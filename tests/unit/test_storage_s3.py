@@ -1,0 +1,212 @@
+"""S3: files in parts, several at a time; nothing of an upload that failed stays; reads are whole or an error."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.s3 import S3Server
+from trainer_lib.errors import StorageError, StorageFullError
+from trainer_lib.storage import Store, ahead, s3
+
+MIB = 2**20
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that S3 takes for a part, so that a few MiB are several."""
+    monkeypatch.setattr(s3, "PART", 5 * MIB)
+    monkeypatch.setattr(ahead, "PIECE", MIB)
+
+
+def uploads(store: Store) -> list[str]:
+    """Keys of uploads that are not finished."""
+    bucket = store.url.split("/")[2]
+    return [upload["Key"] for upload in store._backend.fs.list_multipart_uploads(bucket)]  # type: ignore[attr-defined]
+
+
+def unfinished(store: Store, key: str) -> str:
+    """What a killed writer leaves."""
+    bucket, _, folder = store.url.removeprefix("s3://").partition("/")
+    call: Callable[..., Any] = store._backend.fs.call_s3  # type: ignore[attr-defined]
+    upload = call("create_multipart_upload", Bucket=bucket, Key=f"{folder}/{key}")
+    where = {"Bucket": bucket, "Key": f"{folder}/{key}", "UploadId": upload["UploadId"]}
+    call("upload_part", **where, PartNumber=1, Body=bytes(5 * MIB))
+    return str(upload["UploadId"])
+
+
+def words(requests: list[str]) -> list[str]:
+    """Method and first query word of each."""
+    return [f"{line.split()[0]} {line.partition('?')[2]}".strip() for line in requests]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 10 * MIB, 12 * MIB + 7])
+def test_a_file_of_any_size_comes_back(size: int, s3_url: str, small_parts: None) -> None:
+    store, data = Store.open(s3_url), os.urandom(size)
+    with store.open_write("x") as writer:
+        for start in range(0, size, 3_000_017):  # not a divisor of anything
+            writer.write(data[start : start + 3_000_017])
+    assert (writer.entry.size, writer.entry.sha256) == (size, hashlib.sha256(data).hexdigest())
+    assert store.size("x") == size
+    assert store.read_bytes("x") == data
+    assert uploads(store) == []
+
+
+def test_parts_go_out_and_come_in_several_at_a_time(s3_url: str, small_parts: None, s3_faults: S3Server) -> None:
+    store, data = Store.open(s3_url), os.urandom(30 * MIB)
+    store.write_bytes("x", data)
+    seen = s3_faults.seen()
+    assert words(seen["writes"]) == ["POST uploads", *["PUT uploadId"] * 6, "POST uploadId"]
+    assert seen["most_in_flight"] > 1
+    s3_faults.plan()
+    assert store.read_bytes("x") == data
+    seen = s3_faults.seen()
+    assert words(seen["reads"]) == ["HEAD", *["GET"] * 30]
+    assert seen["most_in_flight"] > 1
+
+
+def test_a_small_file_is_a_single_request(s3_url: str, s3_faults: S3Server) -> None:
+    Store.open(s3_url).write_bytes("x", bytes(MIB))
+    assert words(s3_faults.seen()["writes"]) == ["PUT"]
+
+
+def test_at_most_so_many_parts_are_staged(
+    s3_url: str, small_parts: None, s3_faults: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "STAGED", 2)
+    made: list[int] = []
+    anonymous = mmap.mmap
+
+    def counted(number: int, size: int, **how: Any) -> mmap.mmap:
+        made.append(size)
+        return anonymous(number, size, **how)
+
+    monkeypatch.setattr(mmap, "mmap", counted)
+    Store.open(s3_url).write_bytes("x", bytes(40 * MIB))
+    assert made == [5 * MIB] * 2
+    assert s3_faults.seen()["most_in_flight"] <= 2
+
+
+def test_parts_grow_so_that_an_upload_never_has_too_many(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PART", 5 * MIB)
+    monkeypatch.setattr(s3, "_DOUBLE_EVERY", 2)
+    store, data = Store.open(s3_url), os.urandom(31 * MIB)
+    store.write_bytes("x", data)
+    tag = store.list()[0].tag
+    assert tag is not None
+    assert tag.endswith("-5")  # 5 + 5 + 10 + 10 + 1
+    assert store.digest("x") == hashlib.sha256(data).hexdigest()
+
+
+def test_any_thread_may_write(s3_url: str, small_parts: None) -> None:
+    store = Store.open(s3_url)
+    files = {f"{number}.bin": os.urandom(6 * MIB) for number in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        entries = list(pool.map(store.write_bytes, files, files.values()))
+    assert [entry.sha256 for entry in entries] == [hashlib.sha256(data).hexdigest() for data in files.values()]
+    assert {name: store.digest(name) for name in files} == {entry.path: entry.sha256 for entry in entries}
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("kind", ["refuse", "full", "denied"])
+def test_a_request_that_fails_for_good_leaves_nothing(
+    kind: str, s3_url: str, small_parts: None, s3_faults: S3Server
+) -> None:
+    store = Store.open(s3_url)
+    for at in range(1, 6):  # begin, three parts, complete
+        s3_faults.plan(at, kind)
+        with pytest.raises(StorageFullError if kind == "full" else StorageError) as caught:
+            store.write_bytes("x", bytes(12 * MIB))
+        assert caught.value.field == f"{s3_url}/x"
+        s3_faults.plan()
+        assert not store.exists("x")
+        assert uploads(store) == []
+
+
+@pytest.mark.parametrize("kind", ["lost", "slow"])
+def test_a_request_whose_answer_is_lost_or_slow_does_no_harm(
+    kind: str, s3_url: str, small_parts: None, s3_faults: S3Server
+) -> None:
+    store, data = Store.open(s3_url), os.urandom(12 * MIB)
+    for at in range(1, 6):
+        s3_faults.plan(at, kind)
+        store.write_bytes(f"x{at}", data)
+        s3_faults.plan()
+        assert store.digest(f"x{at}") == hashlib.sha256(data).hexdigest()
+    store.delete_tree()
+    assert uploads(store) == []
+
+
+def test_an_interrupt_withdraws_what_is_on_its_way(s3_url: str, small_parts: None) -> None:
+    store = Store.open(s3_url)
+    with pytest.raises(KeyboardInterrupt), store.open_write("x") as writer:
+        writer.write(bytes(40 * MIB))
+        raise KeyboardInterrupt
+    assert store.list() == []
+    assert uploads(store) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_with_the_folder(
+    s3_url: str, small_parts: None
+) -> None:
+    store = Store.open(s3_url)
+    unfinished(store, "x")
+    unfinished(store, "xy")
+    unfinished(store, "deep/z")
+    store.write_bytes("x", bytes(6 * MIB))
+    assert sorted(uploads(store)) == ["tests/deep/z", "tests/xy"]
+    store.delete_tree("deep")
+    assert uploads(store) == ["tests/xy"]
+    store.delete_tree()
+    assert uploads(store) == []
+
+
+def test_an_object_that_is_not_what_was_sent_is_not_called_written(
+    s3_url: str, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(s3_url)
+    send = s3.S3Writer._send
+    skipped = threading.Event()
+
+    def losing(writer: s3.S3Writer) -> None:  # a part that the store answers for and forgets
+        send(writer)
+        if not skipped.is_set():
+            skipped.set()
+            writer._settle(len(writer._flying))
+            writer._tags.pop(1)
+
+    monkeypatch.setattr(s3.S3Writer, "_send", losing)
+    monkeypatch.setattr(s3, "STAGED", 1)
+    with pytest.raises(StorageError):
+        store.write_bytes("x", bytes(12 * MIB))
+    assert not store.exists("x")
+
+
+def test_an_answer_that_breaks_off_is_continued(s3_url: str, small_parts: None, s3_faults: S3Server) -> None:
+    store, data = Store.open(s3_url), os.urandom(3 * MIB)
+    store.write_bytes("x", data)
+    s3_faults.plan(3, "broken")
+    assert store.read_bytes("x") == data
+    assert len(s3_faults.seen()["reads"]) == 5  # a look, three pieces, the rest of one
+
+
+def test_a_file_replaced_while_it_is_read_is_an_error_and_no_mixture(
+    s3_url: str, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "WINDOW", 1)
+    store = Store.open(s3_url)
+    store.write_bytes("x", bytes(4 * MIB))
+    with store.open_read("x") as stream:
+        assert stream.read(10) == bytes(10)
+        store.write_bytes("x", b"\1" * 4 * MIB)
+        with pytest.raises(StorageError):
+            stream.read()
