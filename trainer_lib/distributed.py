@@ -1,7 +1,7 @@
 """Processes that train together: who they are, how they talk, which device each one uses.
 
-Ranks come from the environment that a launcher sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``); nothing here starts
-a process. Control messages are JSON or raw bytes carried as ``uint8`` CPU tensors over gloo: no pickled collectives,
+Ranks come from the environment that a launcher sets (`trainer_lib.arguments.environment`); nothing here starts a
+process. Control messages are JSON or raw bytes carried as ``uint8`` CPU tensors over gloo: no pickled collectives,
 so bytes from a peer are never unpickled, and a control message never waits for an accelerator's queue.
 
 Glossary: *rank* = number of a process in the whole job, *local rank* = its number on this machine, *world* = all ranks.
@@ -15,14 +15,16 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainer_lib.arguments import environment
+from trainer_lib.arguments.environment import ALONE, Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
 
 _log = logging.getLogger(__name__)
@@ -34,16 +36,6 @@ class DistributedSettings(Protocol):
     use_cpu: bool
     ddp_backend: str | None
     ddp_timeout: int
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this process stands, as the launcher's environment says."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
 
 
 class Pending(Protocol):
@@ -88,6 +80,9 @@ class Communicator(Protocol):
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, as a new tensor on the same device."""
+
+    def twin(self, timeout_s: float) -> Communicator:
+        """The same ranks over connections of their own: for one other thread, whose messages mix with none of ours."""
 
 
 class _Known:
@@ -144,13 +139,17 @@ class SingleProcess:
         """A copy."""
         return tensor.detach().clone()
 
+    def twin(self, timeout_s: float) -> Communicator:
+        """Itself: nothing is sent."""
+        return self
+
 
 class _Flag:
     """An all-reduce of one integer under way."""
 
-    def __init__(self, flag: bool) -> None:
+    def __init__(self, flag: bool, group: dist.ProcessGroup | None) -> None:
         self._value = np.array([int(flag)], dtype=np.int64)
-        self._work = dist.all_reduce(torch.from_numpy(self._value), op=dist.ReduceOp.MAX, async_op=True)
+        self._work = dist.all_reduce(torch.from_numpy(self._value), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> bool:
         if self._work is not None:
@@ -160,17 +159,17 @@ class _Flag:
 
 
 class ProcessGroup:
-    """A world of several processes over the default `torch.distributed` group (its CPU side is always gloo)."""
+    """A world of several processes over a `torch.distributed` group, the default one (its CPU side is always gloo)."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.local_rank = ranks.local_rank
-        self.local_world_size = ranks.local_world_size
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        self._ranks, self._group = ranks, group
+        self._twin: Communicator | None = None
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        dist.all_reduce(torch.zeros(1, dtype=torch.int64))
+        dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=self._group)
 
     def gather_json(self, obj: Any) -> list[Any] | None:
         """Every rank's object on rank 0; None elsewhere."""
@@ -181,16 +180,16 @@ class ProcessGroup:
         """Every rank's bytes on rank 0; None elsewhere. Nothing is padded to the longest."""
         sizes = np.zeros(self.world_size, dtype=np.int64)
         sizes[self.rank] = len(data)
-        dist.all_reduce(torch.from_numpy(sizes))
+        dist.all_reduce(torch.from_numpy(sizes), group=self._group)
         if self.rank != 0:
             if data:
-                dist.send(_to_tensor(data), dst=0)
+                dist.send(_to_tensor(data), dst=0, group=self._group)
             return None
         gathered = [data]
         for peer in range(1, self.world_size):
             buffer = torch.empty(int(sizes[peer]), dtype=torch.uint8)
             if buffer.numel():
-                dist.recv(buffer, src=peer)
+                dist.recv(buffer, src=peer, group=self._group)
             gathered.append(buffer.numpy().tobytes())
         return gathered
 
@@ -198,9 +197,9 @@ class ProcessGroup:
         """Rank 0's object on every rank."""
         data = json.dumps(obj).encode() if self.rank == 0 else b""
         size = np.array([len(data)], dtype=np.int64)
-        dist.broadcast(torch.from_numpy(size), src=0)
+        dist.broadcast(torch.from_numpy(size), src=0, group=self._group)
         buffer = _to_tensor(data) if self.rank == 0 else torch.empty(int(size[0]), dtype=torch.uint8)
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=self._group)
         return json.loads(buffer.numpy().tobytes())
 
     def agree(self, error: TrainflowError | None) -> None:
@@ -222,51 +221,43 @@ class ProcessGroup:
 
     def any_later(self, flag: bool) -> Pending:
         """Like `any`, answered later."""
-        return _Flag(flag)
+        return _Flag(flag, self._group)
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Element-wise sum over ranks, on the CPU side of the group."""
         total = np.array(values, dtype=np.int64)
-        dist.all_reduce(torch.from_numpy(total))
+        dist.all_reduce(torch.from_numpy(total), group=self._group)
         return [int(value) for value in total]
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, as a new tensor on the same device."""
         total = tensor.detach().clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group)
         return total
+
+    def twin(self, timeout_s: float) -> Communicator:
+        """A gloo group of its own, formed at the first call (collective) and ended with the job."""
+        if self._twin is None:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._twin = ProcessGroup(self._ranks, group)
+        return self._twin
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
 
 
+ranks_from_environment = environment.ranks
+
 _current: Communicator | None = None
 _owned = False  # whether the process group is ours to end
 
 
-def ranks_from_environment() -> Ranks:
-    """Rank and world as the launcher set them; a world of one when it set nothing. ConfigError when they contradict."""
-    values: dict[str, int] = {}
-    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", -1), ("LOCAL_WORLD_SIZE", -1)):
-        text = os.environ.get(name, "")
-        try:
-            values[name] = int(text) if text else default
-        except ValueError:
-            raise ConfigError(
-                "is not an integer.", field=name, value=text, remedy="Start through torchrun, or unset it."
-            ) from None
-    rank, world = values["RANK"], values["WORLD_SIZE"]
-    if world < 1 or not 0 <= rank < world:
-        raise ConfigError(
-            f"does not fit WORLD_SIZE={world}.", field="RANK", value=rank, remedy="Start through torchrun."
-        )
-    local = values["LOCAL_RANK"] if values["LOCAL_RANK"] >= 0 else rank
-    return Ranks(rank, world, local, values["LOCAL_WORLD_SIZE"] if values["LOCAL_WORLD_SIZE"] > 0 else world)
-
-
 def choose_device(*, use_cpu: bool) -> torch.device:
     """The device of this process: its own GPU, MPS when alone, else the CPU.
+
+    The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them);
+    where Slurm or Kubernetes shows every process just its own, that one.
 
     Raises ConfigError when there are more local ranks than GPUs, or several ranks would share MPS.
     """
@@ -275,6 +266,8 @@ def choose_device(*, use_cpu: bool) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
+        if count == 1 and ranks.source not in ("RANK", ALONE.source):
+            return torch.device("cuda", 0)
         if ranks.local_rank >= count:
             raise ConfigError(
                 f"there are only {count} GPUs on this machine.",
@@ -322,6 +315,9 @@ def init(args: DistributedSettings) -> Communicator:
     device = choose_device(use_cpu=args.use_cpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if ranks.source != "RANK":  # torch, and every library beside us, knows torchrun's variables only
+        os.environ.update(ranks.variables())
+    _tell_torchrun()
     try:
         dist.init_process_group(_backend(args.ddp_backend, device), timeout=timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
@@ -336,6 +332,23 @@ def init(args: DistributedSettings) -> Communicator:
         ) from error
     _current, _owned = ProcessGroup(ranks), True
     return _current
+
+
+def _tell_torchrun() -> None:
+    """What ends this process becomes what torchrun prints of it: class, field, value and remedy, not "exitcode 1"."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
+        return
+    before = sys.excepthook
+
+    def tell(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        before(cls, error, trace)
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+    tell.tells_torchrun = True  # type: ignore[attr-defined]
+    sys.excepthook = tell
 
 
 def shutdown() -> None:

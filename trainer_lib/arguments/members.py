@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainer_lib.arguments import environment
 from trainer_lib.arguments.enums import ParallelMode
 from trainer_lib.arguments.groups import ArgumentGroups
-from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +38,19 @@ class ArgumentMembers(ArgumentGroups):
 
     @property
     def world_size(self) -> int:
-        """Processes that train together (`WORLD_SIZE`, else 1)."""
-        return _from_environment("WORLD_SIZE", 1)
+        """Processes that train together, as the launcher's environment says; else 1."""
+        return environment.read().world_size
 
     @property
     def process_index(self) -> int:
-        """This process's number in the whole job (`RANK`, else 0)."""
-        return _from_environment("RANK", 0)
+        """This process's number in the whole job, as the launcher's environment says; else 0."""
+        return environment.read().rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's number on its machine (`LOCAL_RANK`, else `local_rank`, else 0)."""
-        return _from_environment("LOCAL_RANK", max(self.local_rank, 0))
+        """This process's number on its machine, as the launcher's environment says; else `local_rank`; else 0."""
+        found = environment.read()
+        return found.local_rank if found is not environment.ALONE else max(self.local_rank, 0)
 
     @property
     def device(self) -> torch.device:
@@ -133,14 +133,3 @@ class ArgumentMembers(ArgumentGroups):
 
 def _distributed() -> Any:
     return importlib.import_module("trainer_lib.distributed")
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdigit():
-        raise ConfigError(
-            "is not a whole number.", field=f"environment variable {name}", value=text, remedy="Unset it."
-        )
-    return int(text)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer_lib import distributed
-from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments import TrainingArguments, launched
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
@@ -100,7 +100,7 @@ class TrainerBase:
 
     def _set_up_process(self, args: TrainingArguments) -> None:
         """Everything that follows from the arguments alone: ranks, device, seeds, strategy, precision."""
-        args.validate()
+        launched.adopt(args)
         checks.refuse_unserved(args, serves_seq2seq=self._serves_seq2seq)
         self.args = args
         self._batching = BatchSettings.of(args.accelerator_config)

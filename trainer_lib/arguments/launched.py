@@ -1,0 +1,279 @@
+"""What `accelerate launch` says about a run, as arguments.
+
+It speaks through environment variables (ACCELERATE_*, FSDP_*), which its flags and its configuration file fill. Here
+they become `TrainingArguments`: what both say alike stands, what only one says is taken, and a contradiction is refused
+by name with both values. Nothing else of this library reads these variables. Torch-free.
+
+    ACCELERATE_MIXED_PRECISION              bf16, fp16
+    ACCELERATE_USE_CPU                      use_cpu
+    ACCELERATE_GRADIENT_ACCUMULATION_STEPS  gradient_accumulation_steps
+    ACCELERATE_GRADIENT_CLIPPING            max_grad_norm
+    ACCELERATE_DYNAMO_BACKEND, _MODE        torch_compile, torch_compile_backend, torch_compile_mode
+    ACCELERATE_USE_FSDP, FSDP_*             fsdp, fsdp_config
+    ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_*    deepspeed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer_lib.arguments import io
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.training import TrainingArguments
+
+_TRUE = ("1", "true", "yes", "on")
+_NOTHING = ("", "no", "none", "auto", "null")
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # numbered from 1
+_WAYS = frozenset(word.lower() for word in _SHARDING)
+_UNSERVED = {
+    "ACCELERATE_USE_MEGATRON_LM": "Use fsdp or deepspeed.",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "Remove parallelism_config from the launcher's settings.",
+}
+# Settings of fsdp_config by the variable that carries them: words, and truth values.
+_FSDP_TEXTS = {"FSDP_BACKWARD_PREFETCH": "backward_prefetch", "FSDP_STATE_DICT_TYPE": "state_dict_type"}
+# With the value that the launcher writes when nobody asked for anything: that says nothing.
+_FSDP_FLAGS = {
+    "FSDP_FORWARD_PREFETCH": ("forward_prefetch", False),
+    "FSDP_USE_ORIG_PARAMS": ("use_orig_params", True),
+    "FSDP_SYNC_MODULE_STATES": ("sync_module_states", True),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("cpu_ram_efficient_loading", True),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("activation_checkpointing", False),
+}
+
+
+class Said(NamedTuple):
+    """One argument that the launcher decides, and where it said so."""
+
+    name: str
+    value: Any
+    source: str
+
+
+def adopt(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> None:
+    """Bring what the launcher's environment says into `args`, and validate the whole.
+
+    Raises:
+        ConfigError: an argument and the environment contradict each other (both values are named), or the environment
+            asks for what is not served.
+    """
+    args.validate()
+    said = list(implied(os.environ if environ is None else environ))
+    if not said:
+        return
+    for one in said:
+        setattr(args, one.name, _merged(one, getattr(args, one.name), _default(args, one.name)))
+    args.validate()
+
+
+def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str = "") -> dict[str, Any]:
+    """The same for arguments that are still a mapping, such as a spec's `train.args`.
+
+    Args:
+        given: arguments by name; what is not among them is at its default.
+        prefix: put before the field's name in errors (``train.args``).
+    """
+    from trainer_lib.arguments.training import TrainingArguments
+
+    said = list(implied(environ))
+    if not said:
+        return dict(given)
+    parsed, merged = TrainingArguments.from_dict(given, prefix=prefix), dict(given)
+    try:
+        for one in said:
+            merged[one.name] = _merged(one, getattr(parsed, one.name), _default(parsed, one.name))
+    except ConfigError as error:
+        error.field = f"{prefix}.{error.field}" if prefix else error.field
+        raise
+    return merged
+
+
+def implied(environ: Mapping[str, str]) -> Iterator[Said]:
+    """The arguments that these variables decide; none of them without `accelerate launch`."""
+    for name, remedy in _UNSERVED.items():
+        if _is_true(environ.get(name)):
+            raise ConfigError(
+                "is not served.", field=f"environment variable {name}", value=environ[name], remedy=remedy
+            )
+    yield from _precision(environ)
+    if _is_true(environ.get("ACCELERATE_USE_CPU")):
+        yield Said("use_cpu", True, "ACCELERATE_USE_CPU")
+    for name, field, kind in (
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
+        ("ACCELERATE_GRADIENT_CLIPPING", "max_grad_norm", float),
+    ):
+        text = environ.get(name, "")
+        if text.lower() not in _NOTHING and not (kind is int and text == "1"):
+            yield Said(field, _number(name, text, kind), name)
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in _NOTHING:
+        yield Said("torch_compile", True, "ACCELERATE_DYNAMO_BACKEND")
+        yield Said("torch_compile_backend", backend, "ACCELERATE_DYNAMO_BACKEND")
+        mode = environ.get("ACCELERATE_DYNAMO_MODE", "default")
+        if mode != "default":
+            yield Said("torch_compile_mode", mode, "ACCELERATE_DYNAMO_MODE")
+    if _is_true(environ.get("ACCELERATE_USE_FSDP")):
+        yield from _fsdp(environ)
+    if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
+        yield _deepspeed(environ)
+
+
+def _precision(environ: Mapping[str, str]) -> Iterator[Said]:
+    name = "ACCELERATE_MIXED_PRECISION"
+    word = environ.get(name, "no").lower()
+    if word in ("bf16", "fp16"):
+        yield Said(word, True, name)
+    elif word not in _NOTHING:
+        raise ConfigError(
+            "is not served.", field=f"environment variable {name}", value=word, remedy="Choose no, bf16 or fp16."
+        )
+
+
+def _fsdp(environ: Mapping[str, str]) -> Iterator[Said]:
+    yield Said("fsdp", " ".join(_fsdp_words(environ)), "FSDP_SHARDING_STRATEGY")
+    settings: dict[str, Any] = {}
+    for name, key in _FSDP_TEXTS.items():
+        text = environ.get(name, "").lower()
+        if text not in (*_NOTHING, "no_prefetch"):
+            settings[key] = text
+    for name, (key, usual) in _FSDP_FLAGS.items():
+        if name in environ and _is_true(environ[name]) != usual:
+            settings[key] = not usual
+    if environ.get("FSDP_VERSION", "1") == "2":
+        settings["version"] = 2
+    policy = environ.get("FSDP_AUTO_WRAP_POLICY", "")
+    classes = environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
+    if policy == "TRANSFORMER_BASED_WRAP" and classes.lower() not in _NOTHING:
+        settings["transformer_layer_cls_to_wrap"] = [part.strip() for part in classes.split(",")]
+    if policy == "SIZE_BASED_WRAP":
+        text = environ.get("FSDP_MIN_NUM_PARAMS", "")
+        settings["min_num_params"] = _number("FSDP_MIN_NUM_PARAMS", text, int)
+    yield Said("fsdp_config", settings, "FSDP_*")
+
+
+def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
+    """The words of the `fsdp` argument."""
+    name = "FSDP_SHARDING_STRATEGY"
+    text = environ.get(name, "FULL_SHARD").upper()
+    if text.isdigit() and 1 <= int(text) <= len(_SHARDING):
+        text = _SHARDING[int(text) - 1]
+    if environ.get("FSDP_VERSION", "1") == "2":  # there it is said by what happens after the forward pass
+        name, text = "FSDP_RESHARD_AFTER_FORWARD", environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
+        text = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(text, text)
+    if text not in _SHARDING:
+        raise ConfigError(
+            "is no way of sharding.",
+            field=f"environment variable {name}",
+            value=text,
+            remedy=f"Choose one of {', '.join(_SHARDING)}.",
+        )
+    yield text.lower()
+    if _is_true(environ.get("FSDP_OFFLOAD_PARAMS")):
+        yield "offload"
+    if environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP") in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+        yield "auto_wrap"
+
+
+def _deepspeed(environ: Mapping[str, str]) -> Said:
+    prefix = "ACCELERATE_DEEPSPEED_"
+    file = environ.get(f"{prefix}CONFIG_FILE", "")
+    if file.lower() not in _NOTHING:
+        return Said("deepspeed", file, f"{prefix}CONFIG_FILE")
+    stage = environ.get(f"{prefix}ZERO_STAGE", "2")
+    zero: dict[str, Any] = {"stage": _number(f"{prefix}ZERO_STAGE", stage, int)}
+    for what in ("OPTIMIZER", "PARAM"):
+        device = environ.get(f"{prefix}OFFLOAD_{what}_DEVICE", "none").lower()
+        if device not in _NOTHING:
+            zero[f"offload_{what.lower()}"] = {"device": device}
+            path = environ.get(f"{prefix}OFFLOAD_{what}_NVME_PATH", "none")
+            if path.lower() not in _NOTHING:
+                zero[f"offload_{what.lower()}"]["nvme_path"] = path
+    if _is_true(environ.get(f"{prefix}ZERO3_SAVE_16BIT_MODEL")):
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    # The rest follows from the arguments, which have taken up what the launcher says of it.
+    automatic = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {**dict.fromkeys((*automatic, "gradient_clipping"), "auto"), "zero_optimization": zero}
+    return Said("deepspeed", config, f"{prefix}ZERO_STAGE")
+
+
+def _default(args: TrainingArguments, name: str) -> Any:
+    return {"fsdp": "", "fsdp_config": None}.get(name, field_map(args)[name].default)
+
+
+def _merged(said: Said, given: Any, default: Any) -> Any:
+    """The value both agree on."""
+    if said.name == "fsdp":
+        return _merged_words(said, given)
+    if given is None or given == default or given == said.value:
+        return said.value
+    if said.name in ("fsdp_config", "deepspeed"):
+        if isinstance(given, str) and isinstance(said.value, str):
+            raise _contradiction(said.name, given, said.value, said.source)
+        ours, theirs = (_mapping(value, said.name) for value in (given, said.value))
+        return _merged_mappings(ours, theirs, said.name, said.source)
+    raise _contradiction(said.name, given, said.value, said.source)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = io.read_mapping(Path(value), field=name) if isinstance(value, str) else value
+    return found
+
+
+def _merged_words(said: Said, given: Any) -> str:
+    ours = given.split() if isinstance(given, str) else list(given or [])
+    theirs = said.value.split()
+    for word in ours:
+        if word in _WAYS and word not in theirs:
+            raise _contradiction("fsdp", given, said.value, said.source)
+    return " ".join(dict.fromkeys([*theirs, *ours]))
+
+
+def _merged_mappings(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    """Key by key; "auto" gives way. Keys of fsdp_config may begin with ``fsdp_`` or not."""
+    merged = dict(ours)
+    known = {key.removeprefix("fsdp_"): key for key in ours}
+    for key, value in theirs.items():
+        own = known.get(key.removeprefix("fsdp_"), key)
+        present = merged.get(own)
+        if isinstance(present, Mapping) and isinstance(value, Mapping):
+            merged[own] = _merged_mappings(present, value, f"{name}.{own}", source)
+        elif present is None or present == "auto":
+            merged[own] = value
+        elif value != "auto" and _plain(present) != _plain(value):
+            raise _contradiction(f"{name}.{own}", present, value, source)
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    """A setting as it is compared: JSON files of old hold truth values as texts, and one class without a list."""
+    if isinstance(value, list):
+        return [str(item).lower() for item in value]
+    text = str(value).lower()
+    return [part.strip() for part in text.split(",")] if "," in text else text
+
+
+def _contradiction(name: str, given: Any, said: Any, source: str) -> ConfigError:
+    return ConfigError(
+        f"contradicts the launcher, which says {said} ({source}).",
+        field=name,
+        value=given,
+        remedy="Remove one of the two, or make them equal.",
+    )
+
+
+def _is_true(text: str | None) -> bool:
+    return (text or "").strip().lower() in _TRUE
+
+
+def _number(name: str, text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(
+            "is not a number.", field=f"environment variable {name}", value=text, remedy="Correct it, or unset it."
+        ) from None
