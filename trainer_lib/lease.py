@@ -32,7 +32,7 @@ from typing import Any, Self
 from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
 from trainer_lib.storage import Store
 
-__all__ = ["Holder", "Lease", "acquire"]
+__all__ = ["Holder", "Lease", "acquire", "holder_of"]
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{8})\.(json|beat|released)")
@@ -210,6 +210,16 @@ def acquire(
             on_wait(watch.holder)
         waited = True
         time.sleep(poll_s)
+
+
+def holder_of(store: Store) -> Holder | None:
+    """Who holds a folder, as far as can be told at one look; None when nobody does, or its process is gone."""
+    folder = store.child("lease")
+    newest = _newest(folder)
+    if newest == 0 or folder.exists(_name(newest, "released")):
+        return None
+    holder = _read_holder(folder, newest)
+    return None if holder is None or holder.is_gone() else holder
 
 
 class _Watch:

@@ -110,20 +110,31 @@ def newest_good(root: Store, *, on_damage: Callable[[str], None], digests: bool 
 
 
 def rotate(root: Store, *, keep: int | None, protect: Collection[str]) -> list[str]:
-    """Delete the oldest checkpoints until `keep` are left; the names deleted, oldest first.
+    """Delete the oldest checkpoints until `keep` are left (`excess`); the names deleted, oldest first."""
+    victims = [info.name for info in excess(root, keep=keep, protect=protect)]
+    for name in victims:
+        withdraw(root.child(name))
+    return victims
 
-    The newest whose files are all there in their sizes is never deleted, nor are those named in `protect` (the best,
-    one being read); they count. None or less than 1 keeps all.
+
+def excess(root: Store, *, keep: int | None, protect: Collection[str], digests: bool = False) -> list[CheckpointInfo]:
+    """The checkpoints beyond `keep`, oldest first.
+
+    The newest good one is never among them, nor are those named in `protect` (the best, one being read); they count.
+
+    Args:
+        root: the folder of checkpoints.
+        keep: how many stay; None or less than 1: all.
+        protect: names that stay.
+        digests: whether the newest good one is told by every byte of it, or by presence and sizes.
     """
     if keep is None or keep < 1:
         return []
     infos = list_checkpoints(root)
-    newest = next((info.name for info in infos if not verify(root.child(info.name), info.commit, digests=False)), None)
-    excess = max(0, len(infos) - keep)
-    victims = [info.name for info in reversed(infos) if info.name != newest and info.name not in protect][:excess]
-    for name in victims:
-        withdraw(root.child(name))
-    return victims
+    good = (info.name for info in infos if not verify(root.child(info.name), info.commit, digests=digests))
+    newest = next(good, None)
+    count = max(0, len(infos) - keep)
+    return [info for info in reversed(infos) if info.name != newest and info.name not in protect][:count]
 
 
 def clean_leftovers(root: Store) -> list[str]:
@@ -134,16 +145,25 @@ def clean_leftovers(root: Store) -> list[str]:
     and checkpoints that another program wrote.
     """
     victims = []
-    for _, name in _named(root):
-        store = root.child(name)
-        names = store.children()
-        if COMMIT in names or DAMAGED in names or is_foreign(names):
-            continue
-        claim = read_claim(store) if WRITING in names else None
+    for name in uncommitted(root):
+        claim = read_claim(root.child(name))
         if claim is None or not claim.is_alive():
-            store.delete_tree()
+            root.child(name).delete_tree()
             victims.append(name)
     return victims
+
+
+def uncommitted(root: Store) -> list[str]:
+    """Folders named like a checkpoint that were never committed: a save under way, or what an interrupted one left.
+
+    Those that were set aside, and what another program wrote, are not among them.
+    """
+    found = []
+    for _, name in _named(root):
+        names = root.child(name).children()
+        if COMMIT not in names and DAMAGED not in names and not is_foreign(names):
+            found.append(name)
+    return found
 
 
 def read_claim(store: Store) -> Holder | None:
