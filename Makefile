@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check chaos format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,11 @@ check: install  ## Lint, format check, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+COUNT ?= 500
+SECONDS ?= 900
+chaos: install  ## kill -9 a training COUNT times (at most SECONDS): resumed unaided, equal in the end?
+	$(BIN)/python -m benchmarks.chaos --count $(COUNT) --seconds $(SECONDS)
 
 format: install  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
