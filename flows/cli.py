@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import shlex
 import sys
 import traceback
@@ -20,14 +19,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows import presentation, terminal
+from flows import checkpoints, presentation, terminal
+from flows._options import Debug, Json, print_json
 from flows.engine import prefect_api, quiet_environment
 from flows.results import STAGES, PipelineResult, stage_name
 from flows.signals import stoppable
 from flows.spec import PipelineSpec, load_spec
 from trainer_lib.errors import (
     ConfigError,
-    DamagedError,
     Interrupted,
     NotReproducibleError,
     Preempted,
@@ -42,16 +41,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoints = typer.Typer(help="Look at the checkpoints of a training run.", no_args_is_help=True)
-app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(checkpoints.app, name="checkpoints")
 
 Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
 Interval = Annotated[float | None, typer.Option(min=1.0, help="Seconds from one scheduled run to the next.")]
 Timezone = Annotated[str | None, typer.Option(help="The time zone --cron is meant in (Europe/Berlin); UTC if unset.")]
@@ -65,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         app(args=given, prog_name="trainflow")
     except TrainflowError as error:
         if as_json:
-            _print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
+            print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
         terminal.show(presentation.failure(error, debug=debug), stderr=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader (head, less) has seen enough
@@ -75,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         details = traceback.format_exc()
         if as_json:
             record = {"class": type(error).__name__, "message": str(error)}
-            _print_json({"ok": False, "exit_code": 1, "error": record})
+            print_json({"ok": False, "exit_code": 1, "error": record})
         terminal.show(presentation.unexpected(error, details, debug=debug), stderr=True)
         sys.exit(1)
 
@@ -151,7 +147,7 @@ def _tell(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
         return
     code = result.error.exit_code if result.error is not None else 0
     plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
-    _print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
+    print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
 
 
 def _stage(name: str | None, option: str) -> str | None:
@@ -182,7 +178,7 @@ def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: D
 
     reasons = explain(parsed)
     if as_json:
-        _print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
+        print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
     else:
         terminal.show(presentation.reasons(reasons))
 
@@ -216,7 +212,7 @@ def prove_resume(
     if output is not None:
         proof.write(verdict, output)
     if as_json:
-        _print_json(verdict)
+        print_json(verdict)
         raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
     terminal.show(proof.lines(verdict))
 
@@ -284,50 +280,11 @@ def deploy(
     terminal.show(serving.deploy(parsed, schedule, pool=pool, create_pool=create_pool, name=name))
 
 
-@checkpoints.command("list")
-def list_checkpoints(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a stage's folder, or a storage.")],
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """List committed checkpoints, newest first."""
-    from flows import catalogue
-
-    found = catalogue.find(url)
-    if as_json:
-        _print_json({"ok": True, "exit_code": 0, "checkpoints": [catalogue.to_dict(info) for info in found.intact]})
-    else:
-        terminal.show(catalogue.listing(found))
-
-
-@checkpoints.command("verify")
-def verify_checkpoints(
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
-    from flows import catalogue
-
-    found = catalogue.find(url)
-    problems = catalogue.damage(found)
-    if as_json:
-        code = DamagedError.exit_code if any(problems.values()) else 0
-        _print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
-        raise typer.Exit(code)
-    terminal.show(catalogue.verdict(problems))
-
-
 @contextlib.contextmanager
 def _until_stopped() -> Iterator[None]:
     """For commands whose proper end is Ctrl-C or SIGTERM."""
     with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         yield
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    json.dump(value, sys.stdout, indent=2, default=str)
-    sys.stdout.write("\n")
 
 
 if __name__ == "__main__":

@@ -167,6 +167,16 @@ class Recipe:
         with self.guarded():
             return self._module.build_model(options, data)
 
+    def call(self, name: str) -> Any:
+        """What a further function of the file returns, called without arguments. ConfigError when there is none."""
+        function = getattr(self._module, name, None)
+        if not callable(function):
+            raise ConfigError(
+                f"there is no function {name}() in it.", field="model", value=str(self.path), remedy="Define it."
+            )
+        with self.guarded():
+            return function()
+
     def callbacks(self, options: Mapping[str, Any]) -> list[Any]:
         """The recipe's own callbacks."""
         function = getattr(self._module, "callbacks", None)
@@ -252,6 +262,11 @@ def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRE
         del sys.modules[name]
         raise user_error(error, root) from error
     return Recipe(module, path, root, needs)
+
+
+def absent(root: Path) -> Recipe:
+    """A recipe without functions, for what needs none."""
+    return Recipe(ModuleType("_trainflow_no_recipe"), root, root, ())
 
 
 def assert_ours() -> None:

@@ -19,33 +19,33 @@ def capture_rng() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
+        "torch": encode(torch.get_rng_state()),
     }
     if torch.cuda.is_available():
-        state["cuda"] = _encode(torch.cuda.get_rng_state())
+        state["cuda"] = encode(torch.cuda.get_rng_state())
     if torch.backends.mps.is_available():
-        state["mps"] = _encode(torch.mps.get_rng_state())
+        state["mps"] = encode(torch.mps.get_rng_state())
     return state
 
 
 def restore_rng(state: dict[str, Any]) -> None:
     """Put the generators back. A device's state is left out where there is no such device now.
 
-    Everything is checked before the first generator is touched.
+    All parts are read before the first generator is touched.
 
     Raises:
         DamagedError: not what `capture_rng` returns.
     """
     try:
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
-        torch_state = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
+        device = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(torch_state["torch"])
-        if "cuda" in torch_state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(torch_state["cuda"])
-        if "mps" in torch_state and torch.backends.mps.is_available():
-            torch.mps.set_rng_state(torch_state["mps"])
+        torch.set_rng_state(device["torch"])
+        if "cuda" in device and torch.cuda.is_available():
+            torch.cuda.set_rng_state(device["cuda"])
+        if "mps" in device and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(device["mps"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DamagedError(
             f"A saved random state cannot be used: {error}",
@@ -70,7 +70,8 @@ def _numpy_state(saved: Any) -> tuple[Any, ...]:
     return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
 
 
-def _encode(state: torch.Tensor) -> str:
+def encode(state: torch.Tensor) -> str:
+    """A generator's state (bytes) as text."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, WRITING, CheckpointInfo, checkpoint_name
+from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, WRITING, CheckpointInfo, checkpoint_name, read_claim
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.tensors import write_safetensors
@@ -72,6 +72,7 @@ class Snapshot:
         trainer_state, training_args: JSON, with the fields of the reference Trainer's files.
         files: further files, name → bytes (``config.json``, a tokenizer's).
         meta: what the commit should say besides step, world size and parameter count; JSON.
+        more_rngs: of an imported checkpoint, the random states of further ranks, which are not here to write them.
     """
 
     step: int
@@ -85,6 +86,7 @@ class Snapshot:
     training_args: dict[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> CheckpointInfo:
@@ -107,7 +109,8 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> Chec
             entries = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
             lists = comm.gather_json([asdict(entry) for entry in entries])
             files = [FileEntry(**record) for part in lists or [] for record in part]
-            meta = {**snapshot.meta, "step": snapshot.step, "world_size": comm.world_size}
+            ranks = comm.world_size + len(snapshot.more_rngs)
+            meta = {**snapshot.meta, "step": snapshot.step, "world_size": ranks}
             commit = together(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
         except TrainflowError:
             if is_first:
@@ -147,9 +150,8 @@ def _prepare(store: Store, snapshot: Snapshot, claim: Holder, world_size: int) -
                 f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
             )
     _check_space(store, bytes_needed(snapshot, world_size))
-    earlier = store.read_if_exists(WRITING)
-    if earlier is not None:
-        other = Holder.from_bytes(earlier)
+    if store.exists(WRITING):
+        other = read_claim(store)
         if other is not None and other.is_alive() and (other.pid != claim.pid or other.id in _saving):
             raise _being_written(store, str(other))
         store.delete(WRITING)
@@ -223,6 +225,7 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
         entries.append(_write_json(store, name, state))
     entries.append(_write_json(store, TRAINING_ARGS, _without_secrets(snapshot.training_args)))
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
+    entries.extend(_write_json(store, rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
     return entries
 
 

@@ -25,7 +25,7 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.worker.watch import ParentWatch
 
 FORMAT = 1
-VERBS = ("prepare", "train", "evaluate", "predict", "compare")
+VERBS = ("prepare", "train", "evaluate", "predict", "compare", "import_checkpoint")
 FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
 
@@ -80,6 +80,7 @@ def main(argv: list[str]) -> int:
     """Run one rank to its end. Returns the exit code: 0, or that of the failure."""
     verb, path = argv
     run_dir = RunDir(Path(path))
+    _take_local_rank()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run_dir.record_process(f"worker-{rank}", os.getpid())
     leaving = _Leaving()
@@ -89,6 +90,7 @@ def main(argv: list[str]) -> int:
     watch.start()
     work = None
     try:
+        _check_world(world_size)
         work = _work(run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
         result = _run(verb, work)
     except BaseException as error:
@@ -100,6 +102,25 @@ def main(argv: list[str]) -> int:
         run_dir.write_json("result.json", result)
     watch.close()
     return leaving.within(EXIT_S, 0)
+
+
+def _take_local_rank() -> None:
+    """One of several tasks that something else has started on this machine: each has an agent, which knows only one."""
+    local, _, world = os.environ.get("TRAINFLOW_LOCAL_RANK", "").partition("/")
+    if local:
+        os.environ.update({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world})
+
+
+def _check_world(world_size: int) -> None:
+    """Refuse to be fewer than asked for: `accelerate launch --cpu --num_processes 2` starts one and says nothing."""
+    asked = int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))
+    if asked != world_size:
+        raise ConfigError(
+            f"the launcher formed a world of {world_size} process(es).",
+            field="train.launch.processes",
+            value=asked,
+            remedy="Set train.launch.kind=torchrun, or correct the launcher's configuration file.",
+        )
 
 
 class _Leaving:
@@ -148,9 +169,15 @@ def _work(run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work:
             field="request.json",
             remedy="Use the same version of trainflow for the command and its workers.",
         )
-    needs = "prepare" if request["verb"] == "prepare" else "build_model"
-    recipe = recipes.load(request["recipe"]["path"], request["recipe"]["root"], needs=(needs,))
-    return Work(request, recipe, rank, world_size, events)
+    return Work(request, _recipe(request, run_dir), rank, world_size, events)
+
+
+def _recipe(request: dict[str, Any], run_dir: RunDir) -> recipes.Recipe:
+    given = request["recipe"]
+    if given is None:
+        return recipes.absent(run_dir.path)
+    needs = {"prepare": ("prepare",), "import_checkpoint": ()}.get(request["verb"], ("build_model",))
+    return recipes.load(given["path"], given["root"], needs=needs)
 
 
 def _run(verb: str, work: Work) -> dict[str, Any]:

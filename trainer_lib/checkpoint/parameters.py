@@ -1,0 +1,190 @@
+"""Which parameter stands where in an optimizer's state, when only positions were saved.
+
+torch numbers parameters through the groups, in the order in which the optimizer got them: the model's own order. A file
+of weights has names, but safetensors sorts them. So the model itself decides, where it can be built; else names are
+given to positions only if exactly one way of doing so fits the shapes, and the order where the file kept it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainer_lib.errors import ConfigError
+
+Names = list[list[str]]
+Shape = tuple[int, ...]
+
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq", "acc_delta")
+_STATES = 100_000
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in an optimizer's state: its number, and its shape where the state tells it."""
+
+    number: int
+    shape: Shape | None
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a parameter of that shape may stand here."""
+        return self.shape is None or self.shape == shape
+
+
+def slots_of(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
+    """The places of each group, in order."""
+    return [[Slot(number, _shape(state.get(number, {}))) for number in group["params"]] for group in groups]
+
+
+def _shape(values: Mapping[str, Any]) -> Shape | None:
+    for key in _LIKE_THE_PARAMETER:
+        if isinstance(tensor := values.get(key), Tensor):
+            return tuple(tensor.shape)
+    return None
+
+
+def chosen(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Shape]) -> Names:
+    """The one candidate that fits the places: as many names in each group, in the shapes that the state has.
+
+    Args:
+        candidates: ways in which the model's parameters may have been divided, names in the model's order.
+        slots: the places.
+        shapes: of the model's parameters.
+
+    Raises:
+        ConfigError: none fits (another model), or several that differ do.
+    """
+    fitting: list[Names] = []
+    for names in candidates:
+        if names not in fitting and _fits(names, slots, shapes):
+            fitting.append(names)
+    if len(fitting) == 1:
+        return fitting[0]
+    sizes = [len(group) for group in slots]
+    if not fitting:
+        offered = " or ".join(str([len(group) for group in names]) for names in candidates)
+        raise _refused(
+            f"The optimizer's groups have {sizes} parameters; the model's would be {offered}, or have other shapes.",
+            "Give the model as it was trained (--model), with the same parameters frozen.",
+        )
+    raise _refused(
+        f"The model's parameters fit the optimizer's groups of {sizes} in more than one way.",
+        "The division is not one that the transformers Trainer makes by itself; train on from the weights.",
+    )
+
+
+def _fits(names: Names, slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Shape]) -> bool:
+    if [len(group) for group in names] != [len(group) for group in slots]:
+        return False
+    flat_names, flat_slots = [name for group in names for name in group], [slot for group in slots for slot in group]
+    return all(slot.fits(shapes[name]) for slot, name in zip(flat_slots, flat_names, strict=True))
+
+
+def derived(
+    tensors: Mapping[str, Tensor], slots: Sequence[Sequence[Slot]], *, in_order: bool, decays: Callable[[str], bool]
+) -> Names:
+    """Names for the places without the model, from the weights alone.
+
+    Args:
+        tensors: the weights; what is no parameter (buffers), or frozen, is among them.
+        slots: the places.
+        in_order: whether `tensors` are in the model's order.
+        decays: whether a name may stand in the first of two groups.
+
+    Raises:
+        ConfigError: no way fits, or several do.
+    """
+    weights = _distinct(tensors)
+    may = [decays, _anything] if len(slots) == 2 else [_anything] * len(slots)
+    ways = _ways_in_order(weights, slots, may) if in_order else _ways_by_shape(weights, slots, may)
+    if len(ways) == 1:
+        return ways[0]
+    raise _refused(
+        "It cannot be told which parameter the optimizer's numbers stand for: "
+        + ("no names of the weights fit them." if not ways else "several names of the weights would fit one number."),
+        "Give the model: --model FILE.py:FUNCTION, a function of yours that returns it as it was trained.",
+    )
+
+
+def _anything(name: str) -> bool:
+    return True
+
+
+def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """Shapes of what may be a parameter; of tied weights the first name."""
+    seen: set[tuple[int, Shape]] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.numel() and key in seen):
+            seen.add(key)
+            found[name] = tuple(tensor.shape)
+    return found
+
+
+def _ways_by_shape(
+    weights: Mapping[str, Shape], slots: Sequence[Sequence[Slot]], may: Sequence[Callable[[str], bool]]
+) -> list[Names]:
+    """At most two ways: each place has exactly one name that fits it and no other place, or there are many ways."""
+    fitting = [
+        [[name for name, shape in weights.items() if slot.fits(shape) and allowed(name)] for slot in group]
+        for group, allowed in zip(slots, may, strict=True)
+    ]
+    taken: set[str] = set()
+    # A place with one possible name takes it; that may leave another place with one, and so on.
+    while True:
+        settled = {options[0] for group in fitting for options in group if len(options) == 1}
+        if settled == taken:
+            break
+        taken = settled
+        for group in fitting:
+            for place, options in enumerate(group):
+                if len(options) > 1:
+                    group[place] = [name for name in options if name not in taken]
+    counts = [len(options) for group in fitting for options in group]
+    if 0 in counts or len(taken) < sum(count == 1 for count in counts):
+        return []
+    names = [[options[0] for options in group] for group in fitting]
+    return [names] if max(counts, default=1) == 1 else [names, names]
+
+
+def _ways_in_order(
+    weights: Mapping[str, Shape], slots: Sequence[Sequence[Slot]], may: Sequence[Callable[[str], bool]]
+) -> list[Names]:
+    """At most two ways of dealing the names, in their order, to the groups, each filled from its first place on.
+
+    A name may also be left over: a buffer, or frozen.
+    """
+    spare = len(weights) - sum(len(group) for group in slots)
+    start = tuple(0 for _ in slots)
+    reached: dict[tuple[int, ...], list[tuple[int, ...]]] = {start: [()]}  # filled places -> up to two ways there
+    for number, (name, shape) in enumerate(weights.items()):
+        following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for filled, ways in reached.items():
+            choices = [
+                place
+                for place, group in enumerate(slots)
+                if filled[place] < len(group) and group[filled[place]].fits(shape) and may[place](name)
+            ]
+            if number - sum(filled) < spare:
+                choices.append(-1)
+            for place in choices:
+                after = tuple(count + (index == place) for index, count in enumerate(filled))
+                known = following.setdefault(after, [])
+                known.extend((*way, place) for way in ways[: 2 - len(known)])
+        reached = following
+        if len(reached) > _STATES:
+            return [[], []]
+    ways = reached.get(tuple(len(group) for group in slots), [])
+    listed = list(weights)
+    return [
+        [[name for name, to in zip(listed, way, strict=True) if to == place] for place in range(len(slots))]
+        for way in ways
+    ]
+
+
+def _refused(message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, field="model", remedy=remedy)

@@ -1,0 +1,114 @@
+"""The model of a checkpoint that another program wrote, built on no device: its names, shapes and order are wanted.
+
+From config.json only classes of the installed transformers are built; no code in the folder or on the Hub is ever run,
+nothing is downloaded, and a configuration that describes more layers than there are weights is refused on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from trainer_lib.errors import ConfigError
+
+_UNSAFE = {"auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "_name_or_path", "name_or_path"}
+_KERNELS = ("attn_implementation", "experts_implementation")
+_FEW = 1_000
+
+
+def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module | None:
+    """The transformers model that config.json describes, without values; None when there is no such description.
+
+    Args:
+        config: config.json.
+        num_tensors: weights in the file: a model with many times as many parameters is another one.
+
+    Raises:
+        ConfigError: it cannot be built.
+    """
+    names = (config or {}).get("architectures")
+    if config is None or not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return None
+    try:
+        import transformers
+    except ImportError:
+        return None
+    found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        return None
+    try:
+        with _limited(_FEW + 4 * num_tensors), torch.device("meta"):
+            kind: Any = found.config_class
+            description = kind.from_dict(_harmless(config))
+            description._attn_implementation = "eager"
+            model: nn.Module = found(description)
+        return model
+    except Exception as error:  # anything that a strange configuration may lead to
+        raise ConfigError(
+            f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}",
+            field="model",
+            value=names[0],
+            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
+        ) from error
+
+
+def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put a peft adapter's weights into the adapter of a model.
+
+    Raises:
+        ConfigError: the model has no adapter, or another one.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise _no_adapter(f"peft cannot be imported ({error})") from error
+    if not isinstance(model, peft.PeftModel):
+        raise _no_adapter(f"the model given is a {type(model).__name__}, not a PeftModel")
+    expected = peft.get_peft_model_state_dict(model)
+    if expected.keys() != tensors.keys() or any(expected[name].shape != tensors[name].shape for name in tensors):
+        raise _no_adapter(f"the model's adapter has other weights ({len(expected)}, the folder {len(tensors)})")
+    peft.set_peft_model_state_dict(model, dict(tensors))
+
+
+def _no_adapter(why: str) -> ConfigError:
+    return ConfigError(
+        f"The folder holds a peft adapter, but {why}.",
+        field="model",
+        remedy="Let the function return get_peft_model(base, config), as it was trained.",
+    )
+
+
+def _harmless(value: Any, depth: int = 0) -> Any:
+    """A configuration without what names code, kernels or places."""
+    if isinstance(value, list):
+        return [_harmless(item, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _harmless(item, depth + 1)
+        for key, item in value.items()
+        if key not in _UNSAFE and not str(key).endswith(_KERNELS)
+    }
+
+
+@contextmanager
+def _limited(parameters: int) -> Iterator[None]:
+    """A block in which no more than so many parameters can be made."""
+    left = parameters
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"it has more than {parameters:,} parameters, many more than there are weights")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,184 @@
+"""The verb *import_checkpoint*: a checkpoint of the transformers Trainer, committed anew in our format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.checkpoint import importing
+from trainer_lib.checkpoint.catalogue import checkpoint_name, read_info
+from trainer_lib.checkpoint.parameters import Names, chosen, derived, slots_of
+from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import ConfigError
+from trainer_lib.optim.decay import get_decay_parameter_names
+from trainer_lib.storage import Store
+from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.trainer import models
+from trainer_lib.worker.foreign_model import from_config, load_adapter
+from trainer_lib.worker.session import Work
+
+_PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Read everything, then write and commit. Returns step, URL, what was left out, and what differs afterwards."""
+    request = work.request
+    root = Store.open(request["output"], field="destination")
+    source = importing.read_source(Store.open(request["source"], field="source"))
+    step = int(source.state.global_step)
+    _check_free(root, step)
+    work.events.emit("progress", message=f"read {len(source.tensors):,} tensors of step {step}")
+    model = _model(work, source)
+    names = _names(source, model)
+    weights, meta = _weights(source, model)
+    snapshot = Snapshot(
+        step=step,
+        model=weights,
+        optimizer=importing.optimizer_snapshot(source.optimizer, names),
+        scheduler=importing.scheduler_state(source.scheduler, names),
+        scaler=source.scaler,
+        rng=source.rngs[0] if source.rngs else {},
+        more_rngs=source.rngs[1:],
+        data=importing.position(source.state),
+        trainer_state=_trainer_state(source, root),
+        files=source.files,
+        meta={**meta, "imported_from": source.url, "strategy": "transformers", "global_samples": 0},
+    )
+    info = save_checkpoint(root, snapshot, SingleProcess())
+    return {
+        "step": step,
+        "url": info.url,
+        "parameters": sum(map(len, names)),
+        "files": len(info.commit.files),
+        "bytes": sum(entry.size for entry in info.commit.files),
+        "left_out": source.left_out,
+        "notes": _notes(source, names, model),
+    }
+
+
+def _check_free(root: Store, step: int) -> None:
+    if read_info(root, checkpoint_name(step)) is not None:
+        raise ConfigError(
+            f"There is a checkpoint of step {step} already.",
+            field="destination",
+            value=root.url,
+            remedy="Name another folder, or remove that checkpoint.",
+        )
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _model(work: Work, source: importing.Source) -> nn.Module | None:
+    """The model that was trained: what the user's function returns, or what config.json describes; None for neither."""
+    name = work.request["model"]
+    if name is not None:
+        model = work.recipe.call(name)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"{name}() must return a torch.nn.Module, got {type(model).__name__}.",
+                field="model",
+                value=str(work.recipe.path),
+                remedy="Return the model as it was trained.",
+            )
+        return model
+    if source.adapter:
+        raise ConfigError(
+            "The folder holds a peft adapter: the order of its parameters depends on the base model.",
+            field="model",
+            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the base with the adapter on it.",
+        )
+    return from_config(source.config, len(source.tensors))
+
+
+def _names(source: importing.Source, model: nn.Module | None) -> Names:
+    """Parameter names by group and place in the optimizer's state."""
+    groups = source.optimizer["param_groups"]
+    slots = slots_of(source.optimizer["state"], groups)
+    if model is None:
+        return derived(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
+    trained = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    candidates = [
+        [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
+        for decaying in (set(_peers_decay_names(model, "")), set(get_decay_parameter_names(model)))
+    ]
+    return chosen([*candidates, [list(trained)]], slots, trained)
+
+
+def _may_decay(name: str) -> bool:
+    return not _PEERS_RULE.search(name.lower())
+
+
+def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The transformers Trainer's own rule (`get_parameter_names` in its trainer_pt_utils)."""
+    for name, child in module.named_children():
+        if not isinstance(child, nn.LayerNorm):
+            inner = _peers_decay_names(child, "")
+            yield from (f"{prefix}{name}.{each}" for each in inner if _may_decay(f"{name}.{each}"))
+    yield from (f"{prefix}{name}" for name in module._parameters if _may_decay(name))
+
+
+def _weights(source: importing.Source, model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights under the names that a resumed model has, and what the commit says of a frozen base."""
+    if model is None:
+        return source.tensors, {}
+    if source.adapter:
+        load_adapter(model, source.tensors)
+        state = SingleStrategy(torch.device("cpu"), SingleProcess()).model_state(model)
+        return models.trained_state(model, state), {"frozen": models.frozen_fingerprint(model, state)}
+    return _complete(source.tensors, model), {}
+
+
+def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """All names of the model's state; tied weights, which the file has once, under each of theirs."""
+    objects = model.state_dict(keep_vars=True)
+    present = {id(objects[name]): tensor for name, tensor in tensors.items() if name in objects}
+    complete = {name: tensors.get(name, present.get(id(each))) for name, each in objects.items()}
+    missing = [name for name, tensor in complete.items() if tensor is None]
+    unknown = [name for name in tensors if name not in objects]
+    if missing or unknown:
+        raise ConfigError(
+            f"The weights are not this model's: missing {missing[:5] or 'none'}, unknown {unknown[:5] or 'none'}.",
+            field="model",
+            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
+        )
+    return {name: tensor for name, tensor in complete.items() if tensor is not None}
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
+
+
+def _trainer_state(source: importing.Source, root: Store) -> dict[str, Any]:
+    """The state; the best checkpoint is the one of its step in the new place, if it is there."""
+    state = source.state.to_dict()
+    best = source.state.best_global_step
+    name = None if best is None else checkpoint_name(best)
+    is_here = name is not None and (best == source.state.global_step or read_info(root, name) is not None)
+    state["best_model_checkpoint"] = root.child(name).url if name is not None and is_here else None
+    return state
+
+
+def _notes(source: importing.Source, names: Names, model: nn.Module | None) -> list[str]:
+    notes = [
+        "The training arguments are not imported: give the same ones when you resume. With shuffled data the rest of "
+        "this epoch comes in another order, so some samples of it are seen twice and others not; with "
+        'train_sampling_strategy="sequential" it goes on exactly.'
+    ]
+    if not source.rngs:
+        notes.append("There are no random states: dropout differs from an uninterrupted run.")
+    best = source.state.best_global_step
+    if best is not None and best != source.state.global_step:
+        notes.append(f"The best checkpoint is that of step {best}: import it first, to have it at the end.")
+    if model is not None and len([called for called in names if called]) > 1:
+        ours = set(get_decay_parameter_names(model))
+        if set(names[0]) != ours & {name for called in names for name in called}:
+            notes.append(
+                "Weight decay was applied to other parameters than ours would choose: override "
+                "get_decay_parameter_names to resume."
+            )
+    return notes
