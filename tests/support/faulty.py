@@ -1,4 +1,4 @@
-"""A file system on which the n-th write goes wrong, in a chosen way: ``faulty://``.
+"""Stores on which the n-th write goes wrong, in a chosen way: ``faulty://``, and any backend inside `FaultyBackend`.
 
 Every step that changes the store counts as one write: opening a file for writing, each ``write``, closing it, a put, a
 removal. `Faults.plan` says which one fails and how; `Faults.count` says how many there were.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -15,9 +17,10 @@ from typing import Any, Literal
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-Kind = Literal["error", "full", "short", "silent", "after", "die"]
+Kind = Literal["error", "full", "short", "silent", "after", "slow", "die", "kill"]
 """error: EIO, nothing done. full: ENOSPC, half of the bytes written. short: half written, and said so. silent: half
-written, and nothing said. after: done, then EIO. die: the process ends here; nothing works until the next plan."""
+written, and nothing said. after: done, then EIO. slow: done after 20 ms. die: the process ends here; nothing works
+until the next plan. kill: the process really ends here, by SIGKILL."""
 
 
 class Died(BaseException):
@@ -38,19 +41,28 @@ class Faults:
         """From now on count from one; write number `at` goes wrong (None: none does)."""
         self.count, self.log, self._at, self._kind, self._dead = 0, [], at, kind, False
 
-    @contextmanager
-    def write(self, what: str) -> Iterator[Kind | None]:
-        """Around one write; yields what its body must do wrong."""
+    def step(self, what: str) -> Kind | None:
+        """Right before one write: ends the process or fails, if that is the plan; else what its body must do wrong."""
         if self._dead:
             raise Died
         self.count += 1
         self.log.append(what)
         kind = self._kind if self.count == self._at else None
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "die":
             self._dead = True
             raise Died
         if kind == "error":
             raise OSError(errno.EIO, os.strerror(errno.EIO), what)
+        if kind == "slow":
+            time.sleep(0.02)
+        return kind
+
+    @contextmanager
+    def write(self, what: str) -> Iterator[Kind | None]:
+        """Around one write; yields what its body must do wrong."""
+        kind = self.step(what)
         yield kind
         if kind == "after":
             raise OSError(errno.EIO, os.strerror(errno.EIO), what)
@@ -135,6 +147,64 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships 
         """Looking needs a living process."""
         FAULTS.look()
         return super().find(path, **kwargs)
+
+
+class FaultyBackend:
+    """Any backend (`trainer_lib.storage.files.Backend`) with the same plan of faults in front of it.
+
+    Only a stream can be cut short; `create` is all or nothing by contract.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # whatever only looks
+
+    def child(self, rel: str) -> FaultyBackend:
+        """The folder below, with the same plan."""
+        return FaultyBackend(self._inner.child(rel))
+
+    def open_write(self, rel: str) -> Any:
+        """One write to open, then one per ``write``."""
+        stream = None
+        try:
+            with FAULTS.write(f"open {rel}"):
+                stream = self._inner.open_write(rel)
+        except OSError:
+            if stream is not None:
+                self._inner.abort(stream, rel)
+            raise
+        return FaultyFile(stream, rel)
+
+    def finish(self, stream: Any) -> None:
+        """One write."""
+        with FAULTS.write("close"):
+            self._inner.finish(stream._target)
+
+    def abort(self, stream: Any, rel: str) -> None:
+        """Never fails, by contract."""
+        self._inner.abort(stream._target, rel)
+
+    def create(self, rel: str, data: bytes) -> bool:
+        """One write."""
+        with FAULTS.write(f"create {rel}") as kind:
+            return kind != "full" and bool(self._inner.create(rel, data))
+
+    def delete(self, rel: str) -> None:
+        """One write."""
+        with FAULTS.write(f"delete {rel}"):
+            self._inner.delete(rel)
+
+    def delete_tree(self, rel: str) -> None:
+        """One write."""
+        with FAULTS.write(f"delete tree {rel}"):
+            self._inner.delete_tree(rel)
+
+    def sync(self) -> None:
+        """One write."""
+        with FAULTS.write("sync"):
+            self._inner.sync()
 
 
 def register() -> None:

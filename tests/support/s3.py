@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PART = 64 * 2**10
+"""The least bytes of a part that this server takes; S3's own 5 MiB would make every test of uploads a slow one."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class S3Server:
 def start() -> tuple[subprocess.Popen[str], S3Server]:
     """Start a server; the caller ends it with `stop`."""
     command = [sys.executable, "-m", "tests.support.s3_server"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-    )
+    env = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": str(PART)}
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     port = process.stdout.readline().strip()
     if not port:

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.s3 import S3Server
+from tests.support.s3 import PART, S3Server
 from trainer_lib.errors import StorageError, StorageFullError
 from trainer_lib.storage import Store, ahead, s3
 
-MIB = 2**20
+PIECE = 16 * 2**10
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least that S3 takes for a part, so that a few MiB are several."""
-    monkeypatch.setattr(s3, "PART", 5 * MIB)
-    monkeypatch.setattr(ahead, "PIECE", MIB)
+    """The least that the server takes, so that little data is several parts."""
+    monkeypatch.setattr(s3, "PART", PART)
+    monkeypatch.setattr(ahead, "PIECE", PIECE)
 
 
 def uploads(store: Store) -> list[str]:
@@ -38,7 +38,7 @@ def unfinished(store: Store, key: str) -> str:
     call: Callable[..., Any] = store._backend.fs.call_s3  # type: ignore[attr-defined]
     upload = call("create_multipart_upload", Bucket=bucket, Key=f"{folder}/{key}")
     where = {"Bucket": bucket, "Key": f"{folder}/{key}", "UploadId": upload["UploadId"]}
-    call("upload_part", **where, PartNumber=1, Body=bytes(5 * MIB))
+    call("upload_part", **where, PartNumber=1, Body=bytes(PART))
     return str(upload["UploadId"])
 
 
@@ -47,12 +47,12 @@ def words(requests: list[str]) -> list[str]:
     return [f"{line.split()[0]} {line.partition('?')[2]}".strip() for line in requests]
 
 
-@pytest.mark.parametrize("size", [0, 1, 5 * MIB, 5 * MIB + 1, 10 * MIB, 12 * MIB + 7])
+@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 2 * PART, 9 * PART + 7])
 def test_a_file_of_any_size_comes_back(size: int, s3_url: str, small_parts: None) -> None:
     store, data = Store.open(s3_url), os.urandom(size)
     with store.open_write("x") as writer:
-        for start in range(0, size, 3_000_017):  # not a divisor of anything
-            writer.write(data[start : start + 3_000_017])
+        for start in range(0, size, 30_011):  # not a divisor of anything
+            writer.write(data[start : start + 30_011])
     assert (writer.entry.size, writer.entry.sha256) == (size, hashlib.sha256(data).hexdigest())
     assert store.size("x") == size
     assert store.read_bytes("x") == data
@@ -60,7 +60,7 @@ def test_a_file_of_any_size_comes_back(size: int, s3_url: str, small_parts: None
 
 
 def test_parts_go_out_and_come_in_several_at_a_time(s3_url: str, small_parts: None, s3_faults: S3Server) -> None:
-    store, data = Store.open(s3_url), os.urandom(30 * MIB)
+    store, data = Store.open(s3_url), os.urandom(6 * PART)
     store.write_bytes("x", data)
     seen = s3_faults.seen()
     assert words(seen["writes"]) == ["POST uploads", *["PUT uploadId"] * 6, "POST uploadId"]
@@ -68,12 +68,12 @@ def test_parts_go_out_and_come_in_several_at_a_time(s3_url: str, small_parts: No
     s3_faults.plan()
     assert store.read_bytes("x") == data
     seen = s3_faults.seen()
-    assert words(seen["reads"]) == ["HEAD", *["GET"] * 30]
+    assert words(seen["reads"]) == ["HEAD", *["GET"] * 24]
     assert seen["most_in_flight"] > 1
 
 
 def test_a_small_file_is_a_single_request(s3_url: str, s3_faults: S3Server) -> None:
-    Store.open(s3_url).write_bytes("x", bytes(MIB))
+    Store.open(s3_url).write_bytes("x", bytes(PART))
     assert words(s3_faults.seen()["writes"]) == ["PUT"]
 
 
@@ -89,25 +89,25 @@ def test_at_most_so_many_parts_are_staged(
         return anonymous(number, size, **how)
 
     monkeypatch.setattr(mmap, "mmap", counted)
-    Store.open(s3_url).write_bytes("x", bytes(40 * MIB))
-    assert made == [5 * MIB] * 2
+    Store.open(s3_url).write_bytes("x", bytes(8 * PART))
+    assert made == [PART] * 2
     assert s3_faults.seen()["most_in_flight"] <= 2
 
 
 def test_parts_grow_so_that_an_upload_never_has_too_many(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "PART", 5 * MIB)
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(s3, "_DOUBLE_EVERY", 2)
-    store, data = Store.open(s3_url), os.urandom(31 * MIB)
+    store, data = Store.open(s3_url), os.urandom(6 * PART + 1)
     store.write_bytes("x", data)
     tag = store.list()[0].tag
     assert tag is not None
-    assert tag.endswith("-5")  # 5 + 5 + 10 + 10 + 1
+    assert tag.endswith("-5")  # 1 + 1 + 2 + 2 and a byte
     assert store.digest("x") == hashlib.sha256(data).hexdigest()
 
 
 def test_any_thread_may_write(s3_url: str, small_parts: None) -> None:
     store = Store.open(s3_url)
-    files = {f"{number}.bin": os.urandom(6 * MIB) for number in range(4)}
+    files = {f"{number}.bin": os.urandom(2 * PART) for number in range(4)}
     with ThreadPoolExecutor(4) as pool:
         entries = list(pool.map(store.write_bytes, files, files.values()))
     assert [entry.sha256 for entry in entries] == [hashlib.sha256(data).hexdigest() for data in files.values()]
@@ -125,7 +125,7 @@ def test_a_request_that_fails_for_good_leaves_nothing(
     for at in range(1, 6):  # begin, three parts, complete
         s3_faults.plan(at, kind)
         with pytest.raises(StorageFullError if kind == "full" else StorageError) as caught:
-            store.write_bytes("x", bytes(12 * MIB))
+            store.write_bytes("x", bytes(2 * PART + 1))
         assert caught.value.field == f"{s3_url}/x"
         s3_faults.plan()
         assert not store.exists("x")
@@ -136,7 +136,7 @@ def test_a_request_that_fails_for_good_leaves_nothing(
 def test_a_request_whose_answer_is_lost_or_slow_does_no_harm(
     kind: str, s3_url: str, small_parts: None, s3_faults: S3Server
 ) -> None:
-    store, data = Store.open(s3_url), os.urandom(12 * MIB)
+    store, data = Store.open(s3_url), os.urandom(2 * PART + 1)
     for at in range(1, 6):
         s3_faults.plan(at, kind)
         store.write_bytes(f"x{at}", data)
@@ -149,7 +149,7 @@ def test_a_request_whose_answer_is_lost_or_slow_does_no_harm(
 def test_an_interrupt_withdraws_what_is_on_its_way(s3_url: str, small_parts: None) -> None:
     store = Store.open(s3_url)
     with pytest.raises(KeyboardInterrupt), store.open_write("x") as writer:
-        writer.write(bytes(40 * MIB))
+        writer.write(bytes(8 * PART))
         raise KeyboardInterrupt
     assert store.list() == []
     assert uploads(store) == []
@@ -162,7 +162,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_with_the_folde
     unfinished(store, "x")
     unfinished(store, "xy")
     unfinished(store, "deep/z")
-    store.write_bytes("x", bytes(6 * MIB))
+    store.write_bytes("x", bytes(2 * PART))
     assert sorted(uploads(store)) == ["tests/deep/z", "tests/xy"]
     store.delete_tree("deep")
     assert uploads(store) == ["tests/xy"]
@@ -187,16 +187,16 @@ def test_an_object_that_is_not_what_was_sent_is_not_called_written(
     monkeypatch.setattr(s3.S3Writer, "_send", losing)
     monkeypatch.setattr(s3, "STAGED", 1)
     with pytest.raises(StorageError):
-        store.write_bytes("x", bytes(12 * MIB))
+        store.write_bytes("x", bytes(2 * PART + 1))
     assert not store.exists("x")
 
 
 def test_an_answer_that_breaks_off_is_continued(s3_url: str, small_parts: None, s3_faults: S3Server) -> None:
-    store, data = Store.open(s3_url), os.urandom(3 * MIB)
+    store, data = Store.open(s3_url), os.urandom(3 * PIECE)
     store.write_bytes("x", data)
     s3_faults.plan(3, "broken")
     assert store.read_bytes("x") == data
-    assert len(s3_faults.seen()["reads"]) == 5  # a look, three pieces, the rest of one
+    assert len(s3_faults.seen()["reads"]) == 5  # a look, three pieces, one of them again
 
 
 def test_a_file_replaced_while_it_is_read_is_an_error_and_no_mixture(
@@ -204,9 +204,9 @@ def test_a_file_replaced_while_it_is_read_is_an_error_and_no_mixture(
 ) -> None:
     monkeypatch.setattr(ahead, "WINDOW", 1)
     store = Store.open(s3_url)
-    store.write_bytes("x", bytes(4 * MIB))
+    store.write_bytes("x", bytes(4 * PIECE))
     with store.open_read("x") as stream:
         assert stream.read(10) == bytes(10)
-        store.write_bytes("x", b"\1" * 4 * MIB)
+        store.write_bytes("x", b"\1" * 4 * PIECE)
         with pytest.raises(StorageError):
             stream.read()

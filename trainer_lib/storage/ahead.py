@@ -133,27 +133,30 @@ class AheadReader(io.RawIOBase):
     def read(self, size: int | None = -1, /) -> bytes:
         """Up to `size` bytes: fewer only at the end of the file."""
         rest = max(0, self._size - self._position)
-        data = bytearray(rest if size is None or size < 0 else min(size, rest))
-        view, filled = memoryview(data), 0
-        while filled < len(view):
-            filled += self.readinto(view[filled:])
-        return bytes(data)
+        wanted = rest if size is None or size < 0 else min(size, rest)
+        parts = []
+        while wanted:
+            parts.append(self._take(wanted))
+            wanted -= len(parts[-1])
+        return b"".join(parts)
 
     def readinto(self, buffer: Any, /) -> int:
         """Fill `buffer` as far as the piece at hand goes; 0 only at the end of the file."""
         view = memoryview(buffer).cast("B")
-        if not len(view) or self._position >= self._size:
-            return 0
-        if not len(self._piece):
+        data = self._take(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _take(self, most: int) -> memoryview:
+        """The next bytes, as far as the piece at hand goes."""
+        if not len(self._piece) and most and self._position < self._size:
             if self._coming is None:
                 self._coming = windowed(self._fetch, pieces(self._position, self._size))
             self._piece = memoryview(b"")  # the old one is freed before the next is asked for
             self._piece = memoryview(next(self._coming))
-        taken = min(len(view), len(self._piece))
-        view[:taken] = self._piece[:taken]
-        self._piece = self._piece[taken:]
-        self._position += taken
-        return taken
+        data, self._piece = self._piece[:most], self._piece[most:]
+        self._position += len(data)
+        return data
 
     def close(self) -> None:
         """Give up what is on its way."""

@@ -13,6 +13,7 @@ from typing import BinaryIO, cast
 
 from trainer_lib.storage.files import FileInfo
 
+_TRIES = 5
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -96,6 +97,13 @@ class LocalBackend:
         it is used only where the file system has no hard links.
         """
         path = self.path(rel)
+        for _ in range(_TRIES - 1):
+            # Who just now clears the folder, or removes it, may take the draft for a leftover.
+            with contextlib.suppress(FileNotFoundError):
+                return self._create(path, data)
+        return self._create(path, data)
+
+    def _create(self, path: Path, data: bytes) -> bool:
         _make_folders(path.parent)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:

@@ -32,10 +32,10 @@ _DOUBLE_EVERY = 2500
 _SLICE = 256 * 2**10
 """Bytes handed to the socket at a time."""
 _TRIES = 5
-"""How often a broken answer is asked for again, from where it broke off."""
+"""How often an answer that breaks off is asked for."""
 
 Call = Callable[..., "Future[dict[str, Any]]"]
-"""Begin one request of the S3 client: method, arguments."""
+"""Begin one request of the S3 client."""
 
 
 class S3Backend(RemoteBackend):
@@ -50,7 +50,7 @@ class S3Backend(RemoteBackend):
     def open_write(self, rel: str) -> BinaryIO:
         """A stream whose parts go out concurrently."""
         bucket, key, _ = self.fs.split_path(self.path(rel))
-        return cast(BinaryIO, S3Writer(self._begin, bucket, key))
+        return cast(BinaryIO, S3Writer(self._begin, self._begin_part, bucket, key))
 
     def finish(self, stream: BinaryIO) -> None:
         """Complete the upload and see it there."""
@@ -67,44 +67,56 @@ class S3Backend(RemoteBackend):
         super().delete_tree(rel)
         bucket, key, _ = self.fs.split_path(self.path(rel))
         prefix = f"{key}/" if key else ""
-        withdraw_uploads(self._begin, bucket, prefix, lambda name: True)
+        withdraw_uploads(self._begin, bucket, prefix, lambda name, upload: True)
 
     def _begin(self, method: str, **arguments: Any) -> Future[dict[str, Any]]:
         return asyncio.run_coroutine_threadsafe(self.fs._call_s3(method, **arguments), self.fs.loop)
+
+    def _begin_part(self, **arguments: Any) -> Future[dict[str, Any]]:
+        client = self._client_for_parts()
+        return asyncio.run_coroutine_threadsafe(client._call_s3("upload_part", **arguments), client.loop)
+
+    def _client_for_parts(self) -> Any:
+        """Over TLS the same client. Elsewhere one that does not hash a part a second time, to sign it.
+
+        The store checks each part's CRC32; who tampers with one on its way is found out by the SHA-256 in the commit,
+        which is itself signed. A client that was told to sign payloads does.
+        """
+        options = dict(self.fs.config_kwargs)
+        if not str(self.fs.endpoint_url or "").startswith("http:"):
+            return self.fs
+        options["s3"] = {"payload_signing_enabled": False, **(options.get("s3") or {})}
+        return type(self.fs)(**{**self.fs.storage_options, "config_kwargs": options})
 
     def _fetch(self, path: str, start: int, end: int, tag: str | None = None) -> Future[Buffer]:
         return asyncio.run_coroutine_threadsafe(self._read(path, start, end, tag), self.fs.loop)
 
     async def _read(self, path: str, start: int, end: int, tag: str | None) -> Buffer:
-        """Bytes [start, end). s3fs asks again until an answer begins; one that breaks off is continued here."""
+        """Bytes [start, end). s3fs asks again until an answer begins; one that breaks off is asked for again here."""
         bucket, key, _ = self.fs.split_path(path)
-        data, filled = bytearray(end - start), 0
-        same = {"IfMatch": tag} if tag else {}
-        for attempt in range(_TRIES):
-            span = f"bytes={start + filled}-{end - 1}"
-            answer = await self.fs._call_s3("get_object", Bucket=bucket, Key=key, Range=span, **same)
+        wanted = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+        if tag:
+            wanted["IfMatch"] = tag
+        attempt = 0
+        while True:
+            attempt += 1
+            answer = await self.fs._call_s3("get_object", **wanted)
             try:
-                async for chunk in answer["Body"].iter_chunks(_SLICE):
-                    if filled + len(chunk) > len(data):
-                        raise OSError(errno.EIO, "the store sent more bytes than were asked for")
-                    data[filled : filled + len(chunk)] = chunk
-                    filled += len(chunk)
+                return cast(bytes, await answer["Body"].read())
             except Exception:
-                if attempt + 1 == _TRIES:
+                if attempt == _TRIES:
                     raise
                 await asyncio.sleep(0.1 * 2**attempt)
             finally:
                 answer["Body"].close()
-            if filled == len(data):
-                break
-        return data
 
 
 class S3Writer:
     """One file being uploaded. Small ones are a single put; larger ones are sent in parts while they are written."""
 
-    def __init__(self, begin: Call, bucket: str, key: str) -> None:
+    def __init__(self, begin: Call, begin_part: Call, bucket: str, key: str) -> None:
         self._begin_call = begin
+        self._begin_part = begin_part
         self._where = {"Bucket": bucket, "Key": key}
         self._began = False
         self._upload: str | None = None
@@ -165,11 +177,14 @@ class S3Writer:
                 self._call("abort_multipart_upload", UploadId=self._upload)
         if self._began:
             # Listed still: a part that arrived after the abort, or an upload whose beginning was not answered.
-            withdraw_uploads(self._begin_call, self._where["Bucket"], self._where["Key"], self._is_ours)
-        self._began, self._upload = False, None
+            self._upload = None
+            self._withdraw_others()
+        self._began = False
 
-    def _is_ours(self, key: str) -> bool:
-        return key == self._where["Key"]
+    def _withdraw_others(self) -> None:
+        """Remove what a killed writer of this name left, and an upload that was begun twice as an answer got lost."""
+        bucket, key = self._where["Bucket"], self._where["Key"]
+        withdraw_uploads(self._begin_call, bucket, key, lambda name, upload: name == key and upload != self._upload)
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
         return self._begin_call(method, **self._where, **arguments).result()
@@ -177,9 +192,9 @@ class S3Writer:
     def _send(self) -> None:
         """Let the filled part go, and get an empty one."""
         if self._upload is None:
-            withdraw_uploads(self._begin_call, self._where["Bucket"], self._where["Key"], self._is_ours)
             self._began = True
             self._upload = self._call("create_multipart_upload")["UploadId"]
+            self._withdraw_others()
         body = _Body(memoryview(self._part)[: self._filled])
         sent = self._begin_call("upload_part", **self._where, UploadId=self._upload, PartNumber=self._number, Body=body)
         self._flying[sent] = (self._number, self._part)
@@ -246,16 +261,18 @@ class _Body:
             yield self._view[start : start + _SLICE]
 
 
-def withdraw_uploads(begin: Call, bucket: str, prefix: str, matches: Callable[[str], bool]) -> None:
-    """Remove the parts of unfinished uploads. Best effort: not every store lists them, not everybody may."""
+def withdraw_uploads(begin: Call, bucket: str, prefix: str, chosen: Callable[[str, str], bool]) -> None:
+    """Remove unfinished uploads below a prefix, those `chosen` by key and id.
+
+    Best effort: not every store lists them, not everybody may.
+    """
     with contextlib.suppress(Exception):
         listed = begin("list_multipart_uploads", Bucket=bucket, Prefix=prefix).result()
         for upload in listed.get("Uploads") or []:
-            if matches(upload["Key"]):
+            where = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+            if chosen(*where.values()):
                 with contextlib.suppress(Exception):
-                    begin(
-                        "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                    ).result()
+                    begin("abort_multipart_upload", Bucket=bucket, **where).result()
 
 
 def _composed(tags: list[str]) -> str | None:

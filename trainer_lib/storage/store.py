@@ -246,10 +246,10 @@ class Store:
 
     def digest(self, rel: str) -> str:
         """SHA-256 of a file, in hex; read in pieces."""
-        digest = hashlib.sha256()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         with self.open_read(rel) as stream:
-            while piece := stream.read(CHUNK):
-                digest.update(piece)
+            while taken := stream.readinto(buffer):  # type: ignore[attr-defined]  # see _TypedReader
+                digest.update(buffer[:taken])
         return digest.hexdigest()
 
     def download(self, rel: str, local: Path, *, expect: FileEntry | None = None) -> None:

@@ -1,0 +1,188 @@
+"""What the commit protocol promises, checked on any store: after whatever happened to a save, the checkpoint before it
+is whole, nothing of the broken one counts, and the same save works again.
+
+`Victims` are real processes that save a checkpoint and are killed (SIGKILL) right before their n-th write: on the disk
+every system call that changes it and every write to a file counts, on S3 every request that changes the bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import untrained
+from tests.support.faulty import FAULTS, FaultyBackend
+from tests.support.s3 import PART
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_good
+from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.manifest import verify
+from trainer_lib.storage import Store, s3
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def state(step: int, *, large: bool = False) -> Snapshot:
+    """A small checkpoint, the same each time for a step; a large one has a file of three parts on S3."""
+    with torch.random.fork_rng():
+        torch.manual_seed(step)
+        saved = untrained(step)
+        more = {"large": torch.randn(PART * 9 // 16)} if large else {}
+    return Snapshot(
+        step, {**saved.model, **more}, saved.optimizer, rng={"python": step}, data={"step": step}, files=saved.files
+    )
+
+
+def save(root: Store, snapshot: Snapshot) -> CheckpointInfo:
+    """Save one, alone."""
+    return save_checkpoint(root, snapshot, SingleProcess())
+
+
+def faulty(root: Store) -> Store:
+    """The same folder behind the plan of faults."""
+    return Store(root.url, FaultyBackend(root._backend))
+
+
+def damage(what: str) -> None:
+    """Nothing that was committed may ever be damaged."""
+    raise AssertionError(what)
+
+
+def check_holds(root: Store, snapshot: Snapshot) -> None:
+    """The checkpoint is there, and every tensor and number is what was saved."""
+    loaded = load_checkpoint(root, f"checkpoint-{snapshot.step}", SingleProcess())
+    found = loaded.model()
+    assert found.keys() == snapshot.model.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in snapshot.model.items())
+    optimizer = loaded.optimizer()
+    assert optimizer is not None
+    assert snapshot.optimizer is not None
+    assert optimizer.groups == snapshot.optimizer.groups
+    assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in snapshot.optimizer.tensors.items())
+    assert (loaded.rng(0), loaded.data) == (snapshot.rng, snapshot.data)
+
+
+def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, told: bool = False) -> bool:
+    """Whether the attempted checkpoint counts. It may only if it is whole, and must if its writer was told so."""
+    newest = newest_good(root, on_damage=damage)
+    assert newest is not None
+    assert [info.step for info in list_checkpoints(root)] == sorted({newest.step, before.step}, reverse=True)
+    assert newest.step in (before.step, attempted.step)
+    committed = newest.step == attempted.step
+    assert committed or not told
+    if committed:
+        assert verify(root.child(newest.name), newest.commit) == []
+        check_holds(root, attempted)
+    check_holds(root, before)
+    return committed
+
+
+def check_again(root: Store, attempted: Snapshot) -> None:
+    """The same save works now, and leaves nothing of the failed one; afterwards the checkpoint is removed."""
+    info = save(root, attempted)
+    store = root.child(info.name)
+    assert [file.path for file in store.list()] == sorted([*(entry.path for entry in info.commit.files), "COMMIT.json"])
+    check_holds(root, attempted)
+    assert unfinished_uploads(root) == []
+    store.delete("COMMIT.json")
+    store.delete_tree()
+
+
+def unfinished_uploads(root: Store) -> list[str]:
+    """On S3, the keys of uploads nobody completed or withdrew."""
+    if not root.url.startswith("s3://"):
+        return []
+    uploads = root._backend.fs.list_multipart_uploads(root.url.split("/")[2])  # type: ignore[attr-defined]
+    return [upload["Key"] for upload in uploads]
+
+
+class Victims:
+    """Processes that save ``checkpoint-2`` and are killed, each forked in milliseconds from one that is ready."""
+
+    def __init__(self, root: Store) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.support.conformance", root.url]
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Victims:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    def fork(self) -> int:
+        """A new one, waiting; its process id."""
+        self._say("fork")
+        return int(self._answer())
+
+    def run(self, at: int) -> int:
+        """Let it save; on a disk it is killed at write number `at` (0: not at all). Its exit code, 0 if it lived."""
+        self._say(str(at))
+        return int(self._answer())
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+def _count_system_calls(root: str) -> None:
+    """Let every call that changes the tree count as a write, besides those the backend makes on open files."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and bool(int(arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if not writes and event not in ("os.link", "os.remove", "os.mkdir", "os.rmdir", "os.rename"):
+            return
+        if any(isinstance(path, str | Path) and str(path).startswith(root) for path in arguments[:2]):
+            FAULTS.step(f"{event} {arguments[0]}")
+
+    sys.addaudithook(hook)
+
+
+def _victim(url: str, ready: int) -> None:
+    at = int(os.read(ready, 20))
+    root = Store.open(url)
+    s3.PART = PART
+    attempted = state(2, large=not root.is_local)
+    if root.is_local:
+        _count_system_calls(url)
+        root = faulty(root)
+        FAULTS.plan(at or None, "kill")
+    save(root, attempted)
+    os._exit(0)
+
+
+def _serve(url: str) -> None:
+    """Fork victims as long as somebody asks: a line to fork, a line to start."""
+    torch.set_num_threads(1)
+    if url.startswith("s3://"):
+        import fsspec
+
+        fsspec.get_filesystem_class("s3")  # imported before the fork; no client: its thread would not survive
+    while sys.stdin.readline():
+        ready, start = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                _victim(url, ready)
+            finally:
+                os._exit(99)
+        print(child, flush=True)
+        os.write(start, sys.stdin.readline().encode())
+        os.close(start)
+        os.close(ready)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
