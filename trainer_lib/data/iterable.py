@@ -8,7 +8,6 @@ was; any other is read and discarded up to the position, which is announced befo
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,8 +19,12 @@ from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
 from trainer_lib.data.order import derive, sample_seeds
+from trainer_lib.data.skipping import Skip, keeps_everything
+from trainer_lib.errors import ConfigError
 
-_log = logging.getLogger(__name__)
+_DATASET = "The iterable dataset has no state to restore"
+_BUFFERED = "The iterable dataset's own state leaves out what its shuffle buffer holds"
+_LOADER = "The DataLoader has no state to restore"
 
 
 class _Part(NamedTuple):
@@ -55,7 +58,8 @@ class Shares(IterableDataset[_Part]):
         self.collate = collate
         self.epoch = 0
         self.first_round = 0
-        self.discard = False  # whether the rounds before `first_round` have yet to be read
+        self.skip: Skip | None = None  # the rounds before `first_round`, when they have yet to be read
+        self.outside: torch.Tensor | None = None  # epoch and first round, where workers that live on see them
         self._global_batch = global_batch
         self._micro = min(micro_batch, -(-global_batch // world_size))
         self._world = world_size
@@ -65,9 +69,15 @@ class Shares(IterableDataset[_Part]):
 
     def __iter__(self) -> Iterator[_Part]:
         worker = torch.utils.data.get_worker_info()
-        number = 0 if self.discard else self.first_round
+        if worker is not None and self.outside is not None:  # a copy made in an earlier epoch
+            epoch, self.first_round = self.outside.tolist()
+            self.begin_epoch(epoch)
+        skip = self.skip
+        number = 0 if skip is not None else self.first_round
         room = self._global_batch
         samples: Iterator[Any] | None = None
+        if skip is not None:
+            skip.begin()
         while True:
             with keep_generators():
                 seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
@@ -79,8 +89,18 @@ class Shares(IterableDataset[_Part]):
                 return
             if part is not None:
                 yield part
+            elif skip is not None:
+                skip.tick()
             number += 1
             room = room - len(unit) or self._global_batch
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tell the stream which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
+        self.epoch = epoch
+        if callable(tell := getattr(self.stream, "set_epoch", None)):
+            tell(epoch)
+        elif isinstance(generator := getattr(self.stream, "generator", None), torch.Generator):
+            generator.manual_seed(self._seed + epoch)
 
     def _part(self, unit: list[Any], seed: int) -> _Part:
         first = self._rank * self._micro
@@ -127,7 +147,7 @@ class IterableLoader(DataLoader[Any]):
         unit = world_size * min(micro_batch, -(-global_batch // world_size))
         self._accumulation = -(-global_batch // unit)
         self._unit = unit
-        self._seed = seed
+        self._rank = rank
         self._drop_last = drop_last
         self.epoch_samples: int | None = len(dataset) if has_length(dataset) else None
         self.steps_per_epoch: int | None = None
@@ -135,6 +155,8 @@ class IterableLoader(DataLoader[Any]):
             count = self.epoch_samples
             self.steps_per_epoch = count // global_batch if drop_last else -(-count // global_batch)
         self._restored: dict[str, Any] | None = None
+        if options.num_workers > 0 and options.persistent_workers:
+            self.shares.outside = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         super().__init__(self.shares, batch_size=None, generator=torch.Generator().manual_seed(0), **options.keywords())
 
     def __len__(self) -> int:
@@ -156,13 +178,13 @@ class IterableLoader(DataLoader[Any]):
         return max(0, min(self.global_batch, left))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
-        stream = self.shares.stream
-        self.shares.epoch = epoch
-        if callable(tell := getattr(stream, "set_epoch", None)):
-            tell(epoch)
-        elif isinstance(generator := getattr(stream, "generator", None), torch.Generator):
-            generator.manual_seed(self._seed + epoch)
+        """Tell the dataset which epoch begins."""
+        self.shares.begin_epoch(epoch)
+        self._tell_workers()
+
+    def _tell_workers(self) -> None:
+        if self.shares.outside is not None:
+            self.shares.outside[0], self.shares.outside[1] = self.shares.epoch, self.shares.first_round
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch from a step on."""
@@ -176,40 +198,61 @@ class IterableLoader(DataLoader[Any]):
 
     def rounds(self) -> Iterator[Micro]:
         """One pass for evaluation: a part without a sample on this rank has no batch."""
+        self.shares.first_round, self.shares.skip = 0, None
         self.set_epoch(0)
-        self.shares.first_round = 0
         for part in super().__iter__():
             yield Micro(part.batch, part.real)
 
     def _parts(self, start_step: int) -> Iterator[_Part]:
         rounds = start_step * self._accumulation
-        self.shares.first_round, self.shares.discard = rounds, True
+        self.shares.first_round, self.shares.skip = rounds, None
         if self._restored is not None:
             self.shares.stream.load_state_dict(self._restored)
-            self._restored, self.shares.discard = None, False
+            self._restored = None
         elif self.num_workers > 0:
             # Every worker cuts its own stream: only what comes out of all of them can be counted off.
             self.shares.first_round = 0
-            return itertools.islice(super().__iter__(), rounds, None)
+            self._tell_workers()
+            parts = iter(super().__iter__())
+            self._skip(rounds).discard_from(parts)
+            return parts
+        elif rounds:
+            self.shares.skip = self._skip(rounds)
+        self._tell_workers()
         return iter(super().__iter__())
+
+    def _skip(self, rounds: int, what: str = _DATASET) -> Skip:
+        samples = rounds // self._accumulation * self.global_batch
+        return Skip(rounds, what, samples=samples, says=self._rank == 0)
 
     def state(self) -> dict[str, Any]:
         """The batch, and the dataset's own state if it offers one (without workers: they hold copies of it)."""
-        state: dict[str, Any] = {"order": {"kind": "iterable"}, "global_batch": self.global_batch}
-        if self.num_workers == 0 and callable(give := getattr(self.shares.stream, "state_dict", None)):
+        order = {"kind": "iterable", "workers": self.num_workers}  # a worker reads a stream, or a part, of its own
+        state: dict[str, Any] = {"order": order, "global_batch": self.global_batch}
+        stream = self.shares.stream
+        if self.num_workers == 0 and callable(give := getattr(stream, "state_dict", None)) and keeps_everything(stream):
             state["dataset"] = give()
         return state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
         """Put the dataset back, or say what reading up to the position will cost."""
         check_same("global_batch_size", state.get("global_batch"), self.global_batch)
-        take = getattr(self.shares.stream, "load_state_dict", None)
-        if state.get("dataset") is not None and callable(take) and self.num_workers == 0:
+        self._check_workers(state.get("order", {}).get("workers"))
+        stream = self.shares.stream
+        if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
             self._restored = state["dataset"]
-        elif step:
-            _log.warning(
-                "The iterable dataset has no state to restore: reading and discarding %d samples up to the position.",
-                step * self.global_batch,
+        else:
+            what = _DATASET if keeps_everything(stream) else _BUFFERED
+            self._skip(step * self._accumulation, what).announce()
+
+    def _check_workers(self, before: Any) -> None:
+        if max(1, before if isinstance(before, int) else self.num_workers) != max(1, self.num_workers):
+            raise ConfigError(
+                f"was {before} when the checkpoint was written. Every worker of an iterable dataset reads a stream of "
+                "its own, so the order of the samples is another one.",
+                field="dataloader_num_workers",
+                value=self.num_workers,
+                remedy="Restore it, or set ignore_data_skip=True to begin the epoch's data anew.",
             )
 
 
@@ -260,8 +303,7 @@ class ForeignLoader:
         with keep_generators():  # what is read only to be discarded must not disturb what was restored
             seed_generators(self._seed + epoch)
             batches = iter(self.loader)
-            for _ in itertools.islice(batches, start_step * self._accumulation * self._world):
-                pass
+            self._skip(start_step).discard_from(batches)
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
             yield Micro(turn[self._rank] if real else turn[0], real)
@@ -288,8 +330,8 @@ class ForeignLoader:
         check_same("global_batch_size", state.get("global_batch"), self.global_batch)
         if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
             self._restored = state["loader"]
-        elif step:
-            _log.warning(
-                "The DataLoader has no state to restore: reading and discarding %d batches to reach the position.",
-                step * self._accumulation * self._world,
-            )
+        else:
+            self._skip(step).announce()
+
+    def _skip(self, steps: int) -> Skip:
+        return Skip(steps * self._accumulation * self._world, _LOADER, says=self._rank == 0)

@@ -159,6 +159,7 @@ class LengthGroupedOrder:
         self._stretch = stretch
         self._batch = shuffled_batch
         self._random = RandomOrder(self.num_samples, seed)
+        self._digest: str | None = None
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """A slice; only the stretches it touches are computed."""
@@ -181,10 +182,11 @@ class LengthGroupedOrder:
 
     def fingerprint(self) -> dict[str, Any]:
         """Kind, stretch, a digest of the lengths, and the random order underneath."""
-        positions: _Words = np.arange(self.num_samples, dtype=np.uint64)
-        lengths: _Words = self._lengths.astype(np.uint64)
-        digest = int(mix(mix(lengths) ^ positions).sum())
-        found = {**self._random.fingerprint(), "kind": "length", "stretch": self._stretch, "lengths": str(digest)}
+        if self._digest is None:  # every save asks
+            positions: _Words = np.arange(self.num_samples, dtype=np.uint64)
+            lengths: _Words = self._lengths.astype(np.uint64)
+            self._digest = str(int(mix(mix(lengths) ^ positions).sum()))
+        found = {**self._random.fingerprint(), "kind": "length", "stretch": self._stretch, "lengths": self._digest}
         return found if self._batch is None else {**found, "kind": "sortish", "batch": self._batch}
 
 

@@ -1,0 +1,80 @@
+"""Stopped on some processes, resumed on others: the same samples in every step, none lost, none twice."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.distributed import run_distributed
+from tests.support.toys import Classifier
+from tests.support.training import StopAt, trainer
+from trainer_lib import Trainer
+from trainer_lib.errors import Preempted
+
+COUNT, BATCH, EPOCHS = 50, 12, 3  # five steps an epoch, the last one of 2 samples
+STEPS = EPOCHS * -(-COUNT // BATCH)
+Steps = dict[int, list[int]]
+
+
+def numbered() -> list[dict[str, Any]]:
+    """Rows that say in their first feature which one they are."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(COUNT, 6, generator=generator)
+    x[:, 0] = torch.arange(COUNT) / COUNT
+    return [{"x": x[index], "labels": index % 3} for index in range(COUNT)]
+
+
+class Recording(Trainer):
+    """Notes which samples each step is trained on; what is computed at weight zero is not."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        run = self._training_run()
+        if run.items[run.micro_step]:
+            indices = (inputs["x"][:, 0] * COUNT).round().int().tolist()
+            self.__dict__.setdefault("seen", {}).setdefault(self.state.global_step + 1, []).extend(indices)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def leg(folder: str, per_device: int, stop: int, strategy: str) -> tuple[Steps, list[torch.Tensor]]:
+    """One rank of one leg of the way: trains from wherever it stands until `stop`."""
+    given: dict[str, Any] = {"num_train_epochs": EPOCHS, "global_batch_size": BATCH, "learning_rate": 0.05}
+    given |= {"per_device_train_batch_size": per_device, "train_sampling_strategy": strategy}
+    rows = [{**row, "length": 1 + index % 9} for index, row in enumerate(numbered())]
+    torch.manual_seed(0)
+    one = trainer(folder, rows, cls=Recording, model=Classifier(dropout=0.0), **given)
+    if one.is_world_process_zero():
+        one.add_callback(StopAt(stop))
+    with contextlib.suppress(Preempted):
+        one.train("auto")
+    return one.__dict__.get("seen", {}), [p.detach().clone() for p in one.model.parameters()]
+
+
+def journey(folder: Path, legs: list[tuple[int, int, int]], strategy: str) -> tuple[Steps, list[torch.Tensor]]:
+    """(processes, micro-batch, stop) each; what was seen in every step, over all ranks, and the weights at the end."""
+    seen: Steps = {}
+    weights: list[torch.Tensor] = []
+    for processes, per_device, stop in legs:
+        ranks = run_distributed(leg, processes, str(folder), per_device, stop, strategy)
+        steps = {step for steps, _ in ranks for step in steps}
+        assert steps.isdisjoint(seen), "a step was trained twice"
+        seen |= {step: sorted(index for part, _ in ranks for index in part.get(step, [])) for step in steps}
+        weights = ranks[0][1]
+    return seen, weights
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+def test_one_two_three_and_one_process_train_on_the_same_samples(strategy: str, tmp_path: Path) -> None:
+    seen, weights = journey(tmp_path / "whole", [(1, 12, 99)], strategy)
+    assert sorted(seen) == list(range(1, STEPS + 1))
+    for epoch in range(EPOCHS):
+        steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
+        assert sorted(index for step in steps for index in seen[step]) == list(range(COUNT))
+    legs = [(1, 5, 3), (2, 4, 6), (3, 4, 9), (1, 3, 99)]
+    elsewhere, changed = journey(tmp_path / "moved", legs, strategy)
+    assert elsewhere == seen
+    for one, other in zip(weights, changed, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
