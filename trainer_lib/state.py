@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -130,22 +130,17 @@ class TrainerState:
         """A state from `to_dict`'s JSON; fields of other versions are left out.
 
         Raises:
-            DamagedError: `values` is no mapping, or a counter in it is no number.
+            DamagedError: `values` is no mapping, or a field in it is not of its kind.
         """
         if not isinstance(values, Mapping):
             raise DamagedError("trainer_state.json holds no mapping.", remedy="Resume from another checkpoint.")
         known = {each.name for each in dataclasses.fields(cls)}
-        state = cls(**{name: value for name, value in values.items() if name in known})
-        for name in ("epoch", "global_step", "max_steps"):
-            value = getattr(state, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise DamagedError(
-                    "is not a number.",
-                    field=f"trainer_state.json: {name}",
-                    value=value,
-                    remedy="Resume from another checkpoint.",
-                )
-        return state
+        given = {name: value for name, value in values.items() if name in known}
+        for name, value in given.items():
+            if problem := _problem(name, value):
+                field, remedy = f"trainer_state.json: {name}", "Resume from another checkpoint."
+                raise DamagedError(f"{problem}.", field=field, value=value, remedy=remedy)
+        return cls(**given)
 
     def save_to_json(self, json_path: str | PathLike[str]) -> None:
         """Write the state to a local file."""
@@ -197,6 +192,54 @@ class TrainerState:
         self.num_train_epochs = num_train_epochs
         self.is_local_process_zero = trainer.is_local_process_zero()
         self.is_world_process_zero = trainer.is_world_process_zero()
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and not math.isnan(value)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)
+
+
+def _are_states(value: Any) -> bool:
+    """States of callbacks by class name; of the control only its switches, for they become its arguments."""
+    if not isinstance(value, Mapping):
+        return value is None
+    listed = [each for state in value.values() for each in (state if isinstance(state, list) else [state])]
+    parts = [each.get(part, {}) if isinstance(each, Mapping) else None for each in listed for part in _STATE_PARTS]
+    control = value.get(TrainerControl.__name__, {})
+    switches = control.get("args", {}) if isinstance(control, Mapping) else None
+    known = {each.name for each in dataclasses.fields(TrainerControl)}
+    return all(isinstance(part, Mapping) for part in (*parts, switches)) and all(
+        name in known and isinstance(switch, bool) for name, switch in (switches or {}).items()
+    )
+
+
+_STATE_PARTS = ("args", "attributes")
+_OPTIONAL = ("train_batch_size", "best_global_step", "logging_steps", "eval_steps", "save_steps", "best_metric")
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "global_step max_steps num_train_epochs num_input_tokens_seen train_batch_size best_global_step": (
+        "is not a whole number",
+        _is_count,
+    ),
+    "epoch total_flos logging_steps eval_steps save_steps best_metric": ("is not a number", _is_number),
+    "log_history": ("is not a list of entries", lambda v: isinstance(v or [], list) and all(map(_is_mapping, v or []))),
+    "best_model_checkpoint trial_name": ("is not text", lambda value: isinstance(value or "", str)),
+    "trial_params": ("is not a mapping", lambda value: _is_mapping(value or {})),
+    "stateful_callbacks": ("holds no states of callbacks", _are_states),
+}
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _problem(name: str, value: Any) -> str | None:
+    """Why a field of trainer_state.json cannot be used; None when it can."""
+    if value is None and name in _OPTIONAL:
+        return None
+    return next((words for names, (words, good) in _KINDS.items() if name in names.split() and not good(value)), None)
 
 
 def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:

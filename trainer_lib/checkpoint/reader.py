@@ -79,6 +79,10 @@ class Loaded:
         tensors = read_safetensors(self._store, entry.path, expect=entry)
         return OptimizerSnapshot(tensors, record["groups"], record["scalars"])
 
+    def has_rng(self, rank: int) -> bool:
+        """Whether there is a random state of that rank."""
+        return files.rng_file(rank) in self._entries
+
     def rng(self, rank: int) -> dict[str, Any]:
         """The random state of a rank. Raises ConfigError when the saved run had no such rank."""
         state = self._json(files.rng_file(rank))

@@ -13,8 +13,9 @@ from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, 
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER
 from trainer_lib.data.order import derive
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.manifest import COMMIT, withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
@@ -108,11 +109,15 @@ class ResumingMixin(SavingMixin):
         saved = TrainerState.from_dict(loaded.trainer_state)
         snapshot = loaded.optimizer()
         if self.optimizer is not None and snapshot is not None:
-            restore_optimizer(self.optimizer, dict(self.model.named_parameters()), snapshot)
+            with loaded.using(OPTIMIZER):
+                restore_optimizer(self.optimizer, dict(self.model.named_parameters()), snapshot)
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(loaded.scheduler)
-        self.precision.load_scaler_state(loaded.scaler)
-        run.load_position(loaded.data, from_position=not self.args.ignore_data_skip)
+            with loaded.using(SCHEDULER):
+                self.lr_scheduler.load_state_dict(loaded.scheduler)
+        with loaded.using(SCALER):
+            self.precision.load_scaler_state(loaded.scaler)
+        with loaded.using(DATA):
+            run.load_position(loaded.data, from_position=not self.args.ignore_data_skip)
         run.saved_step = run.first_step = saved.global_step
         run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changes(loaded)
@@ -128,7 +133,7 @@ class ResumingMixin(SavingMixin):
 
     def _restore_random_numbers(self, loaded: Loaded) -> None:
         """This rank's generators; a rank the saved run did not have is seeded from (seed, step, rank)."""
-        if self._disk.rank < int(loaded.commit.meta.get("world_size", 1)):
+        if loaded.has_rng(self._disk.rank):
             restore_rng(loaded.rng(self._disk.rank))
             return
         self._part_random_numbers()
@@ -167,6 +172,13 @@ class ResumingMixin(SavingMixin):
             callbacks[callbacks.index(callback)] = replacement
             return
         for attribute, value in state.get("attributes", {}).items():
+            if attribute.startswith("__") or callable(getattr(type(callback), attribute, None)):
+                raise DamagedError(
+                    "is no part of a callback's state.",
+                    field=f"trainer_state.json: {type(callback).__name__}",
+                    value=attribute,
+                    remedy="The checkpoint was made by something else: resume from another.",
+                )
             setattr(callback, attribute, value)
 
     # -- the folder ----------------------------------------------------------------------------------------------------

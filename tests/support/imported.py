@@ -1,0 +1,52 @@
+"""Checkpoints that the Trainer of transformers wrote, and importing them in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.launch import LaunchConfig, launch
+
+SETTINGS: dict[str, Any] = {
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 5e-3,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "train_sampling_strategy": "sequential",
+    "optim": "adamw_torch",
+    "seed": 7,
+}
+
+
+def peer_run(folder: Path, model: Any, rows: list[Any], **given: Any) -> Any:
+    """Train with the Trainer of transformers; checkpoints every `save_steps`. The trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "dataloader_pin_memory": False}
+    args = TrainingArguments(output_dir=str(folder), **quiet, **{**SETTINGS, "save_strategy": "steps", **given})
+    peer = Trainer(model, args, train_dataset=rows)
+    peer.train()
+    return peer
+
+
+def import_here(source: Path | str, destination: Path | str, model: str | None = None) -> dict[str, Any]:
+    """Import a checkpoint in this process; `model` is FILE.py:FUNCTION."""
+    path, _, name = (model or "").rpartition(":")
+    request = {
+        "format": 1,
+        "verb": "import_checkpoint",
+        "recipe": {"path": path, "root": str(Path(path).parent)} if model else None,
+        "model": name if model else None,
+        "source": str(source),
+        "output": str(destination),
+    }
+    ignore = LaunchConfig(kind="in_process", processes=1)
+    return launch(request, ignore, env={}, on_line=lambda line: None, on_event=lambda event: None)
+
+
+def losses(trainer: Any) -> list[float]:
+    """The losses a trainer of either kind has logged, its predecessor's included."""
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
