@@ -1,0 +1,43 @@
+"""The number format of an engine that casts the model and scales the loss by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer_lib.precision import Precision
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class EnginePrecision(Precision):
+    """Nothing for the Trainer to do: no autocast, no scaler. What is saved are the engine's scale and counters."""
+
+    def __init__(self, name: str, device: torch.device, engine: Callable[[], Any]) -> None:
+        super().__init__("fp32", None, device)
+        self.name = name
+        self._engine = engine
+
+    def scaler_state(self) -> dict[str, float] | None:
+        """The scale of the loss and when it last changed (fp16), and the engine's counters."""
+        engine = self._engine()
+        if engine is None:
+            return None
+        scaler = engine.optimizer.loss_scaler
+        state = {name: float(getattr(engine, name)) for name in _COUNTERS}
+        return state | {name: float(getattr(scaler, name)) for name in _SCALER if hasattr(scaler, name)}
+
+    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        """Restore what `scaler_state` gave; what another strategy wrote has none of it."""
+        engine = self._engine()
+        if engine is None or not state:
+            return
+        for name in _COUNTERS:
+            setattr(engine, name, int(state.get(name, 0)))
+        scaler = engine.optimizer.loss_scaler
+        for name in _SCALER if self.name == "fp16" else ():
+            if hasattr(scaler, name) and name in state:
+                setattr(scaler, name, type(getattr(scaler, name))(state[name]))
