@@ -25,6 +25,7 @@ from trainer_lib.errors import ConfigError
 _DATASET = "The iterable dataset has no state to restore"
 _BUFFERED = "The iterable dataset's own state leaves out what its shuffle buffer holds"
 _LOADER = "The DataLoader has no state to restore"
+_BLOCK = 4096  # rounds whose seeds are computed at once
 
 
 class _Part(NamedTuple):
@@ -72,27 +73,36 @@ class Shares(IterableDataset[_Part]):
         if worker is not None and self.outside is not None:  # a copy made in an earlier epoch
             epoch, self.first_round = self.outside.tolist()
             self.begin_epoch(epoch)
-        skip = self.skip
-        number = 0 if skip is not None else self.first_round
-        room = self._global_batch
-        samples: Iterator[Any] | None = None
-        if skip is not None:
-            skip.begin()
+        number, room = self.first_round, self._global_batch
+        samples = None if self.skip is None else self._read_up(self.skip)
         while True:
             with keep_generators():
                 seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
                 seed_generators(seed)
                 samples = iter(self.stream) if samples is None else samples
                 unit = list(itertools.islice(samples, min(room, self._world * self._micro)))
-                part = self._part(unit, seed) if unit and number >= self.first_round else None
-            if not unit:
+                part = self._part(unit, seed) if unit else None
+            if part is None:
                 return
-            if part is not None:
-                yield part
-            elif skip is not None:
-                skip.tick()
+            yield part
             number += 1
             room = room - len(unit) or self._global_batch
+
+    def _read_up(self, skip: Skip) -> Iterator[Any]:
+        """The stream after the rounds before the first: each was read under its own seed, as it was the first time."""
+        skip.begin()
+        samples: Iterator[Any] | None = None
+        room = self._global_batch
+        with keep_generators():
+            for start in range(0, self.first_round, _BLOCK):
+                numbers = np.arange(start, min(start + _BLOCK, self.first_round), dtype=np.uint64)
+                for seed in derive(self._seed, self.epoch, numbers, 0).tolist():
+                    seed_generators(seed)
+                    samples = iter(self.stream) if samples is None else samples
+                    unit = itertools.islice(samples, min(room, self._world * self._micro))
+                    room = room - sum(1 for _ in unit) or self._global_batch
+                    skip.tick()
+        return iter(self.stream) if samples is None else samples
 
     def begin_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""

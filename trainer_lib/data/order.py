@@ -59,11 +59,12 @@ def mix(words: _Words) -> _Words:
     return words ^ (words >> np.uint64(31))
 
 
-def derive(seed: int, *parts: int) -> _Words:
-    """One 64-bit key (an array of one) from a seed and further numbers, order-sensitive."""
+def derive(seed: int, *parts: int | _Words) -> _Words:
+    """64-bit keys from a seed and further numbers, order-sensitive: an array of one, or as many as a part has."""
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     for part in parts:
-        key = mix(key + _GOLDEN) ^ np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+        number = part if isinstance(part, np.ndarray) else np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+        key = mix(key + _GOLDEN) ^ number
     return mix(key + _GOLDEN)
 
 
