@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -60,12 +61,19 @@ class LocalBackend:
             return []
 
     def open_read(self, rel: str) -> BinaryIO:
-        """An ordinary buffered file."""
-        return self.path(rel).open("rb")
+        """An ordinary buffered file. A pipe or a device is none: opening it could wait for ever."""
+        path = self.path(rel)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            missing = IsADirectoryError if stat.S_ISDIR(mode) else FileNotFoundError
+            raise missing(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENOENT, "No such file", str(path))
+        return cast(BinaryIO, os.fdopen(descriptor, "rb"))
 
     def read_ranges(self, rel: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
         """One after the other."""
-        with self.path(rel).open("rb") as stream:
+        with self.open_read(rel) as stream:
             for start, end in ranges:
                 stream.seek(start)
                 yield stream.read(end - start)

@@ -13,6 +13,7 @@ from trainer_lib.errors import ConfigError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = {"file", "local"}
+_PATH_BYTES, _NAME_BYTES = 1024, 255
 
 
 def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
@@ -74,7 +75,7 @@ def relative_problem(rel: str) -> str | None:
     """Why `rel` must not be used as a path inside a store, or None when it is plain and stays inside.
 
     Refused: empty, absolute, ``.``, ``..``, empty parts, backslashes, NUL and other
-    control characters, and lone surrogates (they are no UTF-8).
+    control characters, lone surrogates (they are no UTF-8), and what is longer than disks and object stores take.
     """
     if not isinstance(rel, str) or not rel:
         return "is empty"
@@ -86,6 +87,8 @@ def relative_problem(rel: str) -> str | None:
         return "has a control character or half a surrogate pair"
     if any(part in ("", ".", "..") for part in rel.split("/")):
         return "has an empty part, '.' or '..'"
+    if len(rel.encode()) > _PATH_BYTES or any(len(part.encode()) > _NAME_BYTES for part in rel.split("/")):
+        return f"is longer than {_PATH_BYTES} bytes, or a part of it than {_NAME_BYTES}"
     return None
 
 
