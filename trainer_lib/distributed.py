@@ -385,18 +385,3 @@ def _backend(asked: str | None, device: torch.device) -> str:
             raise ConfigError("cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy="Use gloo on CPU.")
         return asked or "gloo"
     return f"cpu:gloo,{device.type}:{asked or 'nccl'}" if asked != "gloo" else "gloo"
-
-
-_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "socket timeout")
-
-
-def lost_peer(error: BaseException) -> InfrastructureError | None:
-    """The typed failure when `error` is what a collective says after another rank has died; None for anything else."""
-    text = str(error).lower()
-    if not isinstance(error, RuntimeError) or not any(sign in text for sign in _LOST):
-        return None
-    return InfrastructureError(
-        f"Another process of this job ended or stopped answering: {str(error).splitlines()[0]}",
-        rank=current().rank,
-        remedy="Look at the failure of the process that ended first.",
-    )

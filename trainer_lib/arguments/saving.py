@@ -32,6 +32,18 @@ class SavingArguments:
         "Leave out what resuming needs (optimizer, schedule, random states): smaller, but not resumable.",
         affects="nothing",
     )
+    save_async: bool = arg(
+        False,
+        "Block training only while the state is copied to host memory (one copy of it); write and commit meanwhile.",
+        affects="nothing",
+    )
+    max_failed_saves: int = arg(
+        1,
+        "Saves in a row that fail, for want of space or of the store, after which the run ends.",
+        affects="nothing",
+        unit="saves",
+        ge=1,
+    )
     save_on_each_node: bool = arg(
         False, "Write the checkpoint once per machine, for disks that are not shared.", affects="nothing"
     )

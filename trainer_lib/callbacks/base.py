@@ -107,7 +107,7 @@ class TrainerCallback:
         """A prediction is done; `metrics` has its results."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """A checkpoint is committed."""
+        """A checkpoint is committed: that of `state.global_step`, which with `save_async` was some steps ago."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Something is logged; keyword `logs` has it."""

@@ -6,6 +6,7 @@ Only a committed checkpoint counts; which is newest is said by its step, never b
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,12 +14,15 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from trainer_lib.checkpoint.foreign import is_foreign
+from trainer_lib.checkpoint.readers import readers, withdraw_unread
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify, withdraw
+from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify
 from trainer_lib.storage import Store
 
 KIND = "checkpoint"
+RESUMABLE = "optimizer.json"
+"""A file that is only in a checkpoint which can be resumed from, and not in one that holds a model alone."""
 DAMAGED = "DAMAGED.json"
 WRITING = "WRITING.json"
 """The claim (`lease.Holder`) of whoever is writing a folder; gone when it is done, no part of the checkpoint."""
@@ -82,13 +86,16 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
     return found
 
 
-def newest_good(root: Store, *, on_damage: Callable[[str], None], digests: bool = True) -> CheckpointInfo | None:
+def newest_good(
+    root: Store, *, on_damage: Callable[[str], None], digests: bool = True, resumable: bool = False
+) -> CheckpointInfo | None:
     """The newest checkpoint whose every byte is as committed; None when there is none.
 
     Args:
         root: the folder of checkpoints.
         on_damage: told one line per damaged checkpoint, with the names of the damaged files; it is set aside.
         digests: read every byte; otherwise only presence and sizes (loading checks the digests once more).
+        resumable: pass over those that hold only a model.
 
     Raises:
         StorageError: the store cannot be read. That says nothing about the checkpoint, so no older one is taken.
@@ -97,7 +104,7 @@ def newest_good(root: Store, *, on_damage: Callable[[str], None], digests: bool 
         problems = []
         try:
             info = read_info(root, name)
-            if info is None:
+            if info is None or (resumable and not is_resumable(info)):
                 continue
             problems = verify(root.child(name), info.commit, digests=digests)
             if not problems:
@@ -109,32 +116,61 @@ def newest_good(root: Store, *, on_damage: Callable[[str], None], digests: bool 
     return None
 
 
-def rotate(root: Store, *, keep: int | None, protect: Collection[str]) -> list[str]:
+def rotate(root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None) -> list[str]:
     """Delete the oldest checkpoints until `keep` are left (`excess`); the names deleted, oldest first."""
-    victims = [info.name for info in excess(root, keep=keep, protect=protect)]
-    for name in victims:
-        withdraw(root.child(name))
-    return victims
+    victims = [info.name for info in excess(root, keep=keep, protect=protect, just_written=just_written)]
+    return [name for name in victims if withdraw_unread(root.child(name))]
 
 
-def excess(root: Store, *, keep: int | None, protect: Collection[str], digests: bool = False) -> list[CheckpointInfo]:
+def excess(
+    root: Store,
+    *,
+    keep: int | None,
+    protect: Collection[str],
+    digests: bool = True,
+    just_written: str | None = None,
+) -> list[CheckpointInfo]:
     """The checkpoints beyond `keep`, oldest first.
 
-    The newest good one is never among them, nor are those named in `protect` (the best, one being read); they count.
+    These are never among them, and count: the newest good one; the newest from which training can be resumed, where
+    the newest holds only a model; those named in `protect` (the best); those that somebody is reading (`readers`).
 
     Args:
         root: the folder of checkpoints.
         keep: how many stay; None or less than 1: all.
         protect: names that stay.
         digests: whether the newest good one is told by every byte of it, or by presence and sizes.
+        just_written: one whose digests the caller has computed just now, while writing it: its sizes are enough.
     """
-    if keep is None or keep < 1:
-        return []
     infos = list_checkpoints(root)
-    good = (info.name for info in infos if not verify(root.child(info.name), info.commit, digests=digests))
-    newest = next(good, None)
-    count = max(0, len(infos) - keep)
-    return [info for info in reversed(infos) if info.name != newest and info.name not in protect][:count]
+    count = len(infos) - keep if keep is not None and keep > 0 else 0
+    if count <= 0:
+        return []
+    spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
+    free = (info for info in reversed(infos) if info.name not in spared and not readers(root.child(info.name)))
+    return list(itertools.islice(free, count))
+
+
+def is_resumable(info: CheckpointInfo) -> bool:
+    """Whether it holds what training needs, and not a model alone."""
+    return info.commit.entry(RESUMABLE) is not None
+
+
+def _newest_needed(
+    root: Store, infos: list[CheckpointInfo], just_written: str | None, *, digests: bool
+) -> Iterator[str]:
+    """The newest good checkpoint, and the newest good one that can be resumed from."""
+    good = False
+    for info in infos:
+        if good and not is_resumable(info):
+            continue
+        # One pass over the newest's bytes is worth it; a further one was the newest once.
+        every_byte = digests and not good and info.name != just_written
+        if not verify(root.child(info.name), info.commit, digests=every_byte):
+            good = True
+            yield info.name
+            if is_resumable(info):
+                return
 
 
 def clean_leftovers(root: Store) -> list[str]:

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint.catalogue import DAMAGED, KIND, WRITING, CheckpointInfo, checkpoint_name, read_claim
+from trainer_lib.checkpoint.catalogue import (
+    DAMAGED,
+    KIND,
+    RESUMABLE,
+    WRITING,
+    CheckpointInfo,
+    checkpoint_name,
+    list_checkpoints,
+    read_claim,
+)
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.tensors import write_safetensors
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
 
 MODEL = "model.safetensors"
 OPTIMIZER_TENSORS = "optimizer.safetensors"
-OPTIMIZER = "optimizer.json"
+OPTIMIZER = RESUMABLE
 SCHEDULER = "scheduler.json"
 SCALER = "scaler.json"
 DATA = "data.json"
@@ -89,10 +98,11 @@ class Snapshot:
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> CheckpointInfo:
+def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep: int | None = None) -> CheckpointInfo:
     """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its snapshot.
 
-    A checkpoint of the same step that is there already is replaced: its commit is removed first.
+    A checkpoint of the same step that is there already is replaced: its commit is removed first. `keep` is what older
+    ones will be rotated to (`catalogue.rotate`), for the word to someone whose disk is too small for it.
 
     Raises (the same on every rank):
         StorageFullError: there is no room; says the bytes needed and free. Nothing was written.
@@ -105,7 +115,7 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> Chec
     is_first = comm.rank == 0
     with _claim() as claim:
         try:
-            together(comm, lambda: _prepare(store, snapshot, claim, comm.world_size) if is_first else None)
+            together(comm, lambda: _prepare(root, snapshot, claim, comm.world_size, keep) if is_first else None)
             entries = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
             lists = comm.gather_json([asdict(entry) for entry in entries])
             files = [FileEntry(**record) for part in lists or [] for record in part]
@@ -119,6 +129,11 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator) -> Chec
     record = comm.broadcast_json(None if commit is None else asdict(commit))
     committed = tuple(FileEntry(**entry) for entry in record["files"])
     return CheckpointInfo(snapshot.step, name, store.url, Commit(**{**record, "files": committed}))
+
+
+def own_part(snapshot: Snapshot, rank: int) -> Snapshot:
+    """What of a snapshot a rank writes: shared state is rank 0's, random states are each rank's own."""
+    return snapshot if rank == 0 else Snapshot(snapshot.step, {}, rng=snapshot.rng)
 
 
 def bytes_needed(snapshot: Snapshot, world_size: int) -> int:
@@ -141,15 +156,16 @@ def _claim() -> Iterator[Holder]:
         _saving.discard(claim.id)
 
 
-def _prepare(store: Store, snapshot: Snapshot, claim: Holder, world_size: int) -> None:
+def _prepare(root: Store, snapshot: Snapshot, claim: Holder, world_size: int, keep: int | None) -> None:
     """Check what can be checked, claim the folder, remove what is left of earlier saves."""
+    store = root.child(checkpoint_name(snapshot.step))
     for file in snapshot.files:
         problem = "is one of the checkpoint's own names" if file in _OURS else relative_problem(file)
         if problem or file.startswith("rng/"):
             raise ConfigError(
                 f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
             )
-    _check_space(store, bytes_needed(snapshot, world_size))
+    _check_space(root, store, bytes_needed(snapshot, world_size), keep)
     if store.exists(WRITING):
         other = read_claim(store)
         if other is not None and other.is_alive() and (other.pid != claim.pid or other.id in _saving):
@@ -163,14 +179,25 @@ def _prepare(store: Store, snapshot: Snapshot, claim: Holder, world_size: int) -
             store.delete(info.path)
 
 
-def _check_space(store: Store, needed: int) -> None:
+def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:
     free = store.free_bytes()
-    if free is not None and free < needed:
-        raise StorageFullError(
-            f"A checkpoint needs {needed:,} bytes, {free:,} are free.",
-            field=store.url,
-            remedy="Free space, lower save_total_limit, or choose another output_dir. Earlier checkpoints are intact.",
+    if free is None or free >= needed:
+        return
+    left = sum(info.size for info in store.list())  # of an earlier save of this step: about to be removed
+    if free + left >= needed:
+        return
+    remedy = "Free space, lower save_total_limit, or choose another output_dir."
+    if keep is not None and (excess := list_checkpoints(root)[keep - 1 :]):
+        size = sum(entry.size for info in excess for entry in info.commit.files)
+        remedy += (
+            f" save_total_limit={keep} will give {size:,} bytes back, but only once the new one is committed: the disk"
+            f" must hold {keep + 1} for a moment."
         )
+    raise StorageFullError(
+        f"A checkpoint needs {needed:,} bytes, {free + left:,} are free.",
+        field=store.url,
+        remedy=f"{remedy} Earlier checkpoints are intact.",
+    )
 
 
 def _being_written(store: Store, who: str) -> StorageError:
@@ -241,15 +268,19 @@ def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> Fi
 
 
 def _write_json(store: Store, name: str, value: object, *, indent: int | None = 1) -> FileEntry:
+    return store.write_bytes(name, (json_text(name, value, indent=indent) + "\n").encode())
+
+
+def json_text(name: str, value: object, *, indent: int | None = None) -> str:
+    """A part of the state as JSON. Raises ConfigError when it holds anything else."""
     try:
-        text = json.dumps(value, indent=indent)
+        return json.dumps(value, indent=indent)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"It cannot be written as JSON: {error}",
             field=name,
             remedy="Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments).",
         ) from error
-    return store.write_bytes(name, (text + "\n").encode())
 
 
 def _without_secrets(value: Any, name: str = "") -> Any:

@@ -114,6 +114,7 @@ class AutoBatchMixin(DataMixin, PreparingMixin, SavingMixin):
                 return train(url)
             except MemoryRanOut as error:
                 reason = str(error)
+            self._finish_save()
             self._halve(reason)
             url = self._own_newest() or url
             self._let_go()

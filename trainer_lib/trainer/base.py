@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
+    from trainer_lib.checkpoint.background import BackgroundSaver
     from trainer_lib.search.base import TrialRun
     from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.trainer.stop import StopRequest
@@ -136,6 +138,8 @@ class TrainerBase:
         self._past: Any = None
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
+        self._saver: BackgroundSaver | None = None
+        self._held = contextlib.ExitStack()
         self._caches: list[tuple[Any, Any]] = []
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name
+from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
 from trainer_lib.checkpoint.collective import together
+from trainer_lib.checkpoint.readers import reading
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.background import Background
 from trainer_lib.hub.base import Content, Hub, Source
@@ -289,7 +290,8 @@ class HubMixin(SavingMixin):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """After a save: push what `hub_strategy` says from the committed files, in the background."""
-        args, step, name = self.args, self.state.global_step, checkpoint_folder.rstrip("/").rpartition("/")[2]
+        args, name = self.args, checkpoint_folder.rstrip("/").rpartition("/")[2]
+        step = step_of(name)
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return
         if self._pushes.busy and not args.hub_always_push:
@@ -308,7 +310,8 @@ class HubMixin(SavingMixin):
     def _push_checkpoint(self, content: Content, message: str, name: str) -> str:
         """In the push's thread: a failure is told, and the checkpoint may go afterwards."""
         try:
-            return self._publish(content, message)
+            with reading(self._checkpoint_root().child(name)):
+                return self._publish(content, message)
         except Exception as error:
             _tell(error)
             raise

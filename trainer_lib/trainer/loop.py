@@ -17,10 +17,9 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.checkpoint.catalogue import checkpoint_name
+from trainer_lib.checkpoint.collective import lost_peer
 from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.data.loader import TrainSource
-from trainer_lib.distributed import lost_peer
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
 from trainer_lib.search.base import TrialPruned
@@ -65,16 +64,20 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         try:
             url = self._checkpoint_to_resume(resume_from_checkpoint)
             with StopRequest(self.comm, on_sigterm=self.args.enable_jit_checkpoint) as self._stop:
-                return self._train_within_memory(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
+                try:
+                    return self._train_within_memory(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
+                finally:
+                    self._close_saver()
         except BaseException as error:
             self._close_trackers("KILLED" if isinstance(error, _STOPPED) else "FAILED")
             if isinstance(error, TrialPruned):
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-            if self.comm.world_size > 1 and (peer := lost_peer(error)) is not None:
+            if self.comm.world_size > 1 and (peer := lost_peer(error, rank=self.comm.rank)) is not None:
                 raise peer from error
             raise
         finally:
             self.is_in_train, self._stop, self._run = False, None, None
+            self._release_checkpoint()
             self._memory_tracker.abandon()
 
     def _attempt(self, url: str | None, trial: Any, ignore_keys_for_eval: list[str] | None) -> TrainOutput:
@@ -140,6 +143,8 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         if self._trained_before:
             self._reset_optimizer()
         self._trained_before = True
+        if url is not None:
+            self._hold_checkpoint(url)
         loaded = self._open_checkpoint(url) if url is not None else None
         self._claim_output_dir(url)
         if loaded is not None:
@@ -158,7 +163,9 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
             num_epochs=num_epochs,
         )
         self._run = run
+        self._open_saver()
         self.state = self._resume(run, loaded) if loaded is not None else TrainerState()
+        run.kept_best = (self.state.best_metric, self.state.best_global_step)
         self.state.is_hyper_param_search = self._trial_run is not None
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
@@ -197,6 +204,8 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         self.control.should_evaluate, self.control.should_save = pending.should_evaluate, pending.should_save
         self._report(run, None, None, trial, ignore_keys_for_eval)
         self._restore_random_numbers(loaded)
+        self.comm.barrier()  # every rank has read what it needs
+        self._release_checkpoint()
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -292,6 +301,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         trial: Any,
         ignore_keys_for_eval: list[str] | None,
     ) -> None:
+        self._observe_save()
         control, model, epoch = self.control, self.model_wrapped, self.state.epoch
         if control.should_log or control.should_evaluate or control.should_save:
             self._maybe_log_save_evaluate(
@@ -323,8 +333,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
                 self.control.should_save = best
         if self.control.should_save:
             self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-            self._push_from_checkpoint(self._checkpoint_root().child(checkpoint_name(self.state.global_step)).url)
+            self._announce_save(self.state)
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -344,8 +353,13 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
     def _save_and_stop(self, model: nn.Module, trial: Any) -> None:
         step = self.state.global_step
         _log.warning("Asked to stop: saving step %d.", step)
+        run = self._training_run()
+        run.stopping = True
         self._save_checkpoint(model, trial)
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self._finish_save()
+        self._announce_save(self.state)
+        if run.save_error is not None:
+            raise run.save_error
         raise Preempted(
             f"Stopped on request at step {step}; a checkpoint of it is committed.",
             step=step,
@@ -355,6 +369,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
     def _finalize_training(self, trial: Any, run: TrainingRun) -> TrainOutput:
         """The best model if asked for, the metrics of the run, `on_train_end`."""
         run.history.collect(self.state.global_step)
+        self._settle_saves(self.model_wrapped, trial)
         if self.args.load_best_model_at_end:
             self._load_best_model()
         self.store_flos()

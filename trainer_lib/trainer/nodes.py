@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.checkpoint.catalogue import checkpoint_name, list_checkpoints
+from trainer_lib.checkpoint.catalogue import checkpoint_name, is_resumable, list_checkpoints
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.distributed import Communicator, Pending
 from trainer_lib.errors import TrainflowError
@@ -69,6 +69,10 @@ class NodeView:
         """Sum over all machines."""
         return self._comm.sum_tensor(tensor)
 
+    def twin(self, timeout_s: float) -> Communicator:
+        """The same view over connections of its own."""
+        return NodeView(self._comm.twin(timeout_s))
+
 
 def newest_common(root: Store, comm: Communicator) -> str | None:
     """The URL, on this machine, of the newest checkpoint that every machine has whole; None when there is none.
@@ -79,7 +83,8 @@ def newest_common(root: Store, comm: Communicator) -> str | None:
     def steps() -> list[int] | None:
         if comm.local_rank != 0:
             return None
-        infos = list_checkpoints(root)
+        found = list_checkpoints(root)
+        infos = [info for info in found if is_resumable(info)] or found
         return [info.step for info in infos if not verify(root.child(info.name), info.commit, digests=False)]
 
     found = comm.broadcast_json(comm.gather_json(together(comm, steps)))

@@ -12,6 +12,7 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
+from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER
 from trainer_lib.data.order import derive
@@ -59,8 +60,23 @@ class ResumingMixin(SavingMixin):
         return url
 
     def _find_checkpoint(self) -> str | None:
-        newest = newest_good(self._checkpoint_root(), on_damage=lambda what: _log.warning("%s", what))
+        def tell(what: str) -> None:
+            _log.warning("%s", what)
+
+        root = self._checkpoint_root()
+        # One that holds only a model is better than none: what is asked for can then be said.
+        newest = newest_good(root, on_damage=tell, resumable=True) or newest_good(root, on_damage=tell)
         return None if newest is None else newest.url
+
+    def _hold_checkpoint(self, url: str) -> None:
+        """Let nobody's retention remove a checkpoint until `_release_checkpoint`."""
+        self._release_checkpoint()
+        if self._disk.rank == 0:
+            parent, _, name = url.rstrip("/").rpartition("/")
+            self._held.enter_context(reading(Store.open(parent or ".", field="resume_from_checkpoint").child(name)))
+
+    def _release_checkpoint(self) -> None:
+        self._held.close()
 
     def _open_checkpoint(self, url: str) -> Loaded:
         parent, _, name = url.rstrip("/").rpartition("/")
@@ -93,7 +109,10 @@ class ResumingMixin(SavingMixin):
         here = self._checkpoint_root().child(best.rsplit("/", 1)[-1])
         best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
         _log.info("Loading the best model, %s (%s).", best, self.state.best_metric)
+        self._hold_checkpoint(best)
         self._load_from_checkpoint(best, self.model)
+        self.comm.barrier()  # the others read as well
+        self._release_checkpoint()
 
     # -- everything else -----------------------------------------------------------------------------------------------
 

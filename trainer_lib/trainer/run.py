@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.data.loader import TrainSource
+from trainer_lib.errors import StorageError
+from trainer_lib.state import TrainerState
 from trainer_lib.trainer.history import StepHistory
 
 
@@ -35,6 +37,15 @@ class MicroBatches:
         return flags
 
 
+@dataclass(frozen=True)
+class Saving:
+    """A save that was begun: where to, whether of the best model so far, and the state as it was at that step."""
+
+    url: str
+    best: bool
+    state: TrainerState
+
+
 @dataclass
 class TrainingRun:
     """One training, from its first step (or the one after a checkpoint) to its last.
@@ -50,6 +61,11 @@ class TrainingRun:
         first_step, first_samples, first_tokens: where this process took up.
         num_items: target items of the step under way over all ranks.
         micro_step: the micro-batch under way, counted within its step.
+        saved_step, announced_step: of the newest committed checkpoint, and of the newest whose commit was told; or -1.
+        saving: the newest save that was begun.
+        save_error, failed_saves: why the newest save failed (None: it did not), and how many did in a row.
+        kept_best: best metric and its step, as far as a checkpoint of it is committed.
+        stopping: whether the step under way is saved because somebody asked for a stop.
     """
 
     source: TrainSource
@@ -66,6 +82,12 @@ class TrainingRun:
     micro_step: int = 0
     micro_steps: int = 1
     saved_step: int = -1
+    announced_step: int = -1
+    saving: Saving | None = None
+    save_error: StorageError | None = None
+    failed_saves: int = 0
+    kept_best: tuple[float | None, int | None] = (None, None)
+    stopping: bool = False
     samples: int = 0
     first_samples: int = 0
     first_tokens: int = 0

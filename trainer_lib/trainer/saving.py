@@ -12,18 +12,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trainer_lib.checkpoint.catalogue import rotate
+from trainer_lib.checkpoint.background import BackgroundSaver
+from trainer_lib.checkpoint.catalogue import checkpoint_name, rotate
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.staging import size_of
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
-from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.state import callback_states
+from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError, OutOfMemoryError, StorageError
+from trainer_lib.state import TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.reporting import ReportingMixin
-from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.run import Saving, TrainingRun
 
 _log = logging.getLogger(__name__)
 PREFIX = "checkpoint"
@@ -95,42 +97,171 @@ class SavingMixin(ReportingMixin):
         return Store.open(self._get_output_dir(self._trial), field="output_dir")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
-        """Commit a checkpoint of this step, then remove those beyond `save_total_limit`. Collective.
+        """Save this step. Committed on return or, with `save_async`, copied on return and committed in the background.
 
-        The best and the newest are never removed. Raises StorageError (on every rank) when it cannot be written.
+        Collective. At most one save is under way: one before is waited for. After a commit the checkpoints beyond
+        `save_total_limit` are removed; never the best, the newest intact one, or one in use.
+
+        Raises StorageError (on every rank) when saves failed, `max_failed_saves` in a row; earlier checkpoints are
+        intact.
         """
         run = self._training_run()
-        root, name = self._checkpoint_root(), f"{PREFIX}-{self.state.global_step}"
-        if run.saved_step == self.state.global_step:
+        self._finish_save()
+        if run.saved_step == self.state.global_step and not (run.stopping and self.args.save_only_model):
             return  # resumed from it, with an evaluation still to do: its weights are these
         run.history.collect(self.state.global_step)
         self.store_flos()
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = root.child(name).url
-        save_checkpoint(root, self._snapshot(run), self._disk)
-        run.saved_step = self.state.global_step
-        self._own_checkpoints.add(root.child(name).url)
-        self._rotate_checkpoints(root)
+        root, is_best = self._checkpoint_root(), self.state.best_global_step == self.state.global_step
+        url = root.child(checkpoint_name(self.state.global_step)).url
+        snapshot = self._snapshot(run, best_url=url if is_best else None)
+        run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state))
+        best = run.saving.state.best_model_checkpoint
+        if self._saves_in_background(root, snapshot, best):
+            return
+        try:
+            save_checkpoint(root, snapshot, self._disk, keep=self.args.save_total_limit)
+        except StorageError as error:
+            self._save_failed(run, error)
+            return
+        self._save_committed(run)
+        self._rotate_checkpoints(root, snapshot.step, best)
 
-    def _rotate_checkpoints(self, root: Store) -> None:
+    def _saves_in_background(self, root: Store, snapshot: Snapshot, best: str | None) -> bool:
+        """Copy the snapshot and begin to save it; False when it has to be saved here and now."""
+        if self._saver is None:
+            return False
+        try:
+            self._saver.start(root, snapshot, then=lambda: self._rotate_checkpoints(root, snapshot.step, best))
+        except OutOfMemoryError as error:
+            _log.warning("Training waits for the checkpoint of step %d: %s", snapshot.step, error)
+            return False
+        return True
+
+    def _rotate_checkpoints(self, root: Store, step: int, best: str | None) -> None:
+        """After the commit of a step, in the thread that saved. `best`: URL of the best checkpoint."""
         if self.args.save_total_limit is None or self._disk.rank != 0:
             return
-        best = self.state.best_model_checkpoint
         protected = {best.rsplit("/", 1)[-1]} if best else set()
         try:
-            rotate(root, keep=self.args.save_total_limit, protect={*protected, *self._being_pushed})
+            rotate(
+                root,
+                keep=self.args.save_total_limit,
+                protect={*protected, *self._being_pushed},
+                just_written=checkpoint_name(step),
+            )
         except StorageError as error:  # one checkpoint too many is no reason to stop
             _log.warning("An old checkpoint could not be removed: %s", error)
 
-    def _snapshot(self, run: TrainingRun) -> Snapshot:
-        """All resumable state, in one place.
+    # -- what follows a save ------------------------------------------------------------------------------------------
+
+    def _open_saver(self) -> None:
+        """With `save_async`: what saves in the background. Collective."""
+        self._close_saver()
+        if self.args.save_async:
+            timeout_s, keep = self.args.ddp_timeout, self.args.save_total_limit
+            self._saver = BackgroundSaver(self.comm, self._disk, timeout_s=timeout_s, keep=keep)
+
+    def _observe_save(self) -> None:
+        """At a step boundary: see to a background save that has ended on every rank. Collective."""
+        saver = self._saver
+        if saver is None:
+            return
+        if saver.ended():
+            self._finish_save()
+        elif self._disk.rank == 0 and self.state.global_step == self._training_run().first_step + 1:
+            saver.memory.reserve(self._state_size())  # the optimizer has its state now
+
+    def _finish_save(self) -> None:
+        """Wait for the background save under way, if any, and see to its outcome. Collective."""
+        if self._saver is None or not self._saver.busy:
+            return
+        run = self._training_run()
+        try:
+            self._saver.finish()
+        except StorageError as error:
+            self._save_failed(run, error)
+            return
+        self._save_committed(run)
+        asked = self.control.should_save  # for the step that has just ended
+        self._announce_save(_begun(run).state)
+        self.control.should_save = self.control.should_save or asked
+
+    def _save_committed(self, run: TrainingRun) -> None:
+        saving = _begun(run)
+        run.saved_step, run.save_error, run.failed_saves = saving.state.global_step, None, 0
+        self._own_checkpoints.add(saving.url)
+        if saving.best:
+            self.state.best_model_checkpoint = saving.url
+            run.kept_best = (saving.state.best_metric, saving.state.best_global_step)
+
+    def _save_failed(self, run: TrainingRun, error: StorageError) -> None:
+        """Tell it, and raise it when that is enough. What is lost with it is not the best any more."""
+        saving = _begun(run)
+        run.save_error, run.failed_saves = error, run.failed_saves + 1
+        if saving.best and self.state.best_global_step == saving.state.global_step:
+            self.state.best_metric, self.state.best_global_step = run.kept_best
+        too_many = run.failed_saves >= self.args.max_failed_saves and not run.stopping
+        if too_many or isinstance(error, LeaseLostError):
+            raise error
+        _log.error(
+            "The checkpoint of step %d could not be saved (%d in a row, training ends at %d); others are intact. %s",
+            *(saving.state.global_step, run.failed_saves, self.args.max_failed_saves, error),
+        )
+
+    def _announce_save(self, state: TrainerState) -> None:
+        """`on_save` and the push, once the newest save is committed; `state`: as it was at that step."""
+        run = self._training_run()
+        self.control.should_save = False
+        is_committed = run.save_error is None and (self._saver is None or not self._saver.busy)
+        if not is_committed or run.announced_step == state.global_step:
+            return
+        run.announced_step = state.global_step
+        self.control = self.callback_handler.on_save(self.args, state, self.control)
+        if not run.stopping:
+            self._push_from_checkpoint(self._checkpoint_root().child(checkpoint_name(state.global_step)).url)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Nothing, where there is no hub."""
+
+    def _settle_saves(self, model: nn.Module, trial: Any) -> None:
+        """Before training may end well: nothing is under way, and after a failed save this step is saved. Collective.
+
+        Raises StorageError when it cannot be, however many failures are allowed.
+        """
+        run = self._training_run()
+        self._finish_save()
+        if run.save_error is not None:
+            self._save_checkpoint(model, trial)
+            self._finish_save()
+            self._announce_save(self.state)
+        if run.save_error is not None:
+            raise run.save_error
+
+    def _close_saver(self) -> None:
+        """However training ends: whatever is under way is finished, and its outcome told. Not collective."""
+        saver = self._saver
+        if saver is None:
+            return
+        if saver.busy:
+            _log.warning("A checkpoint is still being written: waiting for it.")
+            try:
+                _log.warning("%s is committed.", saver.finish_alone().url)
+            except Exception as error:  # the reason why training ends is on its way up, or was told
+                _log.error("The checkpoint was not committed; earlier ones are intact: %s", error)
+        saver.close()
+        self._saver = None
+
+    # -- what a checkpoint holds --------------------------------------------------------------------------------------
+
+    def _snapshot(self, run: TrainingRun, *, best_url: str | None = None) -> Snapshot:
+        """All resumable state, in one place; `best_url`: where it goes, when it is the best so far.
 
         weights (of a model with adapters: all but the frozen base); optimizer, schedule, loss scaler; random number
         generators of every rank; position in the data and the losses since the last log; counters, log history, best
         metric and callbacks' states (trainer_state.json).
         """
         self.state.stateful_callbacks = callback_states(self._stateful_callbacks())
-        whole = not self.args.save_only_model
+        whole = not self.args.save_only_model or run.stopping  # a stop is to be resumed from
         optimizer = self.optimizer if whole else None
         named = dict(self.model.named_parameters())
         state = models.in_saving_order(self.model, self.strategy.model_state(self.model_wrapped))
@@ -142,7 +273,7 @@ class SavingMixin(ReportingMixin):
             scaler=self.precision.scaler_state() if whole else None,
             rng=capture_rng() if whole else {},
             data=run.position(),
-            trainer_state=self.state.to_dict(),
+            trainer_state=self.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
             training_args=self.args.to_dict(),
             files=self._model_files(state) if self._disk.rank == 0 else {},
             meta={
@@ -154,10 +285,23 @@ class SavingMixin(ReportingMixin):
             },
         )
 
+    def _state_size(self) -> int:
+        """Bytes of the tensors in a snapshot."""
+        weights = models.trained_state(self.model, self.strategy.model_state(self.model_wrapped))
+        states = {} if self.optimizer is None or self.args.save_only_model else self.optimizer.state
+        kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        return size_of([*weights.values(), *kept])
+
     def _training_run(self) -> TrainingRun:
         if self._run is None:
             raise ConfigError("A checkpoint can only be saved while training.", field="save", remedy="Use save_model.")
         return self._run
+
+
+def _begun(run: TrainingRun) -> Saving:
+    if run.saving is None:
+        raise InfrastructureError("No save was begun.")
+    return run.saving
 
 
 def _config_json(config: Any) -> str | None:

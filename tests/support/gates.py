@@ -1,0 +1,55 @@
+"""Holding up a checkpoint's writing from outside, so that what happens meanwhile is no matter of luck."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainer_lib.checkpoint import writer
+from trainer_lib.checkpoint.writer import Snapshot
+from trainer_lib.storage import FileEntry, Store
+
+LIMIT_S = 30.0
+
+
+class Gate:
+    """Between claiming a checkpoint's folder and its first file: `before(step)` is called in the thread that writes.
+
+    Attributes:
+        begun: set whenever a save has reached the gate.
+        passing, most: saves between gate and last file now, and at most.
+        steps: the saves that came through.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+        self.begun = threading.Event()
+        self.passing = self.most = 0
+        self.steps: list[int] = []
+        self.threads: list[str] = []
+        self._before = before
+        self._write = writer._write_shared
+        monkeypatch.setattr(writer, "_write_shared", self._held)
+
+    def _held(self, store: Store, snapshot: Snapshot) -> list[FileEntry]:
+        self.passing += 1
+        self.most = max(self.most, self.passing)
+        self.threads.append(threading.current_thread().name)
+        self.begun.set()
+        try:
+            self._before(snapshot.step)
+            self.steps.append(snapshot.step)
+            return self._write(store, snapshot)
+        finally:
+            self.passing -= 1
+
+
+def until(event: threading.Event) -> Callable[[Any], None]:
+    """Waits for `event`; fails rather than hang."""
+
+    def wait(_: Any) -> None:
+        assert event.wait(LIMIT_S), "nobody opened the gate"
+
+    return wait
