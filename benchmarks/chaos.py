@@ -4,10 +4,10 @@
     make chaos COUNT=50 SECONDS=120
     python -m benchmarks.chaos --count 50 --seconds 120 --seed 3 --save
 
-A run is started, killed after a random time, started again with ``resume_from_checkpoint="auto"``, killed again, and so
-on until it comes to its end; then the next run begins. Each process is forked from one that has imported torch already,
-so a life costs tenths of a second; the signal and the files are real. The model is small and easy to resume wrongly:
-dropout, accumulation, an uneven last batch, evaluations, a cosine schedule, two checkpoints kept.
+A run is started, killed after a random time, started again with ``resume_from_checkpoint="auto"``, killed again, up to
+five times, until it comes to its end; then the next run begins. Each process is forked from one that has imported torch
+already, so a life costs tenths of a second; the signal and the files are real. The model is small and easy to resume
+wrongly: dropout, accumulation, an uneven last batch, evaluations, a cosine schedule, two checkpoints kept.
 
 The Trainer of transformers runs in the same harness, resuming from its newest folder as its documentation says. Where
 its resume crashes, that folder is removed by hand, which is counted, and the run goes on.
@@ -48,6 +48,7 @@ from trainer_lib.trainer import Trainer
 SIZES = {"smallest": (10, 120.0), "full": (500, 900.0)}  # kills, seconds
 SAVE_STEPS = 2
 STEPS = 24
+KILLS_PER_RUN = 5
 PHASES = ("start-up", "step", "save", "evaluate", "end")
 START, STEP, SAVE, EVALUATE, END = range(5)
 Life = Callable[[Path, Board], None]
@@ -239,13 +240,14 @@ class Harness:
             self._one_run(self._place / f"run-{self.runs}", count)
 
     def _one_run(self, folder: Path, count: int) -> None:
-        reached = 0
+        reached = killed = 0
         while True:
-            more = sum(self.kills.values()) < count
+            more = killed < KILLS_PER_RUN and sum(self.kills.values()) < count
             end = self._start(folder, self._moment() if more else None)
             self._note_start(end, reached, folder)
             if end.killed:
                 self.kills[PHASES[end.facts.phase]] += 1
+                killed += 1
                 reached = max(reached, end.facts.step)
             elif end.code == 0:
                 break
