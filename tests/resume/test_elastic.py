@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier
-from tests.support.training import StopAt, trainer
+from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import Trainer
-from trainer_lib.errors import Preempted
+from trainer_lib.errors import ConfigError, Preempted
 
 COUNT, BATCH, EPOCHS = 50, 12, 3  # five steps an epoch, the last one of 2 samples
 STEPS = EPOCHS * -(-COUNT // BATCH)
@@ -31,11 +32,17 @@ def numbered() -> list[dict[str, Any]]:
 class Recording(Trainer):
     """Notes which samples each step is trained on; what is computed at weight zero is not."""
 
+    @property
+    def seen(self) -> Steps:
+        """Step -> samples, in the order in which they came."""
+        found: Steps = self.__dict__.setdefault("_seen", {})
+        return found
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         run = self._training_run()
         if run.items[run.micro_step]:
             indices = (inputs["x"][:, 0] * COUNT).round().int().tolist()
-            self.__dict__.setdefault("seen", {}).setdefault(self.state.global_step + 1, []).extend(indices)
+            self.seen.setdefault(self.state.global_step + 1, []).extend(indices)
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -50,7 +57,8 @@ def leg(folder: str, per_device: int, stop: int, strategy: str) -> tuple[Steps, 
         one.add_callback(StopAt(stop))
     with contextlib.suppress(Preempted):
         one.train("auto")
-    return one.__dict__.get("seen", {}), [p.detach().clone() for p in one.model.parameters()]
+    assert isinstance(one, Recording)
+    return one.seen, [p.detach().clone() for p in one.model.parameters()]
 
 
 def journey(folder: Path, legs: list[tuple[int, int, int]], strategy: str) -> tuple[Steps, list[torch.Tensor]]:
@@ -78,3 +86,52 @@ def test_one_two_three_and_one_process_train_on_the_same_samples(strategy: str, 
     assert elsewhere == seen
     for one, other in zip(weights, changed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def batches(folder: Path, batch: int, stop: int = 99, **given: Any) -> Recording:
+    """A training of two epochs on one process; stopped after a step, or to its end."""
+    settings = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "resume_from_checkpoint": "auto", **given}
+    settings["per_device_train_batch_size"] = batch
+    one = trainer(folder, numbered(), cls=Recording, callbacks=[StopAt(stop)], **settings)
+    assert isinstance(one, Recording)
+    if stop < 99:
+        assert preempted_at(one) == stop
+    else:
+        one.train()
+    return one
+
+
+def test_another_global_batch_is_refused_unless_it_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = batches(tmp_path, 6, stop=7)  # five steps, then two of 12 in the second epoch
+    with pytest.raises(ConfigError) as refused:
+        batches(tmp_path, 5)
+    assert str(refused.value).startswith(
+        "global_batch_size = 10: was 12 when the checkpoint was written (6 per device x 2 micro-batches x 1 processes) "
+        "and is 10 now (5 per device x 2 micro-batches x 1 processes)"
+    )
+    assert "allow_global_batch_change=True" in str(refused.value)
+    before = {name: value.clone() for name, value in first.model.state_dict().items()}
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        second = batches(tmp_path, 5, allow_global_batch_change=True)
+    assert (
+        "training goes on at sample 20 of epoch 1 (4 samples before it are trained on a second time), and it and its "
+        "schedule end at step 10." in caplog.text
+    )
+    assert sorted(second.seen) == [8, 9, 10]
+    rest = sorted(index for step in second.seen.values() for index in step)
+    known = sorted(index for step in (6, 7) for index in first.seen[step])
+    assert len(rest) == 30 and len(set(rest) & set(known)) == 4
+    assert set(rest) | set(known) == set(range(COUNT))
+    assert second.state.epoch == 2.0 and second.state.global_step == second.state.max_steps == 10
+    assert any(not torch.equal(before[name], value) for name, value in second.model.state_dict().items())
+
+
+@pytest.mark.parametrize("stop", [5, 10])
+def test_a_batch_changed_between_two_epochs_repeats_nothing(stop: int, tmp_path: Path) -> None:
+    batches(tmp_path, 6, stop=5, num_train_epochs=3)
+    if stop == 10:
+        batches(tmp_path, 6, stop=10, num_train_epochs=3)
+    last = batches(tmp_path, 4, num_train_epochs=3, allow_global_batch_change=True)
+    epochs = 3 - stop // 5
+    assert len(last.seen) == epochs * -(-COUNT // 8)
+    assert sorted(index for step in last.seen.values() for index in step) == sorted([*range(COUNT)] * epochs)

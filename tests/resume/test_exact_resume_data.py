@@ -30,6 +30,7 @@ TWICE: dict[str, Any] = {
 WORKERS: dict[str, dict[str, Any]] = {
     "none": {},
     "two": {"dataloader_num_workers": 2},
+    "persistent": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
 }
 
 
@@ -40,7 +41,7 @@ def maker(data: Callable[[], Any], **given: Any) -> Callable[..., Trainer]:
     return make
 
 
-@pytest.mark.parametrize("workers", ["two"])
+@pytest.mark.parametrize("workers", ["two", "persistent"])
 @pytest.mark.parametrize("stop", [2, 4])  # in the first epoch and in the second
 def test_workers_with_random_augmentation(workers: str, stop: int, tmp_path: Path) -> None:
     prove(maker(lambda: Augmented(ROWS), **WORKERS[workers]), tmp_path, stop)
@@ -120,7 +121,7 @@ def test_streams_in_their_second_epoch(stream: str, workers: str, tmp_path: Path
     prove(maker(STREAMS[stream], max_steps=8 if workers == "none" else 14, **WORKERS[workers]), tmp_path, 4)
 
 
-@pytest.mark.parametrize("workers", ["two"])
+@pytest.mark.parametrize("workers", ["two", "persistent"])
 def test_streams_in_workers_beyond_their_first_epoch(workers: str, tmp_path: Path) -> None:
     """Two workers read a stream each: 44 samples an epoch, six steps."""
     prove(maker(lambda: Stream(ROWS), max_steps=14, **WORKERS[workers]), tmp_path, 8)

@@ -53,6 +53,12 @@ class SavingArguments:
     enable_jit_checkpoint: bool = arg(
         True, "On SIGTERM, write a checkpoint at the next step boundary before stopping.", affects="nothing"
     )
+    allow_global_batch_change: bool = arg(
+        False,
+        "On resume, accept another global batch: no sample is lost, up to a batch of them is trained on again, and the "
+        "schedule ends elsewhere.",
+        affects="nothing",
+    )
     ignore_data_skip: bool = arg(
         False, "On resume, start at the beginning of the data instead of where it stopped.", affects="weights"
     )

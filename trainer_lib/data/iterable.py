@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators
-from trainer_lib.data.loader import LoaderOptions, Micro, check_same, has_length
+from trainer_lib.data.loader import LoaderOptions, Micro, check_same, end_workers, has_length
 from trainer_lib.data.order import derive, sample_seeds
 from trainer_lib.data.skipping import Skip, keeps_everything
 from trainer_lib.errors import ConfigError
@@ -231,6 +231,10 @@ class IterableLoader(DataLoader[Any]):
         self._tell_workers()
         return iter(super().__iter__())
 
+    def close(self) -> None:
+        """End its workers."""
+        end_workers(self)
+
     def _skip(self, rounds: int, what: str = _DATASET) -> Skip:
         samples = rounds // self._accumulation * self.global_batch
         return Skip(rounds, what, samples=samples, says=self._rank == 0)
@@ -317,6 +321,9 @@ class ForeignLoader:
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
             yield Micro(turn[self._rank] if real else turn[0], real)
+
+    def close(self) -> None:
+        """Its workers are the user's."""
 
     def _set_epoch(self, epoch: int) -> None:
         parts = [getattr(self.loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]

@@ -56,6 +56,9 @@ class TrainSource(Protocol):
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of `epoch` from `start_step` on."""
 
+    def close(self) -> None:
+        """End the processes that load the data, if any still live."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold besides epoch and step, JSON."""
 
@@ -120,6 +123,14 @@ class _KeySampler:
         return full * plan.max_micro_steps + -(-rest // (plan.world_size * plan.micro_batch))
 
 
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End workers that live on between epochs. Left to the garbage collector they are waited for, 5 s each."""
+    iterator: Any = getattr(loader, "_iterator", None)
+    if iterator is not None:
+        loader._iterator = None
+        iterator._shutdown_workers()
+
+
 class _SeededLoader(DataLoader[Any]):
     """A DataLoader that never draws from torch's global generator."""
 
@@ -137,6 +148,10 @@ class _SeededLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Batches; without workers and pinned memory they are read right here, past torch's machinery."""
         return super().__iter__() if self.num_workers or self.pin_memory else self._read_here()
+
+    def close(self) -> None:
+        """End its workers."""
+        end_workers(self)
 
     def _read_here(self) -> Iterator[Any]:
         # One by one: what a callback changes in the data between two steps must hold from the next step on.

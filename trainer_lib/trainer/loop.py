@@ -76,6 +76,8 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
                 raise peer from error
             raise
         finally:
+            if self._run is not None:
+                self._run.source.close()
             self.is_in_train, self._stop, self._run = False, None, None
             self._release_checkpoint()
             self._memory_tracker.abandon()
@@ -152,9 +154,11 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         source = self._train_source()
         max_steps, num_epochs = self._length(source.steps_per_epoch)
         if loaded is not None:
+            max_steps = self._accept_batch(loaded, source, max_steps)
             self._load_from_checkpoint(loaded.url, self.model)
         self._prepare_model()
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
+        self._optimizer_mode("train")
         run = TrainingRun(
             source=source,
             history=StepHistory(self.strategy, nonfinite_limit=self._nonfinite_limit()),

@@ -15,12 +15,13 @@ from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
 from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER
+from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.manifest import COMMIT, withdraw
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
-from trainer_lib.trainer import models
+from trainer_lib.trainer import batch_change, models
 from trainer_lib.trainer.nodes import newest_common
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.saving import SavingMixin
@@ -141,6 +142,17 @@ class ResumingMixin(SavingMixin):
         run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changes(loaded)
         return saved
+
+    def _accept_batch(self, loaded: Loaded, source: TrainSource, max_steps: int) -> int:
+        """The steps to do in all. Raises ConfigError for a global batch that changed without being allowed to."""
+        if self.args.ignore_data_skip or batch_change.saved_batch(loaded.data, source) is None:
+            return max_steps
+        if not self.args.allow_global_batch_change:
+            raise batch_change.refusal(loaded, source, self.args, self.comm.world_size)
+        max_steps = batch_change.total_steps(loaded, source, self.args, max_steps)
+        if self.is_world_process_zero():
+            _log.warning("%s", batch_change.consequence(loaded, source, max_steps))
+        return max_steps
 
     def _warn_of_changes(self, loaded: Loaded) -> None:
         now, then = self.args.to_dict(), loaded.training_args

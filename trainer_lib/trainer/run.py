@@ -13,6 +13,7 @@ from typing import Any
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import StorageError
 from trainer_lib.state import TrainerState
+from trainer_lib.trainer.batch_change import position_in, saved_batch
 from trainer_lib.trainer.history import StepHistory
 
 
@@ -146,4 +147,8 @@ class TrainingRun:
         if not from_position:
             self.step_in_epoch = 0
             return
-        self.source.load_state(data.get("source", {}), epoch=self.epoch, step=self.step_in_epoch)
+        state = data.get("source", {})
+        if saved_batch(data, self.source) is not None:  # allowed, or it would have been refused
+            self.step_in_epoch, _ = position_in(data, self.source)
+            state = {**state, "global_batch": self.source.global_batch}
+        self.source.load_state(state, epoch=self.epoch, step=self.step_in_epoch)
