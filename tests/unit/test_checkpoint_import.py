@@ -47,7 +47,7 @@ class Layers(nn.Module):
         self.first, self.second = nn.Linear(4, width), nn.Linear(width, 4)
         self.register_buffer("scale", torch.ones(7))
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.second(self.first(x).tanh())
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 

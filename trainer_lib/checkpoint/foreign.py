@@ -75,7 +75,7 @@ _KINDS = (
 )
 
 
-_NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.distcp", ".metadata", "global_step*")
+_NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metadata", "global_step*", "*_fsdp_*")
 
 
 def is_foreign(names: Iterable[str]) -> bool:

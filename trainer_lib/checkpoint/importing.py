@@ -184,10 +184,11 @@ def _check_kind(store: Store) -> set[str]:
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
         raise _not_this(store, f"{what}.", remedy)
     names = {info.path for info in store.list()}
-    links = [name for name in store.children() if name not in names and store.exists(name)]
+    folders = {name.partition("/")[0] for name in names}
+    links = [name for name in store.children() if name not in folders and not store.children(name)]
     if links:
         raise DamagedError(
-            "A link stands where a file is expected; it may lead anywhere.",
+            "A link or a pipe stands where a file is expected; it may lead anywhere.",
             field=f"{store.url}/{links[0]}",
             remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
         )

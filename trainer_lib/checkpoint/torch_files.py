@@ -11,6 +11,7 @@ Used by `trainflow checkpoints import` alone: our own checkpoints hold no such f
 
 from __future__ import annotations
 
+import errno
 import math
 import pickletools
 import zipfile
@@ -27,7 +28,8 @@ from trainer_lib.storage import Store
 
 _PROGRAM_LIMIT = 128 * 2**20
 _RECORDS = 2_000_000
-_VALUES = 10_000_000
+_SMALLEST = 22  # bytes: an archive's end
+_VALUES = 2_000_000
 _DEPTH = 64
 _DIMENSIONS = 64
 
@@ -61,7 +63,7 @@ def read_torch_file(store: Store, rel: str) -> Any:
     size = store.size(rel)
     with store.open_read(rel) as stream:
         try:
-            if not zipfile.is_zipfile(stream):
+            if size < _SMALLEST or not zipfile.is_zipfile(stream):
                 raise refused(where, "it is no ZIP archive, as torch writes since version 1.6")
             stream.seek(0)
             with zipfile.ZipFile(stream) as archive:
@@ -69,8 +71,10 @@ def read_torch_file(store: Store, rel: str) -> Any:
                 folder = program.filename.removesuffix("data.pkl")
                 value = _Interpreter(archive, folder, where).run(archive.read(program))
             return _Plain(where).value(value, 0)
-        except StorageError:
-            raise
+        except StorageError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+                raise
+            raise refused(where, "its records lie outside of it") from error
         except MemoryError:
             raise refused(where, "it asks for more memory than there is") from None
         except Exception as error:  # the many ways in which an archive or a program can be wrong

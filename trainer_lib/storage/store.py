@@ -217,7 +217,7 @@ class Store:
         with self._typed("read", checked(rel)):
             try:
                 with self._backend.open_read(rel) as stream:
-                    data = stream.read() if limit is None else stream.read(limit + 1)
+                    data = stream.read() if limit is None else _read_up_to(stream, limit + 1)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
         if limit is not None and len(data) > limit:
@@ -350,3 +350,11 @@ class Store:
             if is_of_a_store(error):
                 raise typed_error(error, verb, self._where(rel)) from error
             raise
+
+
+def _read_up_to(stream: BinaryIO, size: int) -> bytes:
+    """At most so many bytes, taking memory only as they come: one large read would ask for all of it at once."""
+    data = bytearray()
+    while len(data) < size and (piece := stream.read(min(2**20, size - len(data)))):
+        data += piece
+    return bytes(data)

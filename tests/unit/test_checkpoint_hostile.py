@@ -1,0 +1,342 @@
+"""Folders made to do harm are refused by name, before anything in them is used, in bounded memory and time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import save
+from tests.support.hostile import bounded, safetensors, saved, with_file
+from tests.support.training import trainer
+from trainer_lib.checkpoint import catalogue
+from trainer_lib.checkpoint.importing import read_source
+from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
+from trainer_lib.manifest import COMMIT, FileEntry, read_commit, write_commit
+from trainer_lib.storage import Store
+
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def load(root: Path) -> None:
+    """Everything that a resume reads."""
+    loaded = load_checkpoint(Store.open(root), "checkpoint-2", SingleProcess())
+    loaded.model()
+    loaded.optimizer()
+    loaded.rng(0)
+
+
+def refused(root: Path, match: str, names: str = "") -> TrainflowError:
+    """The error that a resume meets; it names the file, and what to do."""
+    with pytest.raises(DamagedError, match=match) as caught:
+        load(root)
+    assert names in str(caught.value.field)
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    save(Store.open(tmp_path / "run"), 1)
+    save(Store.open(tmp_path / "run"), 2)
+    return tmp_path / "run"
+
+
+# ------------------------------------------------------------------------------------------------------ commit files
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("../outside", "'..'"),
+        ("a/../../outside", "'..'"),
+        ("/etc/passwd", "absolute"),
+        ("a\\b", "backslash"),
+        ("a\0b", "control character"),
+        ("a\x1b[2Jb", "control character"),
+        ("\ud800", "half a surrogate"),
+        ("x" * 300, "longer"),
+        ("/".join(["x" * 100] * 20), "longer"),
+        ("", "empty"),
+        (COMMIT, "itself"),
+    ],
+)
+def test_a_commit_that_lists_what_is_outside_is_refused(path: str, reason: str, root: Path) -> None:
+    commit = root / "checkpoint-2" / COMMIT
+    record = json.loads(commit.read_text())
+    record["files"].insert(0, {"path": path, "size": 1, "sha256": "0" * 64})
+    commit.write_text(json.dumps(record))
+    refused(root, reason, COMMIT)
+    told: list[str] = []
+    found = catalogue.newest_good(Store.open(root), on_damage=told.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format": 2}, "a newer one wrote it"),
+        ({"format": 0}, "names no format"),
+        ({"format": True}, "names no format"),
+        ({"format": 1e9}, "names no format"),
+        ({"kind": "stage"}, "altered"),
+        ({"kind": "pickle"}, "unknown kind"),
+        ({"extra": 1}, "other fields"),
+        ({"files": {}}, "lists no files"),
+        ({"files": [{"path": "a"}]}, "malformed file entry"),
+        ({"files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, "malformed size"),
+        ({"meta": []}, "wrong type"),
+        ({"id": 5}, "wrong type"),
+    ],
+)
+def test_a_commit_of_another_form_is_refused(change: dict[str, Any], reason: str, root: Path) -> None:
+    commit = root / "checkpoint-2" / COMMIT
+    commit.write_text(json.dumps(json.loads(commit.read_text()) | change))
+    refused(root, reason, COMMIT)
+
+
+def test_a_commit_of_a_wrong_world_is_refused(root: Path) -> None:
+    for number, world in enumerate([0, -1, "many", 1e300, 10**30, None]):
+        save(Store.open(root / str(number)), 2)
+        folder = Store.open(root / str(number) / "checkpoint-2")
+        commit = read_commit(folder)
+        assert commit is not None
+        commit.meta["world_size"] = world
+        with_meta(folder, commit.meta)
+        refused(root / str(number), "processes", COMMIT)
+
+
+def with_meta(folder: Store, meta: dict[str, Any]) -> None:
+    commit = read_commit(folder)
+    assert commit is not None
+    folder.delete(COMMIT)
+    write_commit(folder, "checkpoint", commit.files, meta)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "nul", "", "\0", '"\\ud800"', "1" * 10_000, '{"format": 1, "format": 1}']
+)
+def test_a_commit_of_any_other_text_is_refused(text: str, root: Path) -> None:
+    (root / "checkpoint-2" / COMMIT).write_text(text)
+    with bounded(50):
+        refused(root, "The commit file", COMMIT)
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+def test_a_link_in_the_place_of_a_file_is_not_followed(root: Path, tmp_path: Path) -> None:
+    file = root / "checkpoint-2" / "model.safetensors"
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")  # the bytes are right: only the place is not
+    refused(root, "a link, not a file", "model.safetensors")
+    file.unlink()
+    file.symlink_to(file)  # a loop
+    refused(root, "missing", "model.safetensors")
+    file.unlink()
+    os.mkfifo(file)  # reading it would wait for ever
+    refused(root, "missing", "model.safetensors")
+
+
+def test_a_pipe_or_an_endless_file_in_the_place_of_the_commit_holds_nobody_up(root: Path) -> None:
+    commit = root / "checkpoint-2" / COMMIT
+    commit.unlink()
+    os.mkfifo(commit)
+    with bounded(50), pytest.raises(ConfigError, match="no committed checkpoint"):
+        load(root)
+    commit.unlink()
+    commit.symlink_to("/dev/zero")
+    with bounded(50), pytest.raises(ConfigError, match="no committed checkpoint"):
+        load(root)
+
+
+def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "other" / "checkpoint-9"
+    save(Store.open(outside.parent), 9)
+    (root / "checkpoint-9").symlink_to(outside)
+    (root / "checkpoint-10").symlink_to(root)
+    (root / "checkpoint-11").symlink_to("checkpoint-11")
+    store = Store.open(root)
+    found = catalogue.newest_good(store, on_damage=pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    assert catalogue.rotate(store, keep=1, protect=()) == ["checkpoint-1"]
+    assert catalogue.clean_leftovers(store) == []
+    assert (outside / COMMIT).exists()
+
+
+# -------------------------------------------------------------------------------------------------------- safetensors
+def many(count: int) -> bytes:
+    entries = (f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(count))
+    return ("{" + ",".join(entries) + "}").encode()
+
+
+HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "no bytes": (lambda: b"", "impossible length"),
+    "a length beyond the file": (lambda: safetensors(b"{}", length=2**63), "impossible length"),
+    "a length of nothing": (lambda: safetensors(b"{}", length=0), "impossible length"),
+    "a negative length": (lambda: b"\xff" * 8 + b"{}", "impossible length"),
+    "a ZIP archive": (lambda: saved({"a": torch.ones(3)}), "impossible length"),
+    "overlapping": (lambda: safetensors({"a": TENSOR, "b": TENSOR}, b"\0" * 8), "contradicts itself"),
+    "a gap": (lambda: safetensors({"a": {**TENSOR, "data_offsets": [8, 16]}}, b"\0" * 16), "contradicts itself"),
+    "backwards": (lambda: safetensors({"a": {**TENSOR, "data_offsets": [8, 0]}}, b"\0" * 8), "contradicts itself"),
+    "beyond the end": (lambda: safetensors({"a": TENSOR}, b"\0" * 4), "promises 8 bytes, there are 4"),
+    "bytes left over": (lambda: safetensors({"a": TENSOR}, b"\0" * 12), "promises 8 bytes, there are 12"),
+    "a negative shape": (lambda: safetensors({"a": {**TENSOR, "shape": [-2]}}, b"\0" * 8), "malformed"),
+    "a huge shape": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61, 2**61]}}, b"\0" * 8), "contradicts"),
+    "shapes beyond numbers": (lambda: safetensors({"a": {**TENSOR, "shape": [2**70]}}, b"\0" * 8), "malformed"),
+    "a fraction": (lambda: safetensors({"a": {**TENSOR, "shape": [2.0]}}, b"\0" * 8), "malformed"),
+    "truth for a number": (lambda: safetensors({"a": {**TENSOR, "shape": [True]}}, b"\0" * 8), "malformed"),
+    "a million dimensions": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61] * 10**6}}), "malformed"),
+    "an unknown type": (lambda: safetensors({"a": {**TENSOR, "dtype": "PICKLE"}}, b"\0" * 8), "malformed"),
+    "no type": (lambda: safetensors({"a": {"shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8), "malformed"),
+    "a type that is a list": (lambda: safetensors({"a": {**TENSOR, "dtype": []}}, b"\0" * 8), "malformed"),
+    "a name twice": (
+        lambda: safetensors(f'{{"a":{json.dumps(TENSOR)},"a":{json.dumps(TENSOR)}}}'.encode(), b"\0" * 8),
+        "malformed",
+    ),
+    "no object": (lambda: safetensors(b"[]"), "malformed"),
+    "nested too deeply": (lambda: safetensors(b'{"a":' + b"[" * 10**6), "malformed"),
+    "a million names": (lambda: safetensors(many(10**6)), "impossible length"),
+    "aliases that are no text": (lambda: safetensors({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
+    "aliases of nothing": (lambda: safetensors({"__metadata__": {"trainflow.aliases": '{"a":"b"}'}}), "tied tensors"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_an_absurd_header_is_refused(kind: str, root: Path) -> None:
+    make, reason = HEADERS[kind]
+    with_file(Store.open(root / "checkpoint-2"), "model.safetensors", make())
+    with bounded(200):
+        refused(root, reason, "model.safetensors")
+
+
+def test_a_header_takes_no_more_memory_than_its_limit_allows(tmp_path: Path) -> None:
+    (tmp_path / "many").write_bytes(safetensors(many(100_000)))
+    with bounded(300):
+        assert len(read_safetensors(Store.open(tmp_path), "many")) == 100_000
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+@pytest.mark.parametrize("name", ["trainer_state.json", "data.json", "optimizer.json", "scheduler.json", "scaler.json",
+                                  "training_args.json", "rng/rank-00000.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b"[" + b"[]," * 5_000_000 + b"1]",
+        b"\xff\xfe",
+        b"nope",
+        b"[]",
+        b"",
+        b"1" * 9000,
+    ],
+    ids=["deep lists", "deep objects", "many lists", "no text", "no JSON", "no object", "nothing", "a long number"],
+)
+def test_json_of_any_other_kind_is_refused(text: bytes, name: str, root: Path) -> None:
+    with_file(Store.open(root / "checkpoint-2"), name, text)
+    with bounded(150):
+        refused(root, "is damaged", name)
+
+
+def test_a_file_of_ten_terabytes_is_not_read(root: Path) -> None:
+    folder = root / "checkpoint-2"
+    os.truncate(folder / "data.json", 10 * 2**40)  # sparse: takes no space
+    record = json.loads((folder / COMMIT).read_text())
+    entries = [FileEntry(**entry) for entry in record["files"]]
+    entries = [FileEntry("data.json", 10 * 2**40, "0" * 64) if e.path == "data.json" else e for e in entries]
+    (folder / COMMIT).unlink()
+    write_commit(Store.open(folder), "checkpoint", entries, record["meta"])
+    with bounded(50):
+        refused(root, "more than", "data.json")
+
+
+ODD: dict[str, list[Any]] = {
+    "optimizer.json": [
+        {"groups": [5], "scalars": {}},
+        {"groups": [{}], "scalars": {}},
+        {"groups": [{"params": [[]]}], "scalars": {}},
+        {"groups": [], "scalars": {"state": []}},
+        {"groups": [], "scalars": {"state": {"a": 5}}},
+    ],
+    "scheduler.json": [{"a": {"__tuple__": 5}}, {"a": {"__dict__": [[[], 1]]}}, {"a": {"__dict__": "ab"}}],
+    "scaler.json": [{"scale": {"__tensor__": "x"}}],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_json_of_a_wrong_shape_is_refused(name: str, root: Path) -> None:
+    for value in ODD[name]:
+        with_file(Store.open(root / "checkpoint-2"), name, json.dumps(value).encode())
+        with pytest.raises(DamagedError) as caught:
+            load(root)
+        assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("trainer_state.json", {"global_step": "six"}),
+        ("trainer_state.json", {"log_history": [5]}),
+        ("trainer_state.json", {"stateful_callbacks": {"TrainerControl": {"args": {"x": 1}}}}),
+        ("trainer_state.json", {"stateful_callbacks": {"Anything": 5}}),
+        ("data.json", {"epoch": "one"}),
+        ("data.json", {"epoch": None}),
+        ("data.json", {"history": {"since_log": [[1]]}}),
+        ("optimizer.json", {"scalars": {"state": {"body.weight": {"step": {"__tensor__": "absent"}}}}}),
+        ("scheduler.json", {"lr_lambdas": 5}),
+    ],
+)
+def test_a_state_that_training_cannot_take_up_is_refused_by_file(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
+    trainer(tmp_path, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+    folder = Store.open(tmp_path / "checkpoint-1")
+    with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
+    with pytest.raises(DamagedError) as caught:
+        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=True)
+    assert name in str(caught.value.field)
+    assert caught.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------- other programs' folders
+FOREIGN = {
+    "transformers": (["trainer_state.json", "optimizer.pt", "model.safetensors"], "transformers Trainer", "import"),
+    "a random state": (["rng_state.pth"], "transformers Trainer", "import"),
+    "arguments": (["training_args.bin"], "transformers Trainer", "import"),
+    "deepspeed": (["global_step5/mp_rank_00_model_states.pt", "trainer_state.json"], "DeepSpeed", "zero_to_fp32"),
+    "distributed": ([".metadata", "__0_0.distcp"], "torch.distributed", "merge-weights"),
+    "fsdp": (["pytorch_model_fsdp_0/.metadata", "trainer_state.json"], "torch.distributed", "merge-weights"),
+    "accelerate": (["random_states_0.pkl", "model.safetensors"], "another trainer", "safetensors"),
+    "lightning": (["epoch=1.ckpt"], "another trainer", "safetensors"),
+    "weights": (["pytorch_model.bin"], "weights only", "start training anew"),
+    "pickles": (["state.pkl"], "folder with pickles", "any code"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str, tmp_path: Path) -> None:
+    names, what, remedy = FOREIGN[kind]
+    for name in names:
+        path = tmp_path / "run" / "checkpoint-2" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)  # whoever opens it waits for ever
+    with pytest.raises(ConfigError, match=what) as caught:
+        load(tmp_path / "run")
+    assert remedy in str(caught.value.remedy)
+    store = Store.open(tmp_path / "run")
+    assert catalogue.newest_good(store, on_damage=pytest.fail) is None
+    if kind not in ("weights", "lightning"):
+        assert catalogue.clean_leftovers(store) == [], "another program's checkpoint was deleted"
+        assert (tmp_path / "run" / "checkpoint-2" / names[0]).exists()
+    if what != "transformers Trainer":
+        with pytest.raises(ConfigError, match=what):
+            read_source(Store.open(tmp_path / "run" / "checkpoint-2"))
