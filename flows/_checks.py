@@ -150,13 +150,20 @@ def _check_arguments(spec: PipelineSpec) -> None:
 
 def _check_launch(field: str, settings: LaunchSettings, args: Mapping[str, Any]) -> None:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import LaunchConfig, check
+    from trainer_lib.launch import check, from_settings
 
+    if field != "train.launch" and str(settings.nodes) != "1":
+        raise ConfigError(
+            "Several machines train; the other stages run on one.",
+            field=f"{field}.nodes",
+            value=settings.nodes,
+            remedy="Remove it here.",
+        )
     use_cpu = TrainingArguments.from_dict(args).use_cpu
     try:
-        check(LaunchConfig(**settings.model_dump()), use_cpu=use_cpu)
+        check(from_settings(settings.model_dump()), use_cpu=use_cpu)
     except ConfigError as error:
-        if error.field is not None:
+        if error.field is not None and error.field.startswith("train.launch."):
             error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"
         raise
 

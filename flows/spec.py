@@ -30,7 +30,7 @@ from trainer_lib.errors import ConfigError
 
 _PATHS = (
     *("recipe", "root", "storage", "prepare.sources", "publish.to"),
-    *("prepare.recipe", "train.recipe", "evaluate.recipe", "predict.recipe"),
+    *("prepare.recipe", "train.recipe", "evaluate.recipe", "predict.recipe", "train.launch.config_file"),
 )
 _NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:)")
 
@@ -63,14 +63,20 @@ class PipelineSpec(Settings):
         """evaluate, with what it leaves unset taken from train."""
         own = self.evaluate
         return own.model_copy(
-            update={"args": {**self.train.args, **own.args}, "launch": own.launch or self.train.launch}
+            update={
+                "args": {**self.train.args, **own.args},
+                "launch": own.launch or self.train.launch.on_one_machine(),
+            }
         )
 
     def predict_config(self) -> PredictConfig:
         """predict, with what it leaves unset taken from train."""
         own = self.predict
         return own.model_copy(
-            update={"args": {**self.train.args, **own.args}, "launch": own.launch or self.train.launch}
+            update={
+                "args": {**self.train.args, **own.args},
+                "launch": own.launch or self.train.launch.on_one_machine(),
+            }
         )
 
     def check(self) -> None:
@@ -121,6 +127,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> PipelineSpec:
         _checks.refuse_secrets(raw)
         _resolve_paths(raw, path.absolute().parent, source.overridden)
         spec = parse_spec(raw)
+        spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
         spec.check()
     except ConfigError as error:
         raise source.locate(error) from None

@@ -193,10 +193,10 @@ def predict_key(config: PredictConfig, recipe: str, root: str | None, data: str,
 
 
 def world_size(launch: LaunchSettings, *, use_cpu: bool = False) -> int:
-    """How many processes a launch will start on this machine."""
-    from trainer_lib.launch import LaunchConfig, check
+    """How many processes a launch will start on all machines; on the most there may be."""
+    from trainer_lib.launch import check, from_settings
 
-    return int(check(LaunchConfig(**launch.model_dump()), use_cpu=use_cpu).processes)
+    return check(from_settings(launch.model_dump()), use_cpu=use_cpu).world_size
 
 
 def _evaluation_fields(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:

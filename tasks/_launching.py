@@ -11,7 +11,7 @@ from tasks._mlflow import RunHandle
 from tasks._stage import StageContext
 from tasks.configs import LaunchSettings
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch import from_settings, launch
 from trainer_lib.storage import FileEntry
 
 _ASK_EVERY_S = 3.0
@@ -52,7 +52,7 @@ def run_verb(
         request["args"] = {**more["args"], "use_cpu": TrainingArguments.from_dict(more["args"]).use_cpu}
     return launch(
         request,
-        LaunchConfig(**settings.model_dump()),
+        from_settings(settings.model_dump()),
         env=RunHandle.from_dict(tracking).worker_env() if tracking is not None else {},
         on_line=context.progress.line,
         on_event=context.progress.event,

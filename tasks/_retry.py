@@ -142,11 +142,16 @@ class Ledger:
         return record if isinstance(record, dict) else {}
 
 
-def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int) -> dict[str, Any]:
-    """Training arguments `rung` halvings of the micro-batch down, with the same global batch. Rung 0: unchanged."""
+def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int, varies: bool = False) -> dict[str, Any]:
+    """Training arguments `rung` halvings of the micro-batch down, with the same global batch. Rung 0: unchanged.
+
+    Args:
+        world_size: processes of the run.
+        varies: there may be fewer of them at times; also on rung 0 the global batch is then fixed.
+    """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
 
-    if rung == 0:
+    if rung == 0 and not varies:
         return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="train.args")
     return {

@@ -50,14 +50,16 @@ def _spread_kind(value: Any) -> Any:
 class LaunchSettings(Settings):
     """How a stage's processes are started. Never part of a content key."""
 
-    kind: Literal["auto", "torchrun", "process", "in_process"] = Field(
+    kind: Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"] = Field(
         default="auto",
         description="Launcher. auto: torchrun for several processes, one plain process otherwise. "
-        "in_process runs the work inside the calling process (for tests and notebooks).",
+        "in_process runs the work inside the calling process (for tests and notebooks); environment joins what Slurm, "
+        "Kubernetes, MPI or an enclosing torchrun has started.",
     )
     processes: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Number of worker processes; auto: one per GPU, or on a CPU two where there are two cores.",
+        description="Number of worker processes on each machine; auto: one per GPU, or on a CPU two where there are "
+        "two cores.",
     )
     threads: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="CPU threads per process; unset: cores are shared out."
@@ -72,6 +74,34 @@ class LaunchSettings(Settings):
     env: dict[str, str] = Field(
         default_factory=dict, description="Extra environment variables of the workers. Never a secret: export those."
     )
+    devices: list[int | str] | None = Field(
+        default=None, description="GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them; unset: all visible."
+    )
+    device_order: Literal["PCI_BUS_ID", "FASTEST_FIRST"] | None = Field(
+        default=None, description="How CUDA numbers the GPUs (CUDA_DEVICE_ORDER)."
+    )
+    nodes: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = Field(
+        default=1, description='Machines that train together; "1:4" is at least one and at most four. Training only.'
+    )
+    node_rank: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Which machine this is; 0 (or unset) leads and runs the pipeline, the others join."
+    )
+    rendezvous: str | None = Field(
+        default=None, description="host:port of the leading machine, where the others find it."
+    )
+    join_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that the machines wait for each other.")
+    interface: str | None = Field(
+        default=None, description="Network interface of the workers' messages; unset: the one towards rendezvous."
+    )
+    config_file: str | None = Field(
+        default=None, description="Configuration file of `accelerate config`; kind accelerate only."
+    )
+
+    def on_one_machine(self) -> LaunchSettings:
+        """The same for a stage that one machine does alone."""
+        alone = {"nodes": 1, "node_rank": None, "rendezvous": None, "config_file": None}
+        kind = "auto" if self.kind in ("accelerate", "environment") else self.kind
+        return self.model_copy(update={**alone, "kind": kind})
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_spread_kind)]
@@ -114,6 +144,14 @@ class TrainConfig(StageSettings):
     launch: Launch = Field(default=LaunchSettings(), description="How the processes are started.")
     train_split: str = Field(default="train", min_length=1, description="Name of the split to train on.")
     eval_split: str | None = Field(default=None, description="Split evaluated while training; unset: none.")
+
+    def with_launchers_arguments(self) -> TrainConfig:
+        """The same with what accelerate's configuration file says about the arguments; a contradiction is refused."""
+        if self.launch.kind != "accelerate" or self.launch.config_file is None:
+            return self
+        from trainer_lib.launch import accelerate
+
+        return self.model_copy(update={"args": accelerate.merged(self.args, self.launch.config_file)})
 
 
 class EvaluateConfig(StageSettings):

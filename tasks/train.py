@@ -41,8 +41,8 @@ def train(
         The stage's manifest: the model lies below `model/`; `meta` holds steps, checkpoints and what was resumed.
     """
     StageManifest.from_dict(data)
+    config = config.with_launchers_arguments()
     parsed = TrainingArguments.from_dict(config.args, prefix="train.args")
-    processes = world_size(config.launch, use_cpu=parsed.use_cpu)
 
     def work(context: StageContext) -> StageOutput:
         result = run_verb(
@@ -56,7 +56,7 @@ def train(
             debug=debug,
             data=data_request(data),
             model=config.model,
-            args=lower_training(config.args, context.rung, world_size=processes),
+            args=_arguments(config, context.rung, parsed),
             train_split=config.train_split,
             eval_split=config.eval_split,
         )
@@ -66,3 +66,10 @@ def train(
 
     key, rungs = train_key(config, recipe, root, data["content_digest"]), rungs_of(parsed.per_device_train_batch_size)
     return run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs)
+
+
+def _arguments(config: TrainConfig, rung: int, parsed: TrainingArguments) -> dict[str, Any]:
+    """The arguments of this attempt: the same global batch, however far memory reaches and many machines come."""
+    processes = world_size(config.launch, use_cpu=parsed.use_cpu)
+    varies = ":" in str(config.launch.nodes)
+    return lower_training(config.args, rung, world_size=processes, varies=varies)

@@ -140,7 +140,7 @@ def test_a_key_holds_plain_data_only() -> None:
 
 
 def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer_lib.launch.base as launch
+    import trainer_lib.launch.config as launch
 
     monkeypatch.setattr(launch, "devices", lambda _: 1)
     monkeypatch.setattr(launch, "cores", lambda: 2)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, check, devices
-from trainer_lib.launch.base import worker_environment
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.launch import LaunchConfig, check, devices, from_settings
+from trainer_lib.launch.config import check_rendezvous
+from trainer_lib.launch.variables import worker_environment
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_more_processes_than_cores_are_refused(two_cores: None) -> None:
 
 
 def test_more_processes_than_devices_are_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.launch.base.devices", lambda environment: 1)
+    monkeypatch.setattr("trainer_lib.launch.config.devices", lambda environment: 1)
     with pytest.raises(ConfigError, match=r"1 CUDA device"):
         check(LaunchConfig(processes=2))
     assert check(LaunchConfig(processes=2), use_cpu=True).processes == 2
@@ -63,15 +68,30 @@ def test_devices_are_counted_without_torch(
     assert devices.devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
 
 
-@pytest.mark.parametrize("kind", ["accelerate", "mpirun"])
-def test_unknown_launcher_is_refused(kind: str) -> None:
+def test_unknown_launcher_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a launcher") as caught:
-        check(LaunchConfig(kind=kind))  # type: ignore[arg-type]
+        check(LaunchConfig(kind="mpirun"))  # type: ignore[arg-type]
     assert caught.value.field == "train.launch.kind"
 
 
+@pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
+def test_a_launcher_whose_package_is_missing_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=f"kind = {kind}: its launcher belongs to {kind}") as caught:
+        check(LaunchConfig(kind=kind))
+    assert "pip install" in (caught.value.remedy or "")
+
+
 @pytest.mark.parametrize(
-    "changes", [{"processes": 0}, {"threads": 0}, {"grace_s": -1.0}, {"timeout_s": -1.0}, {"max_restarts": -1}]
+    "changes",
+    [
+        {"processes": 0},
+        {"threads": 0},
+        {"grace_s": -1.0},
+        {"timeout_s": -1.0},
+        {"max_restarts": -1},
+        {"join_timeout_s": -1.0},
+    ],
 )
 def test_senseless_numbers_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -100,11 +120,12 @@ def test_environment_of_the_caller_comes_last_and_an_outer_torchrun_is_forgotten
     two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.setenv(name, "1")
+        monkeypatch.setenv(name, "7")
     config = check(LaunchConfig(processes=1, env={"A": "config", "B": "config"}))
     environment = worker_environment(config, {"B": "caller"})
     assert (environment["A"], environment["B"]) == ("config", "caller")
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert not {"MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -113,3 +134,151 @@ def test_launch_imports_no_torch() -> None:
         "import sys, trainer_lib.launch; sys.exit(bool({'torch', 'prefect', 'mlflow', 'pyarrow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "SLURM_STEP_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    environment = worker_environment(check(LaunchConfig(processes=1)), {})
+    assert (environment["RANK"], environment["WORLD_SIZE"], environment["SLURM_JOB_ID"]) == ("0", "1", "7")
+    assert not [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_", "SLURM_STEP", "SLURM_PROC"))]
+    with pytest.raises(ConfigError, match=r"train\.launch\.env = ACCELERATE_MIXED_PRECISION: would change what"):
+        check(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+
+
+def test_devices_are_selected_and_ordered(two_devices: None) -> None:
+    config = check(LaunchConfig(devices=(1, 0), device_order="PCI_BUS_ID"))
+    assert (config.kind, config.processes) == ("torchrun", 2)
+    environment = worker_environment(config, {})
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("1,0", "PCI_BUS_ID")
+    assert check(LaunchConfig(devices=(1,))).processes == 1
+    assert check(LaunchConfig(env={"CUDA_VISIBLE_DEVICES": "1"})).processes == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"devices": (0, 2)}, "CUDA_VISIBLE_DEVICES", "0,2"),
+        ({"devices": (0, 0)}, "CUDA_VISIBLE_DEVICES", "0,0"),
+        ({"devices": ("first",)}, "CUDA_VISIBLE_DEVICES", "first"),
+        ({"device_order": "BIGGEST_FIRST"}, "CUDA_DEVICE_ORDER", "BIGGEST_FIRST"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "7"}}, "CUDA_VISIBLE_DEVICES", "7"),
+        ({"devices": (0,), "env": {"CUDA_VISIBLE_DEVICES": "1"}}, "train.launch.devices", "[0]"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    two_devices: None, changes: dict[str, Any], field: str, value: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(LaunchConfig(**changes))
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert caught.value.remedy is not None
+
+
+def test_devices_on_a_machine_without_any_are_refused(two_cores: None) -> None:
+    with pytest.raises(ConfigError, match=r"train\.launch\.devices = \[0\]: there is no CUDA device here"):
+        check(LaunchConfig(devices=(0,)))
+    assert check(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
+
+
+# ------------------------------------------------------------------------------------------------------ several nodes
+MEETING = "10.0.0.1:29500"
+
+
+def test_more_nodes_are_configuration_only(two_cores: None) -> None:
+    config = check(LaunchConfig(nodes=2, rendezvous=MEETING))
+    assert (config.kind, config.node_range, config.world_size, config.follows) == ("torchrun", (2, 2), 4, False)
+    assert config.endpoint == ("10.0.0.1", 29500)
+    elastic = check(LaunchConfig(nodes="1:3", rendezvous="[::1]:7", node_rank=2, processes=1))
+    assert (elastic.node_range, elastic.world_size, elastic.follows) == ((1, 3), 3, True)
+    assert elastic.endpoint == ("::1", 7)
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(config, {})
+    chosen = worker_environment(replace(config, interface="eth1"), {})
+    assert chosen["GLOO_SOCKET_IFNAME"] == chosen["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"nodes": "2:1"}, "nodes"),
+        ({"nodes": "many"}, "nodes"),
+        ({"nodes": 0}, "nodes"),
+        ({"nodes": 2, "rendezvous": None}, "rendezvous"),
+        ({"nodes": 2, "rendezvous": "10.0.0.1"}, "rendezvous"),
+        ({"nodes": 2, "rendezvous": "host:0"}, "rendezvous"),
+        ({"nodes": 2, "node_rank": 2}, "node_rank"),
+        ({"nodes": 2, "kind": "process"}, "kind"),
+        ({"nodes": 2, "kind": "deepspeed"}, "kind"),
+    ],
+)
+def test_nodes_that_could_not_meet_are_refused(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError) as caught:
+        check(LaunchConfig(**{"rendezvous": MEETING, **changes}))
+    assert caught.value.field == f"train.launch.{field}"
+    assert caught.value.remedy is not None
+
+
+def test_a_rendezvous_that_cannot_be_listened_on_is_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: cannot be listened on: Address already in use"):
+            check_rendezvous(LaunchConfig(nodes=2, rendezvous=f"127.0.0.1:{port}"))
+    check_rendezvous(LaunchConfig(nodes=2, rendezvous=f"127.0.0.1:{port}"))
+    with pytest.raises(ConfigError, match="Cannot assign requested address"):
+        check_rendezvous(LaunchConfig(nodes=2, rendezvous="203.0.113.1:29500"))
+
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def test_a_task_per_machine_is_a_node(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}.items():
+        monkeypatch.setenv(name, value)
+    config = check(LaunchConfig(kind="environment"))
+    assert (config.kind, config.nodes, config.node_rank, config.rendezvous) == ("torchrun", 2, 1, "n1:15007")
+    assert (config.processes, config.world_size, config.follows) == (2, 4, True)
+
+
+def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**given, "MASTER_ADDR": "h", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    config = check(LaunchConfig(kind="environment"))
+    assert (config.nodes, config.node_rank, config.rendezvous, config.processes) == (4, 3, "h:9", 1)
+    assert worker_environment(config, {})["TRAINFLOW_LOCAL_RANK"] == "1/2"
+    with pytest.raises(ConfigError, match=r"train\.launch\.processes = 2: this machine's 2 tasks are one process each"):
+        check(LaunchConfig(kind="environment", processes=2))
+
+
+def test_nobody_around_is_one_machine(two_cores: None) -> None:
+    assert check(LaunchConfig(kind="environment")).kind == "torchrun"
+    assert not check(LaunchConfig(kind="environment")).several_nodes
+
+
+def test_settings_as_plain_data_give_the_same_configuration() -> None:
+    config = LaunchConfig(nodes="1:2", rendezvous=MEETING, devices=(1, 0), env={"A": "b"})
+    settings = json.loads(json.dumps(config.__dict__))
+    assert from_settings({**settings, "unknown": 1}) == config

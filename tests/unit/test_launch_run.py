@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -195,3 +197,52 @@ def test_torchrun_listens_on_loopback_only_and_says_who_speaks(heard: Heard, tmp
     said = "listens on ['127.0.0.1'] 127.0.0.1"
     assert sorted(heard.lines) == [f"[rank 1] {said}", said]
     assert nothing_left()
+
+
+SAYS = "import os\nprint(*(os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS')))\n"
+
+
+def test_accelerate_starts_as_many_as_were_asked_for(heard: Heard, tmp_path: Path) -> None:
+    result = heard.launch(request(tmp_path, SAYS + ROWS), kind="accelerate", processes=2, threads=3)
+    assert result["splits"]["train"]["rows"] == 2
+    assert sorted(line for line in heard.lines if " 2 " in line) == ["0 2 0 3", "[rank 1] 1 2 1 3"]
+    assert nothing_left()
+
+
+def test_accelerate_reads_its_file_and_nothing_of_the_users_home(
+    heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "home" / "accelerate"
+    cache.mkdir(parents=True)
+    (cache / "default_config.yaml").write_text("mixed_precision: fp16\nnum_processes: 2\ndistributed_type: MULTI_GPU\n")
+    monkeypatch.setenv("HF_HOME", str(cache.parent))
+    says = "import os\nprint('precision', os.environ['ACCELERATE_MIXED_PRECISION'])\n" + ROWS
+    heard.launch(request(tmp_path, says), kind="accelerate", processes=1)
+    assert "precision no" in heard.lines
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("mixed_precision: bf16\nnum_processes: 1\ndistributed_type: 'NO'\n")
+    heard.launch(request(tmp_path, says), kind="accelerate", config_file=str(file))
+    assert "precision bf16" in heard.lines
+
+
+def test_accelerates_ranks_fail_by_name(heard: Heard, tmp_path: Path) -> None:
+    killed = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(300)\n"
+    with pytest.raises(InfrastructureError, match=r"rank 1 was killed by SIGKILL \(9\)"):
+        heard.launch(request(tmp_path, killed), kind="accelerate", processes=2)
+    raised = "import os, time\nif os.environ['RANK'] == '1': raise KeyError('gone')\ntime.sleep(300)\n"
+    with pytest.raises(CodeError, match="KeyError: 'gone'") as caught:
+        heard.launch(request(tmp_path, raised), kind="accelerate", processes=2)
+    assert caught.value.rank == 1
+
+
+def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
+    """On a CPU, `accelerate launch` may start one process that takes itself for all, and says nothing."""
+    run_dir = RunDir.create(request(tmp_path, ROWS), 1.0, lambda: False)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--quiet"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "trainer_lib.worker"]
+    done = subprocess.run([*command, "prepare", str(run_dir.path)], env={**os.environ, "TRAINFLOW_WORLD_SIZE": "2"})
+    [record] = run_dir.errors()
+    run_dir.remove()
+    assert done.returncode != 0
+    assert (record["class"], record["field"], record["value"]) == ("ConfigError", "train.launch.processes", "2")
+    assert record["message"] == "the launcher formed a world of 1 process(es)."

@@ -1,5 +1,9 @@
-"""Starting workers and ending them: one protocol over plain processes, torchrun and this very process. Torch-free."""
+"""Starting workers and ending them: one protocol over plain processes, torchrun and its like, several machines, and
+this very process. Torch-free."""
 
-from trainer_lib.launch.base import LaunchConfig, check, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.config import LaunchConfig, check, from_settings
+from trainer_lib.launch.nodes import follow
+from trainer_lib.launch.notebook import notebook_launcher
 
-__all__ = ["LaunchConfig", "check", "launch"]
+__all__ = ["LaunchConfig", "check", "follow", "from_settings", "launch", "notebook_launcher"]

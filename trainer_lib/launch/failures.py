@@ -1,8 +1,9 @@
 """From what is left in a run directory to one typed failure.
 
 Several ranks usually fail together: one for a reason, the others because it is gone. In this order the first that
-applies is reported: a rank's own record (the earliest), a rank that was killed, a launcher or guard that was killed
-(workers then stop, and would say that they were asked to), an agreed stop, a rank that only lost contact.
+applies is reported: machines that did not find each other, a rank's own record (the earliest), a rank that was killed,
+a machine that vanished, a launcher or guard that was killed (workers then stop, and would say that they were asked to),
+an agreed stop, a rank that only lost contact.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ def failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
         return _hung(run_dir, ending)
     if ending.cancelled:
         return _cancelled(stopped, ending)
+    agent = run_dir.read_json("agent.json") or {}
+    if agent.get("failure") is not None:
+        return from_record(agent["failure"])
     for record in records:
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
     dead = _died_without_a_word(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
     if dead is not None:
         return dead
+    if agent.get("lost"):
+        return _lost_machine(agent["lost"][0], ending)
     guard = run_dir.read_json("guard.json")
     if guard is None or int(guard["code"]) < 0:
         return _launcher_failed(guard, ending)
@@ -73,20 +79,45 @@ def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int], *, di
     if agent is not None:
         silent = [rank for rank in agent["failures"] if rank["rank"] not in spoke]
         silent.sort(key=lambda rank: (rank["time"], rank["rank"]))
-        codes = [(int(rank["rank"]), int(rank["exitcode"])) for rank in silent]
     elif guard is not None and direct and not spoke:
-        codes = [(0, int(guard["code"]))]
+        silent = [{"rank": 0, "exitcode": guard["code"]}]
+    elif guard is not None and not direct:
+        silent = _silent_workers(run_dir, spoke, int(guard["code"]))
     else:
         return None
-    for rank, code in codes:
-        return _silent_rank(rank, code, ending)
+    for rank in silent:
+        killed_for_memory = ending.out_of_memory or bool(rank.get("out_of_memory"))
+        return _silent_rank(int(rank["rank"]), int(rank["exitcode"]), ending, rank.get("host"), killed_for_memory)
     return None
 
 
-def _silent_rank(rank: int, code: int, ending: Ending) -> TrainflowError:
-    where: dict[str, Any] = {"rank": rank, "step": ending.step, "details": ending.tail}
+def _silent_workers(run_dir: RunDir, spoke: set[int], code: int) -> list[dict[str, Any]]:
+    """Ranks without a record, under a launcher that accounts for none but exits with the code of the first that failed.
+
+    Where it says nothing either (it was killed itself, or ended well), no rank is to blame.
+    """
+    if code <= 0:
+        return []
+    signalled = 256 - code if code > 200 else 0  # sys.exit(-9) of a Python launcher is exit code 247
+    ranks = sorted(int(path.stem.removeprefix("worker-")) for path in run_dir.path.glob("worker-*.pid"))
+    return [{"rank": rank, "exitcode": -signalled or code} for rank in ranks if rank not in spoke]
+
+
+def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
     when = "" if ending.step is None else f" at step {ending.step}"
-    if code == -signal.SIGKILL and ending.out_of_memory:
+    return InfrastructureError(
+        f"the machine {machine['host']} was lost{when}: no sign of life for {machine['silent_s']:.0f} s.",
+        field="train.launch.nodes",
+        step=ending.step,
+        remedy="Start `trainflow join` there again; the same command continues from the last save.",
+        details=ending.tail,
+    )
+
+
+def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_for_memory: bool) -> TrainflowError:
+    where: dict[str, Any] = {"rank": rank, "step": ending.step, "details": ending.tail}
+    when = ("" if host is None else f" on {host}") + ("" if ending.step is None else f" at step {ending.step}")
+    if code == -signal.SIGKILL and killed_for_memory:
         return OutOfMemoryError(
             f"rank {rank} was killed by the kernel{when}: the machine's (or container's) memory ran out.",
             remedy="Lower per_device_train_batch_size (the global batch stays when global_batch_size is set), "

@@ -25,13 +25,14 @@ def run(
         TrainflowError: its failure.
     """
     worker = importlib.import_module("trainer_lib.worker.session")
-    with _environment(env):
+    with environment(env):
         result: dict[str, Any] = worker.run_here(str(request["verb"]), run_dir, on_event)
     return result
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """These variables for as long as the block runs."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

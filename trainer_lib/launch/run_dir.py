@@ -10,6 +10,8 @@
         error-rank<r>.json  why a rank failed
         guard.json agent.json   how the command and the ranks ended
         stack-<rank>.txt    the stacks of a rank that made no progress
+        stacks.asked cancelled  the owner wants those stacks; the owner wants the end
+        launch.json verdict.json    several machines: how this one takes part, and what ended that
 """
 
 from __future__ import annotations
@@ -111,8 +113,43 @@ class RunDir:
 
     def stacks(self) -> str:
         """What the ranks wrote when they were asked where they are."""
-        texts = ((path, path.read_text(errors="replace")) for path in sorted(self.path.glob("stack-*.txt")))
-        return "\n".join(f"--- rank {path.stem.removeprefix('stack-')}\n{text}" for path, text in texts if text)
+        found = sorted(self.stack_files().items(), key=lambda item: int(item[0]))
+        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in found)
+
+    def stack_files(self) -> dict[str, str]:
+        """The same by rank, without those that wrote nothing."""
+        texts = {path.stem.removeprefix("stack-"): path.read_text(errors="replace") for path in self._stack_paths()}
+        return {rank: text for rank, text in texts.items() if text}
+
+    def write_stack(self, rank: str, text: str) -> None:
+        """Leave what a rank of another machine wrote."""
+        self._write(f"stack-{int(rank)}.txt", text)
+
+    def _stack_paths(self) -> list[Path]:
+        return [path for path in self.path.glob("stack-*.txt") if path.stem.removeprefix("stack-").isdigit()]
+
+    def ask_stacks(self) -> None:
+        """Say that the owner wants to know where every rank is, those of other machines included."""
+        self._write("stacks.asked", "")
+
+    def stacks_asked(self) -> bool:
+        """Whether it does."""
+        return (self.path / "stacks.asked").exists()
+
+    def mark_cancelled(self) -> None:
+        """Say that the owner wants the end, not a new attempt."""
+        with suppress(OSError):
+            self._write("cancelled", "")
+
+    def was_cancelled(self) -> bool:
+        """Whether it does."""
+        return (self.path / "cancelled").exists()
+
+    def clear_attempt(self) -> None:
+        """Forget the workers of an earlier attempt in the same folder: their notes, records and stacks."""
+        for pattern in ("worker-*.pid", "error-rank*.json", "stack-*.txt"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def end_processes(self, patience_s: float, should_cancel: Callable[[], bool] = lambda: False) -> None:
         """Wait for every noted process to end by itself, then SIGKILL those that did not."""

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 POLL_S = 0.2
 STACKS_S = 2.0  # how long a hung worker gets to write down where it is
+NODES_STACKS_S = 5.0  # the same when other machines have to be asked
 TAIL_LINES = 60
 LINE_BYTES = 64 * 1024
 
@@ -83,6 +84,7 @@ class Supervisor:
         self._step: int | None = None
         self._cancelled = False
         self._progressed = time.monotonic()
+        self._alone = not (run_dir.path / "launch.json").exists()
 
     def run(self) -> Ending:
         """Start the command and stay with it until nothing of it is left."""
@@ -126,12 +128,14 @@ class Supervisor:
             oom.tick()
             if not self._cancelled and self._listener.should_cancel():
                 self._cancelled = True
+                self._run_dir.mark_cancelled()
                 self._tell("stop")
             silent_s = time.monotonic() - self._progressed
             if self._timeout_s is not None and hung_s is None and silent_s > self._timeout_s:
                 hung_s = silent_s
+                self._run_dir.ask_stacks()
                 self._tell("stacks")
-                self._listen_for(STACKS_S)
+                self._listen_for(STACKS_S if self._alone else NODES_STACKS_S)
                 self._tell("kill")
         self._drain()
         return hung_s
@@ -194,6 +198,7 @@ class Supervisor:
     def _end(self) -> None:
         """End everything because the caller is leaving: gracefully, unless it insists by a second interruption."""
         self._listener = self._listener.quiet()
+        self._run_dir.mark_cancelled()
         try:
             self._tell("stop")
             while self._guard.poll() is None:

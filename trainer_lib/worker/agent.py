@@ -1,26 +1,23 @@
 """torchrun, with a store that listens on loopback only and an account of how each rank ended.
 
-``python -m trainer_lib.worker.agent <processes> <verb> <run dir>``. `torch.distributed.run` binds its store to every
-interface; a store of ours, bound to 127.0.0.1 and given to the same process under the same port, is taken instead
-(`multi_tenant` stores share one server per port).
+``python -m trainer_lib.worker.agent <processes> <verb> <run dir>``. Machines that train together
+have `trainer_lib.worker.node`, which starts their workers through the same `run_workers`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.worker.meeting import open_store
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,44 +27,47 @@ def main(argv: list[str]) -> int:
     processes, verb, path = argv
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
+    store = open_store(LOOPBACK, 0)
+    try:
+        failures = run_workers(run_dir, verb, int(processes), master=(LOOPBACK, store.port))
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    if failures:
+        run_dir.write_json("agent.json", {"failures": failures})
+    return 1 if failures else 0
+
+
+def run_workers(
+    run_dir: RunDir, verb: str, processes: int, *, master: tuple[str, int], nodes: int = 1, node_rank: int = 0
+) -> list[dict[str, Any]]:
+    """Have torchrun start this machine's workers and wait for their end.
+
+    Args:
+        master: where the store of the whole job listens.
+
+    Returns:
+        How each rank ended that did not end well (rank, exit code, pid, time); empty when all is done.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would tell what agent.json tells
-    store = _loopback_store()
     options = run.get_args_parser().parse_args(
         [
-            *("--nproc-per-node", processes, "--max-restarts", "0", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "static", "--master-addr", LOOPBACK, "--master-port", str(store.port)),
+            *("--nproc-per-node", str(processes), "--max-restarts", "0", "--monitor-interval", "0.1"),
+            *("--nnodes", str(nodes), "--node-rank", str(node_rank)),
+            *("--rdzv-backend", "static", "--master-addr", master[0], "--master-port", str(master[1])),
             *("--shutdown-timeout", str(int(float(os.environ.get("TRAINFLOW_GRACE_S", "60"))))),
             *("--log-dir", str(run_dir.path / "torchelastic")),  # it makes one, used or not
-            *("-m", "trainer_lib.worker", verb, path),
+            *("-m", "trainer_lib.worker", verb, str(run_dir.path)),
         ]
     )
     try:
         run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        run_dir.write_json("agent.json", {"failures": [_ending(rank, end) for rank, end in error.failures.items()]})
-        return 1
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
-    return 0
+        return [ending(rank, end) for rank, end in error.failures.items()]
+    return []
 
 
-def _loopback_store() -> TCPStore:
-    listener = socket.socket()
-    listener.bind((LOOPBACK, 0))
-    listener.listen(1024)
-    port = int(listener.getsockname()[1])
-    return TCPStore(
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(minutes=10),
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _ending(rank: int, end: Any) -> dict[str, Any]:
+def ending(rank: int, end: Any) -> dict[str, Any]:
+    """How a rank ended, as torchrun tells it."""
     return {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": end.timestamp}
 
 

@@ -1,0 +1,197 @@
+"""Training on two machines: they meet, one is lost, they go on; what failed is told where the command was given."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+from tests.support.nodes import Follower
+from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
+from trainer_lib.launch import LaunchConfig, launch
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> str:
+    folder = tmp_path_factory.mktemp("whole")
+    tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=2)
+    return tiny.weights(str(folder / "train"))
+
+
+@pytest.fixture
+def endpoint() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+Join = Callable[..., Follower]
+
+
+@pytest.fixture
+def join(tmp_path: Path, endpoint: str) -> Iterator[Join]:
+    followers: list[Follower] = []
+
+    def begin(name: str = "other", *options: str) -> Follower:
+        usual = ("--processes", "1", "--threads", "1", "--join-timeout-s", "30", "--grace-s", "5")
+        followers.append(Follower(tmp_path / name, endpoint, *usual, *options))
+        return followers[-1]
+
+    yield begin
+    for follower in followers:
+        follower.close()
+
+
+class Leader:
+    """A launch on the leading machine, and what was heard of it."""
+
+    def __init__(self, endpoint: str, then: Mapping[int, Callable[[], None]] | None = None) -> None:
+        self.config: dict[str, Any] = {"rendezvous": endpoint, "processes": 1, "nodes": 2, "grace_s": 5.0}
+        self.events: list[dict[str, Any]] = []
+        self._then = dict(then or {})  # what to do after so many saves
+
+    def __call__(self, asked: dict[str, Any], env: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
+        config = {**self.config, "join_timeout_s": 30.0, **config}
+        variables = {"OMP_NUM_THREADS": "1", **(env or {})}
+        return launch(asked, LaunchConfig(**config), env=variables, on_line=lambda line: None, on_event=self._event)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["event"] == "save":
+            self._then.pop(len(self.told("save")), lambda: None)()
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+
+def kill_agent() -> None:
+    [note] = Path(tempfile.gettempdir()).glob(f"trainflow-{os.getuid()}/*/agent.pid")
+    os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
+
+
+def assert_logged_once(asked: dict[str, Any]) -> None:
+    """However often it was started again, the run's history has each step once."""
+    history = json.loads(Path(asked["output"], "history.json").read_text())
+    steps = [entry["step"] for entry in history if "loss" in entry]
+    assert steps == [10, 20, 30]
+
+
+def worker_pid(folder: Path, rank: int) -> int:
+    """The process of a rank, found by the file it wrote below `folder`."""
+    [note] = folder.glob(f"trainflow-{os.getuid()}/*/worker-{rank}.pid")
+    return int(note.read_text().split()[0])
+
+
+def test_whatever_is_killed_both_machines_train_what_two_processes_train(
+    tmp_path: Path, data: dict[str, Any], uninterrupted: str, endpoint: str, join: Join
+) -> None:
+    """First a worker of the other machine, then the leading machine's agent."""
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    follower = join()
+    kills = {2: lambda: os.kill(worker_pid(tmp_path / "other", 1), signal.SIGKILL), 4: kill_agent}
+    leader = Leader(endpoint, kills)
+    result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=2)
+    worker, agent = (event["message"] for event in leader.told("warning"))
+    assert f"rank 1 was killed by SIGKILL (9) on {socket.gethostname()} at step" in worker
+    assert "Starting again (1 of 2)" in worker
+    assert agent == "the launcher was killed by SIGKILL (9). Starting again (2 of 2)."
+    assert (result["world_size"], result["global_step"]) == (2, 36)
+    first, second = (event["step"] for event in leader.told("resume"))
+    saved = [event["step"] for event in leader.told("save")]
+    assert first == saved[1]
+    assert second >= saved[3]  # workers that see their agent gone agree on a step and save it
+    assert follower.wait() == 0
+    assert tiny.weights(asked["output"]) == uninterrupted
+    assert_logged_once(asked)
+
+
+def test_a_machine_that_dies_for_good_is_done_without(
+    tmp_path: Path, data: dict[str, Any], uninterrupted: str, endpoint: str, join: Join
+) -> None:
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    follower = join()
+    leader = Leader(endpoint, {2: follower.kill_all})
+    result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
+    assert (result["world_size"], result["global_step"]) == (1, 36)
+    assert result["resumed_from"] >= leader.told("save")[1]["step"]
+    assert re.match(r"the machine .* was lost at step \d+: no sign of life", leader.told("warning")[0]["message"])
+    assert_logged_once(asked)
+
+
+def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
+    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+) -> None:
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    follower = join("other", "--env", "BAD_RANK=1")
+    with pytest.raises(CodeError, match="this rank cannot collate") as caught:
+        Leader(endpoint)(asked, max_restarts=3)
+    assert caught.value.rank == 1
+    assert follower.wait() == CodeError.exit_code
+    assert "your code raised" in follower.output()
+    assert "this rank cannot collate" in follower.output()
+
+
+def test_nobody_comes(tmp_path: Path, data: dict[str, Any], endpoint: str) -> None:
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    with pytest.raises(InfrastructureError, match=r"only 0 of 1 other machine\(s\) came within 1 s") as caught:
+        Leader(endpoint)(asked, join_timeout_s=1.0)
+    assert (caught.value.field, caught.value.value) == ("train.launch.rendezvous", endpoint)
+
+
+def test_nobody_leads(join: Join) -> None:
+    follower = join("other", "--join-timeout-s", "1")
+    assert follower.wait() == InfrastructureError.exit_code
+    assert "nobody leads there (waited 1 s)" in follower.output()
+
+
+def test_two_machines_that_claim_one_place_are_refused(
+    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+) -> None:
+    followers = [join(name, "--node-rank", "1") for name in ("first", "second")]
+    with pytest.raises(ConfigError, match=r"node_rank = 1: .* claim the same place"):
+        Leader(endpoint)(tiny.train_request(tmp_path, data, str(tmp_path / "train")), nodes=3)
+    assert [follower.wait() for follower in followers] == [ConfigError.exit_code] * 2
+
+
+def test_a_machine_with_too_few_cores_says_so(tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join) -> None:
+    join("other", "--processes", "4096")
+    with pytest.raises(ConfigError, match=rf"processes = 4096: .* CPU core.* \(on {socket.gethostname()}\)"):
+        Leader(endpoint)(tiny.train_request(tmp_path, data, str(tmp_path / "train")))
+
+
+def test_a_hang_shows_the_stacks_of_both_machines(
+    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+) -> None:
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    join("other", "--env", "STEP_S=600")
+    with pytest.raises(InfrastructureError, match="no progress for") as caught:
+        Leader(endpoint)(asked, timeout_s=12.0)
+    details = caught.value.details or ""
+    assert details.index("--- rank 0") < details.index("--- rank 1")
+    assert "in forward" in details.partition("--- rank 1")[2]
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, endpoint: str) -> None:
+    host, port = endpoint.split(":")
+    begun = time.monotonic()
+    with socket.socket() as other:
+        other.bind((host, int(port)))
+        other.listen()
+        with pytest.raises(TrainflowError, match="Address already in use"):
+            Leader(endpoint)({"verb": "train", "output": str(tmp_path)})
+    assert time.monotonic() - begun < 5

@@ -1,0 +1,129 @@
+"""`accelerate launch`: its configuration file, and its command line. The package is executed, never imported here.
+
+Of the configuration file, what concerns the arguments (mixed precision, FSDP, DeepSpeed …) is translated through the
+same variables as `accelerate launch` would set (`trainer_lib.arguments.launched`), so that a spec knows it before
+anything starts; what concerns processes and machines becomes launch settings.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.arguments import io, launched
+from trainer_lib.errors import ConfigError
+
+_FIELD = "train.launch.config_file"
+_SHARDED = ("FSDP", "DEEPSPEED")
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "XLA", *_SHARDED)
+# Keys of its `deepspeed_config` whose variable has another name than the key in capitals.
+_DEEPSPEED = {
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+}
+_FSDP = {"backward_prefetch_policy": "BACKWARD_PREFETCH", "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
+
+
+def read(path: str) -> dict[str, Any]:
+    """A configuration file of `accelerate config`.
+
+    Raises:
+        ConfigError: no such file, no mapping, or a way of training that is not served.
+    """
+    try:
+        config = io.read_mapping(Path(path), field=_FIELD)
+    except ConfigError as error:
+        error.field, error.value = _FIELD, path
+        raise
+    kind = str(config.get("distributed_type", "NO")).upper()
+    if kind not in _TYPES:
+        raise _refused(path, f"distributed_type: {kind} is not served", f"Choose one of {', '.join(_TYPES)}.")
+    where = str(config.get("compute_environment", "LOCAL_MACHINE"))
+    if where != "LOCAL_MACHINE":
+        raise _refused(path, f"compute_environment: {where} is not served", "Run on machines of your own.")
+    return {**config, "distributed_type": kind}
+
+
+def merged(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
+    """Arguments with what the configuration file says about them.
+
+    Raises:
+        ConfigError: they contradict each other; both values are named.
+    """
+    return launched.merge(args, variables(read(path)), prefix=prefix)
+
+
+def variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """The variables that `accelerate launch` sets for this configuration, as far as they concern arguments."""
+    found = {"ACCELERATE_MIXED_PRECISION": config.get("mixed_precision")}
+    if config.get("use_cpu"):
+        found["ACCELERATE_USE_CPU"] = "true"
+    for key, value in (config.get("dynamo_config") or {}).items():
+        found[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = value
+    kind = config["distributed_type"]
+    if kind == "FSDP":
+        found["ACCELERATE_USE_FSDP"] = "true"
+        for key, value in (config.get("fsdp_config") or {}).items():
+            short = key.removeprefix("fsdp_")
+            found[f"FSDP_{_FSDP.get(short, short.upper())}"] = value
+    if kind == "DEEPSPEED":
+        found["ACCELERATE_USE_DEEPSPEED"] = "true"
+        for key, value in (config.get("deepspeed_config") or {}).items():
+            found[_DEEPSPEED.get(key, f"ACCELERATE_DEEPSPEED_{key.upper()}")] = value
+    for part, name in (("megatron_lm_config", "MEGATRON_LM"), ("parallelism_config", "PARALLELISM_CONFIG")):
+        if config.get(part):
+            found[f"ACCELERATE_USE_{name}"] = "true"
+    return {name: _text(value) for name, value in found.items() if value is not None}
+
+
+def launch_settings(path: str | None) -> dict[str, Any]:
+    """What the configuration file says about processes and machines, by the names of `LaunchConfig`."""
+    if path is None:
+        return {}
+    config = read(path)
+    machines, total = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
+    if total % machines:
+        raise _refused(
+            path, f"num_processes: {total} cannot be shared by num_machines: {machines}", "Give a multiple of it."
+        )
+    said: dict[str, Any] = {"processes": total // machines}
+    if machines > 1:
+        said |= {"nodes": machines, "node_rank": int(config.get("machine_rank") or 0)}
+        if config.get("main_process_ip"):
+            said["rendezvous"] = f"{config['main_process_ip']}:{config.get('main_process_port') or 29500}"
+    ids = config.get("gpu_ids")
+    if ids not in (None, "all"):
+        said["devices"] = tuple(int(part) for part in str(ids).split(","))
+    return said
+
+
+def command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
+    """The command line that has `accelerate launch` start `processes` workers."""
+    kind = "NO" if path is None else read(path)["distributed_type"]
+    if path is None:  # a file of our own, or it would take the one in the user's home, which nobody named
+        path = str(run_dir / "accelerate.json")
+        own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
+        Path(path).write_text(json.dumps({**own, "num_machines": 1, "num_processes": processes, "use_cpu": False}))
+    # So it is called on a CPU, too: with --cpu, `accelerate launch` starts one process whatever number it is given.
+    several = ["--multi_gpu"] if processes > 1 and kind not in (*_SHARDED, "XLA") else []
+    return [
+        *(sys.executable, "-u", "-m", "trainer_lib.worker.accelerated", str(run_dir), "--config_file", path),
+        *("--num_processes", str(processes), "--num_machines", "1", "--main_process_port", str(port), *several),
+        *("--num_cpu_threads_per_process", threads, "--log_dir", str(run_dir / "torchelastic")),
+        *("-m", "trainer_lib.worker", verb, str(run_dir)),
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _refused(path: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{message}.", field=_FIELD, value=path, remedy=remedy)

@@ -1,0 +1,283 @@
+"""How a verb's processes are started: the settings, and their check before anything is taken. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from trainer_lib.arguments import environment
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.launch import accelerate
+from trainer_lib.launch.devices import check_selection, cores, devices, selection
+
+Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
+KINDS = ("auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment")
+_LEAST = {"processes": 1, "threads": 1, "max_restarts": 0, "grace_s": 0, "timeout_s": 0, "join_timeout_s": 0}
+_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package it belongs to
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a verb's processes are started and ended.
+
+    Attributes:
+        kind: the launcher; "auto" is `process` for one process and `torchrun` for more. "environment" joins what Slurm,
+            Kubernetes, MPI or an enclosing torchrun has started: each of its tasks is one node.
+        processes: how many workers on this machine; "auto" is one per CUDA device, or on a CPU two where there are two
+            cores.
+        threads: CPU threads per worker; None shares the cores out evenly (or respects OMP_NUM_THREADS when set). Fixed
+            at start, so that the order of additions, and with it every bit of the result, does not depend on load.
+        max_restarts: how often a launch that lost a worker is started again before its failure is reported.
+        grace_s: seconds between SIGTERM and SIGKILL; a save has to fit into it.
+        timeout_s: seconds without an event or a line of output after which the workers count as hung; None: never.
+        env: variables for the workers, over those inherited.
+        nodes: machines that train together; "1:4" is at least one, at most four.
+        node_rank: which of them this is; 0 leads (runs the pipeline), the others follow. None leads.
+        rendezvous: ``host:port`` of the leading machine, where the others find it.
+        join_timeout_s: seconds the machines wait for each other.
+        interface: network interface of the workers' messages; None: the one that leads to `rendezvous`.
+        devices: GPUs to use, in this order, as CUDA_VISIBLE_DEVICES numbers them; None: all visible ones.
+        device_order: PCI_BUS_ID or FASTEST_FIRST (CUDA_DEVICE_ORDER).
+        config_file: of `accelerate config`; kind `accelerate` only.
+    """
+
+    kind: Kind = "auto"
+    processes: int | Literal["auto"] = "auto"
+    threads: int | None = None
+    max_restarts: int = 0
+    grace_s: float = 60.0
+    timeout_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    nodes: int | str = 1
+    node_rank: int | None = None
+    rendezvous: str | None = None
+    join_timeout_s: float = 600.0
+    interface: str | None = None
+    devices: tuple[int | str, ...] | None = None
+    device_order: str | None = None
+    config_file: str | None = None
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The least and the most machines."""
+        least, _, most = str(self.nodes).partition(":")
+        return int(least), int(most or least)
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether machines meet at a rendezvous."""
+        return self.node_range[1] > 1
+
+    @property
+    def follows(self) -> bool:
+        """Whether this machine takes part in what another one leads."""
+        return self.several_nodes and bool(self.node_rank)
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all machines, once `processes` is a number; with a range of machines, on the most."""
+        return int(self.processes) * self.node_range[1]
+
+    @property
+    def endpoint(self) -> tuple[str, int]:
+        """Host and port of the rendezvous."""
+        host, _, port = str(self.rendezvous).rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def check(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConfig:
+    """The configuration with every "auto" resolved for this machine. Imports no torch, starts nothing.
+
+    Args:
+        use_cpu: the workers will use the CPU although there are devices.
+
+    Raises:
+        ConfigError: an unknown launcher or one that is not installed, more processes than this machine has cores (CPU)
+            or devices, devices that are not there, machines without a place to meet.
+    """
+    if config.kind not in KINDS:
+        raise _refused("kind", config.kind, "is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and value < least:
+            raise _refused(name, value, f"must be at least {least}.", "Raise it, or leave it out.")
+    _check_installed(config.kind)
+    _check_environment(config)
+    if config.config_file is not None and config.kind != "accelerate":
+        raise _refused("config_file", config.config_file, "is read by accelerate only.", "Set kind=accelerate.")
+    if config.kind == "accelerate":
+        config = _as_accelerate_says(config)
+    if config.kind == "environment":
+        config = _as_started(config)
+    _check_nodes(config)
+    config = replace(config, processes=_processes(config, use_cpu=use_cpu))
+    if config.kind == "auto":
+        single = config.processes == 1 and not config.several_nodes
+        config = replace(config, kind="process" if single else "torchrun")
+    if config.kind in ("process", "in_process") and config.world_size > 1:
+        name = "nodes" if config.several_nodes else "processes"
+        remedy = "Set kind=torchrun, or one process on one machine."
+        raise _refused(name, getattr(config, name), f"the launcher '{config.kind}' runs one process.", remedy)
+    return config
+
+
+def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
+    """A configuration from plain data: a spec's settings, or a file."""
+    known = {each.name for each in fields(LaunchConfig)}
+    given = {name: value for name, value in settings.items() if name in known}
+    if given.get("devices") is not None:
+        given["devices"] = tuple(given["devices"])
+    return LaunchConfig(**given)
+
+
+def _check_installed(kind: str) -> None:
+    package = _LAUNCHERS.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:  # finds it without importing it
+        extra = package if package == "deepspeed" else None
+        raise MissingExtraError(
+            f"its launcher belongs to {package}, which is not installed.",
+            **({"extra": extra} if extra else {"remedy": f"pip install {package}"}),
+            field="train.launch.kind",
+            value=kind,
+        )
+
+
+def _check_environment(config: LaunchConfig) -> None:
+    for name in config.env:
+        if name.startswith(("ACCELERATE_", "FSDP_")):
+            raise _refused(
+                "env",
+                name,
+                "would change what is trained without changing what the stage is known by.",
+                "Set the argument itself in train.args, or kind=accelerate with a config_file.",
+            )
+    if config.devices is not None and "CUDA_VISIBLE_DEVICES" in config.env:
+        value = config.env["CUDA_VISIBLE_DEVICES"]
+        raise _refused(
+            "devices", list(config.devices), f"env says CUDA_VISIBLE_DEVICES={value} as well.", "Keep one of the two."
+        )
+    check_selection({**os.environ, **config.env, **selection(config.devices, config.device_order)})
+
+
+def _as_accelerate_says(config: LaunchConfig) -> LaunchConfig:
+    """What its configuration file says about processes and machines; a contradiction is refused."""
+    said = accelerate.launch_settings(config.config_file)
+    for name, value in said.items():
+        given, default = getattr(config, name), getattr(LaunchConfig(), name)
+        if given not in (default, value):
+            raise _refused(
+                name, given, f"{config.config_file} says {value}.", "Remove one of the two, or make them equal."
+            )
+    config = replace(config, **said)
+    # Several machines meet as they always do here; the file's other settings have become arguments already.
+    return replace(config, kind="torchrun") if config.several_nodes else config
+
+
+def _as_started(config: LaunchConfig) -> LaunchConfig:
+    """This process is one of several that something else has started: each of them is a node."""
+    found = environment.ranks()
+    if found.world_size == 1:
+        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
+    meeting = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
+    local = {}
+    if found.local_world_size > 1:
+        if config.processes not in ("auto", 1):
+            raise _refused(
+                "processes",
+                config.processes,
+                f"this machine's {found.local_world_size} tasks are one process each ({found.source}).",
+                "Leave it out, or start one task per machine.",
+            )
+        config = replace(config, processes=1)
+        local = {"TRAINFLOW_LOCAL_RANK": f"{found.local_rank}/{found.local_world_size}"}
+    return replace(
+        config,
+        kind="torchrun",
+        nodes=found.world_size,
+        node_rank=found.rank,
+        rendezvous=meeting,
+        env={**config.env, **local},
+    )
+
+
+def _check_nodes(config: LaunchConfig) -> None:
+    try:
+        least, most = config.node_range
+    except ValueError:
+        raise _refused("nodes", config.nodes, "is neither a number nor a range.", 'Write 2, or "1:4".') from None
+    if not 1 <= least <= most:
+        raise _refused("nodes", config.nodes, "is no range of machines.", 'Write the least first: "1:4".')
+    if most == 1:
+        return
+    if config.kind not in ("auto", "torchrun"):
+        raise _refused(
+            "kind", config.kind, "starts the processes of one machine.", "Set kind=torchrun for several machines."
+        )
+    if config.node_rank is not None and not 0 <= config.node_rank < most:
+        raise _refused("node_rank", config.node_rank, f"there are {most} machines at most.", "Count from 0.")
+    try:
+        host, port = config.endpoint
+    except ValueError:
+        host, port = "", 0
+    if not host or not 0 < port < 65536:
+        remedy = "Name the leading machine's address and a free port: 10.0.0.1:29500."
+        raise _refused("rendezvous", config.rendezvous, "says not where the machines meet.", remedy)
+
+
+def check_rendezvous(config: LaunchConfig) -> None:
+    """The leading machine's own check, right before it starts: the address is its own and the port is free.
+
+    Raises:
+        ConfigError: another process listens there, the host is unknown, or belongs to another machine.
+    """
+    host, port = config.endpoint
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise _refused(
+            "rendezvous",
+            config.rendezvous,
+            f"cannot be listened on: {reason}.",
+            "Choose a free port of an address of this machine (it leads: node_rank 0).",
+        ) from error
+
+
+def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
+    chosen = selection(config.devices, config.device_order)
+    on_devices = 0 if use_cpu else devices({**os.environ, **config.env, **chosen})
+    if config.devices is not None and not use_cpu and on_devices == 0:
+        raise _refused("devices", list(config.devices), "there is no CUDA device here.", "Leave it out.")
+    if config.processes == "auto":
+        if config.kind in ("process", "in_process"):
+            return 1
+        return on_devices or min(cores(), 2)
+    if "TRAINFLOW_LOCAL_RANK" in config.env:
+        return config.processes  # one of several on this machine, which something else has counted
+    if on_devices and config.processes > on_devices:
+        raise _refused(
+            "processes",
+            config.processes,
+            f"this machine offers {on_devices} CUDA device(s), and a process needs one of its own.",
+            f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
+        )
+    if not on_devices and config.processes > cores():
+        raise _refused(
+            "processes",
+            config.processes,
+            f"this process may use {cores()} CPU core(s); more workers than cores only wait for each other.",
+            f"Use at most {cores()}.",
+        )
+    return config.processes
+
+
+def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, field=f"train.launch.{name}", value=value, remedy=remedy)

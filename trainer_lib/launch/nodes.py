@@ -1,0 +1,101 @@
+"""Several machines: one leads, the others follow. Torch-free; what meets whom is `trainer_lib.worker.meeting`.
+
+::
+
+    trainflow run  -> launch -> guard -> node agent ==== TCP ==== node agent <- guard <- follow  <- trainflow join
+    (the leading machine)                  |    rendezvous          |                              (every other one)
+                                        workers <== collectives ==> workers
+
+The leading machine runs the pipeline. It opens a store at the rendezvous address for as long as a launch lasts and
+puts the request into it. A following machine waits for such a store, takes the request, starts its workers, and waits
+for the next launch (the leading machine starts again after a lost worker) until it is told that all is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
+from trainer_lib.launch.config import LaunchConfig, check, from_settings
+from trainer_lib.launch.run_dir import MARK, RunDir
+from trainer_lib.launch.supervise import Listener, Supervisor
+from trainer_lib.launch.variables import worker_environment
+
+SETTINGS = "launch.json"
+
+
+def command(run_dir: Path) -> list[str]:
+    """The command line of a machine's agent; whether it leads is among the settings."""
+    return [sys.executable, "-u", "-m", "trainer_lib.worker.node", str(run_dir)]
+
+
+def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:
+    """Leave the settings where the agent finds them."""
+    run_dir.write_json(SETTINGS, dataclasses.asdict(config))
+
+
+def follow(
+    config: LaunchConfig,
+    *,
+    on_line: Callable[[str], None],
+    should_cancel: Callable[[], bool] | None = None,
+) -> None:
+    """Take part in what the leading machine launches, until it says that all is done. Blocks.
+
+    Args:
+        config: `rendezvous` is needed, `node_rank` is not (machines are then numbered as they come); whatever else is
+            unset follows this machine.
+        on_line: called with each line that this machine's workers print.
+        should_cancel: polled; once true, this machine's workers stop, and with them everybody's.
+
+    Raises:
+        ConfigError: no rendezvous, or bad settings.
+        InfrastructureError: nobody leads there, within `join_timeout_s`.
+        TrainflowError: what ended the training, wherever it happened, when it is not tried again.
+    """
+    if config.rendezvous is None:
+        raise ConfigError(
+            "says not whom to follow.", field="train.launch.rendezvous", value="none", remedy="Give host:port."
+        )
+    nodes = config.nodes if config.several_nodes else "1:2"  # how many there are, the leading machine decides
+    config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None)
+    # How many workers fit here is seen once the request says whether they use the CPU, and told to both sides.
+    checked = check(dataclasses.replace(config, processes=1))
+    listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
+    place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
+    run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
+    try:
+        write_settings(run_dir, config)
+        environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
+        ending = Supervisor(command(run_dir.path), environment, run_dir, config.grace_s, None, listener).run()
+        verdict = run_dir.read_json("verdict.json")
+    finally:
+        run_dir.remove()
+    if ending.cancelled:
+        raise Interrupted("Cancelled.", remedy="The same command takes part again.")
+    if verdict is None:
+        raise InfrastructureError(
+            f"this machine's agent ended with exit code {ending.code}.",
+            remedy="The same command takes part again; the last lines are in the details (--debug).",
+            details=ending.tail,
+        )
+    if verdict["record"] is not None:
+        raise from_record(verdict["record"])
+
+
+def settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
+    """The settings that `write_settings` left, and the request beside them."""
+    run_dir = RunDir(path)
+    config, request = run_dir.read_json(SETTINGS), run_dir.read_json("request.json")
+    if config is None or request is None:
+        raise ConfigError("holds no launch.", field="run dir", value=str(path), remedy="Start through trainflow.")
+    return from_settings(config), request
+
+
+def leads(request: dict[str, Any]) -> bool:
+    """Whether the agent that finds this request in its run directory is the leading one."""
+    return not request.get("follow")

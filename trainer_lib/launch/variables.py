@@ -1,0 +1,70 @@
+"""What the workers find in their environment, and a port for those who need one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
+from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.launch.devices import cores, selection
+
+# What something around us (an enclosing torchrun, accelerate, Slurm) may have left in our environment.
+_FOREIGN = (
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+    "FSDP_",
+    "OMPI_COMM_WORLD_",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "JOB_COMPLETION_",
+)
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the workers: ours, then `config.env`, then `env`, then what a launch has to fix."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANK_VARIABLES and not name.startswith(_FOREIGN)
+    }
+    environment = {**kept, **config.env, **env, **selection(config.devices, config.device_order)}
+    environment |= thread_variables(threads_of(config, environment))
+    environment["PYTHONSAFEPATH"] = "1"  # a folder in the working directory must not pass for a module of ours
+    # torch's C++ side would advise every rank of every run against the search for unused parameters.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment["TRAINFLOW_GRACE_S"] = str(config.grace_s)
+    if not config.several_nodes:
+        environment["TRAINFLOW_WORLD_SIZE"] = str(config.processes)
+    interface = config.interface
+    if interface is None and not config.several_nodes and Path("/sys/class/net/lo").exists():
+        interface = "lo"  # one machine: collectives have no business on any other interface
+    if interface is not None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment[name] = config.interface or environment.get(name) or interface
+    return environment | (single_process() if config.kind == "process" else {})
+
+
+def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
+    """CPU threads of each worker."""
+    return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, cores() // int(config.processes)))
+
+
+def thread_variables(threads: str) -> dict[str, str]:
+    """The variables that tell numerical libraries how many threads to use."""
+    return dict.fromkeys(_THREAD_VARIABLES, threads)
+
+
+def single_process() -> dict[str, str]:
+    """Says that a worker is alone, whatever has started us: a task of Slurm, or one of torchrun's."""
+    return ALONE.variables()
+
+
+def free_port() -> int:
+    """A port for a launcher that wants to be told one. (Somebody else may take it first: the launch is retried.)"""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

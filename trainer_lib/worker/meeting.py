@@ -1,0 +1,173 @@
+"""Where machines meet: a TCP store that the leading one hosts, and the few words exchanged through it.
+
+::
+
+    request              the leading machine: what to do, and how many machines it wants
+    arrivals  node/<n>   each follower takes the next number and says who it is
+    world                the leading machine: who takes part, in order of node rank; itself is 0
+    alive/<n>            rises while a machine lives
+    account/<n>          how its workers ended: their failure records, their exit codes
+    end                  the leading machine: stop your workers, the attempt is over
+    stacks  stacks/<n>   the leading machine asks where the workers are; each machine's answer
+    verdict  heard       the leading machine: done, or failed and whether it will come again; how many have read that
+
+Every value is JSON; nothing is unpickled. The same store serves torchrun's rendezvous and the workers' process group,
+so one port is all that machines need to reach. It is new for every attempt: no key of an earlier one can mislead.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
+
+from trainer_lib.errors import ConfigError, InfrastructureError
+
+POLL_S = 0.2
+CONNECT_S = 5.0
+LOST_S = 10.0  # without a sign of life
+OPERATION_S = 30.0  # a word to a store that has vanished without a sign
+
+
+class Lost(Exception):
+    """The store cannot be reached any more: the leading machine, or the way to it, is gone."""
+
+
+def open_store(host: str, port: int) -> TCPStore:
+    """A store in this process that listens on this address only; port 0 takes a free one.
+
+    `torch.distributed.run` binds its own to every interface; one of ours, given to the same process under the same
+    port, is taken instead (`multi_tenant` stores share one server per port).
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    listener.listen(1024)
+    return TCPStore(
+        host,
+        int(listener.getsockname()[1]),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=10),
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def reach(host: str, port: int) -> tuple[TCPStore, str] | None:
+    """The store at this address and our own address on the way there; None when nobody listens."""
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
+            own = str(probe.getsockname()[0])
+        timeout = timedelta(seconds=OPERATION_S)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), own
+    except (OSError, DistError, RuntimeError):
+        return None
+
+
+class Meeting:
+    """One machine's view of the store. Every method raises `Lost` when the store is gone."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = PrefixStore("trainflow", store)
+
+    def say(self, key: str, value: Any) -> None:
+        """Set a key."""
+        self._try(lambda: self._store.set(key, json.dumps(value)))
+
+    def heard(self, key: str) -> Any:
+        """A key's value, None when it has none yet. Does not wait."""
+        return self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+
+    def count(self, key: str, more: int = 1) -> int:
+        """Add to a number and read it; 0 more only reads."""
+        return int(self._try(lambda: self._store.add(key, more)))
+
+    def wait(self, key: str, seconds: float, should_stop: Callable[[], bool] = lambda: False) -> Any:
+        """A key's value as soon as it has one; None when it has none within `seconds`, or when told to stop."""
+        deadline = time.monotonic() + seconds
+        while (value := self.heard(key)) is None and time.monotonic() < deadline and not should_stop():
+            time.sleep(POLL_S)
+        return value
+
+    def _try(self, operation: Callable[[], Any]) -> Any:
+        try:
+            return operation()
+        except (DistError, RuntimeError) as error:
+            raise Lost(str(error).splitlines()[0]) from error
+
+
+def gather(
+    meeting: Meeting, least: int, most: int, *, patience_s: float, last_call_s: float, endpoint: str
+) -> list[dict[str, Any]]:
+    """The followers that take part, in order of node rank: called by the leading machine, which is not among them.
+
+    Waits for the most; once the least are there, `last_call_s` longer for each that may still come.
+
+    Raises:
+        InfrastructureError: too few came within `patience_s`.
+        ConfigError: two of them claim the same node rank.
+    """
+    begun = changed = time.monotonic()
+    pulses: list[Pulse] = []
+    arrived: list[Pulse] = []
+    while len(arrived) < most - 1:
+        now, before = time.monotonic(), len(arrived)
+        pulses += [Pulse(meeting, number) for number in range(len(pulses) + 1, meeting.count("arrivals", 0) + 1)]
+        arrived = [pulse for pulse in pulses if pulse.silent_s() < LOST_S and pulse.node() is not None]
+        if len(arrived) != before:
+            changed = now
+        elif len(arrived) >= least - 1:
+            if now - changed >= last_call_s:
+                break
+        elif now - begun >= patience_s:
+            came = ", ".join(str(pulse.node()["host"]) for pulse in arrived) or "none"
+            raise InfrastructureError(
+                f"only {len(arrived)} of {least - 1} other machine(s) came within {patience_s:.0f} s ({came}).",
+                field="train.launch.rendezvous",
+                value=endpoint,
+                remedy="Start `trainflow join` on the others, see that they reach this address, or wait longer "
+                "(train.launch.join_timeout_s).",
+            )
+        time.sleep(POLL_S)
+    return _seated([pulse.node() for pulse in arrived[: most - 1]])
+
+
+class Pulse:
+    """Whether a follower lives."""
+
+    def __init__(self, meeting: Meeting, number: int) -> None:
+        self.number = number
+        self._meeting = meeting
+        self._beat: Any = None
+        self._since = time.monotonic()
+
+    def node(self) -> Any:
+        """What it said of itself; None when it has only taken its number so far."""
+        return self._meeting.heard(f"node/{self.number}")
+
+    def silent_s(self) -> float:
+        """Seconds since it was last heard of."""
+        beat = self._meeting.heard(f"alive/{self.number}")
+        if beat != self._beat:
+            self._beat, self._since = beat, time.monotonic()
+        return time.monotonic() - self._since
+
+
+def _seated(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    claimed = [node["node_rank"] for node in nodes if node["node_rank"] is not None]
+    for rank in claimed:
+        if claimed.count(rank) > 1:
+            hosts = " and ".join(node["host"] for node in nodes if node["node_rank"] == rank)
+            raise ConfigError(
+                f"{hosts} claim the same place.", field="train.launch.node_rank", value=rank, remedy="Number them."
+            )
+    # Those that did not choose come after those that did, as they arrived.
+    return sorted(nodes, key=lambda node: (node["node_rank"] is None, node["node_rank"] or 0, node["number"]))
