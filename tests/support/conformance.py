@@ -8,21 +8,24 @@ every system call that changes it and every write to a file counts, on S3 every 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.checkpoints import untrained
-from tests.support.faulty import FAULTS, FaultyBackend
-from tests.support.s3 import PART
+from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
+from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.distributed import SingleProcess
-from trainer_lib.manifest import verify
+from trainer_lib.errors import StorageFullError, TrainflowError
+from trainer_lib.manifest import verify, withdraw
 from trainer_lib.storage import Store, s3
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,6 +137,88 @@ class Victims:
     def _answer(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What came of it: writes per save, saves that were hit, and after how many of those the new checkpoint counted."""
+
+    writes: int
+    hit: int
+    committed: int
+
+
+def fault_each_write(root: Store, plain: Store, kind: Kind, *, every: int = 1) -> Tally:
+    """Let one write of a save go wrong, each in turn; `root` is `plain` behind the plan of faults."""
+    before, attempted = state(1), state(2)
+    save(root, before)
+    FAULTS.plan(None)
+    save(root, attempted)
+    writes, hit, committed = FAULTS.count, 0, 0
+    withdraw(plain.child("checkpoint-2"))
+    for at in range(1, writes + 1, every):
+        FAULTS.plan(at, kind)
+        told = False
+        try:
+            save(root, attempted)
+            told = True
+        except (TrainflowError, Died) as error:
+            assert kind != "slow"
+            assert kind != "full" or isinstance(error, StorageFullError), error
+        FAULTS.plan(None)
+        hit += 1
+        committed += check_after_failure(plain, before, attempted, told=told)
+        check_again(plain, attempted)
+    return Tally(writes, hit, committed)
+
+
+def fault_each_request(root: Store, server: S3Server, kind: str, *, every: int = 1) -> Tally:
+    """Let one request of a save to S3 go wrong, each in turn."""
+    before, attempted = state(1), state(2, large=True)
+    save(root, before)
+    server.plan()
+    save(root, attempted)
+    writes, hit, committed = len(server.seen()["writes"]), 0, 0
+    withdraw(root.child("checkpoint-2"))
+    for at in range(1, writes + 1, every):
+        server.plan(at, kind)
+        told = False
+        try:
+            save(root, attempted)
+            told = True
+        except TrainflowError as error:
+            assert kind not in ("lost", "slow"), f"{error} (write {at})"
+            assert kind != "full" or isinstance(error, StorageFullError), error
+        server.plan()
+        hit += 1
+        committed += check_after_failure(root, before, attempted, told=told)
+        assert unfinished_uploads(root) == []
+        check_again(root, attempted)
+    return Tally(writes, hit, committed)
+
+
+def kill_each_write(root: Store, server: S3Server | None = None, *, every: int = 1) -> Tally:
+    """Kill a process before each write of its save in turn, on a disk or (with its server) on S3, until one lives."""
+    before, attempted = state(1), state(2, large=server is not None)
+    save(root, before)
+    outcomes: list[bool] = []
+    at = 1
+    with Victims(root) as victims:
+        while True:
+            victim = victims.fork()
+            if server is not None:
+                server.plan(at, "kill", pid=victim)
+            code = victims.run(at)
+            if server is not None:
+                server.plan()
+            if code == 0:
+                break
+            assert code == -signal.SIGKILL
+            outcomes.append(check_after_failure(root, before, attempted))
+            check_again(root, attempted)
+            at += every
+    assert outcomes == sorted(outcomes)  # the new one counts from one write on, and never before it
+    return Tally(at - 1, len(outcomes), sum(outcomes))
 
 
 def _count_system_calls(root: str) -> None:

@@ -13,10 +13,10 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from trainer_lib.checkpoint import claim
 from trainer_lib.checkpoint.foreign import is_foreign
 from trainer_lib.checkpoint.readers import readers, withdraw_unread
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.lease import Holder
 from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify
 from trainer_lib.storage import Store
 
@@ -24,10 +24,10 @@ KIND = "checkpoint"
 RESUMABLE = "optimizer.json"
 """A file that is only in a checkpoint which can be resumed from, and not in one that holds a model alone."""
 DAMAGED = "DAMAGED.json"
-WRITING = "WRITING.json"
+WRITING = claim.WRITING
 """The claim (`lease.Holder`) of whoever is writing a folder; gone when it is done, no part of the checkpoint."""
 
-_CLAIM_LIMIT = 4096
+read_claim = claim.read_claim
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 
 
@@ -182,8 +182,8 @@ def clean_leftovers(root: Store) -> list[str]:
     """
     victims = []
     for name in uncommitted(root):
-        claim = read_claim(root.child(name))
-        if claim is None or not claim.is_alive():
+        writer = read_claim(root.child(name))
+        if writer is None or not writer.is_alive():
             root.child(name).delete_tree()
             victims.append(name)
     return victims
@@ -200,14 +200,6 @@ def uncommitted(root: Store) -> list[str]:
         if COMMIT not in names and DAMAGED not in names and not is_foreign(names):
             found.append(name)
     return found
-
-
-def read_claim(store: Store) -> Holder | None:
-    """Who is writing a checkpoint's folder; None when nobody is, or nobody that can be told."""
-    try:
-        return Holder.from_bytes(store.read_if_exists(WRITING, limit=_CLAIM_LIMIT) or b"")
-    except DamagedError:
-        return None
 
 
 def is_link(root: Store, name: str) -> bool:

@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainer_lib.checkpoint import claim as claims
 from trainer_lib.checkpoint.catalogue import (
     DAMAGED,
     KIND,
     RESUMABLE,
-    WRITING,
     CheckpointInfo,
     checkpoint_name,
     list_checkpoints,
-    read_claim,
 )
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
@@ -43,7 +42,7 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, Commit, FileEntry, withdraw, write_commit
+from trainer_lib.manifest import COMMIT, Commit, FileEntry, write_commit
 from trainer_lib.storage import Store, relative_problem
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ TRAINER_STATE = "trainer_state.json"
 TRAINING_ARGS = "training_args.json"
 
 _STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
-_OURS = {*_STATE, WRITING, COMMIT, DAMAGED}
+_OURS = {*_STATE, COMMIT, DAMAGED}
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _OVERHEAD = 2**20
 """Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
@@ -160,23 +159,23 @@ def _prepare(root: Store, snapshot: Snapshot, claim: Holder, world_size: int, ke
     """Check what can be checked, claim the folder, remove what is left of earlier saves."""
     store = root.child(checkpoint_name(snapshot.step))
     for file in snapshot.files:
-        problem = "is one of the checkpoint's own names" if file in _OURS else relative_problem(file)
+        problem = "is one of the checkpoint's own names" if _is_ours(file) else relative_problem(file)
         if problem or file.startswith("rng/"):
             raise ConfigError(
                 f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
             )
     _check_space(root, store, bytes_needed(snapshot, world_size), keep)
-    if store.exists(WRITING):
-        other = read_claim(store)
-        if other is not None and other.is_alive() and (other.pid != claim.pid or other.id in _saving):
-            raise _being_written(store, str(other))
-        store.delete(WRITING)
-    if not _holds(store, claim) and not store.create(WRITING, claim.to_bytes()) and not _holds(store, claim):
-        raise _being_written(store, "another process")
+    other = claims.take(
+        store, claim, lambda other: other.is_alive() and (other.pid != claim.pid or other.id in _saving)
+    )
+    if other is not None:
+        raise _being_written(store, str(other))
     store.delete(COMMIT)
-    for info in store.list():
-        if info.path != WRITING:
-            store.delete(info.path)
+    _remove_files(store)
+
+
+def _is_ours(name: str) -> bool:
+    return name in _OURS or claims.is_claim(name)
 
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:
@@ -205,13 +204,15 @@ def _being_written(store: Store, who: str) -> StorageError:
     return StorageError(f"The checkpoint is being written by {who}.", field=store.url, remedy=remedy)
 
 
-def _holds(store: Store, claim: Holder) -> bool:
-    return store.read_if_exists(WRITING) == claim.to_bytes()
+def _remove_files(store: Store) -> None:
+    for info in store.list():
+        if not claims.is_claim(info.path):
+            store.delete(info.path)
 
 
 def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: Holder) -> Commit:
     def guard() -> None:
-        if not _holds(store, claim):
+        if not claims.holds(store, claim):
             raise LeaseLostError(
                 "Another process has taken this checkpoint's folder over while we were writing it.",
                 field=store.url,
@@ -220,15 +221,19 @@ def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: H
 
     commit = write_commit(store, KIND, files, meta, guard=guard)
     with contextlib.suppress(StorageError):  # the checkpoint is complete; a claim that stays does no harm
-        store.delete(WRITING)
+        claims.release(store)
     return commit
 
 
 def _clear_failed(store: Store, claim: Holder) -> None:
     """Give the space back, if the folder is still ours; what cannot be removed is a leftover for the next save."""
     with contextlib.suppress(StorageError):
-        if _holds(store, claim):
-            withdraw(store)
+        if claims.holds(store, claim):
+            store.delete(COMMIT)
+            _remove_files(store)
+            claims.release(store)
+            if not store.list():
+                store.delete_tree()  # what is left of it on a disk: empty folders
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
