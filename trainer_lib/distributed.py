@@ -352,8 +352,17 @@ def _tell_torchrun() -> None:
 
 
 def shutdown() -> None:
-    """Leave the job: end the process group if `init` formed it. Harmless when there is none."""
+    """Leave the job: end the process group if it was formed here. Harmless when there is none."""
     global _current, _owned
+def form_alone(device: torch.device) -> None:
+    """A process group of this process alone, for what needs one; `shutdown` ends it."""
+    global _owned
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(None, device), store=store, rank=0, world_size=1)
+        _owned = True
+
+
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
     _current, _owned = None, False

@@ -25,7 +25,7 @@ from tests.support import compatibility
 from tests.support.compatibility import ROOT, Row, problem, rows
 from tests.support.tiny_models import llama
 from tests.support.toys import TokenModel, token_rows
-from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, distributed
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.seq2seq import Seq2SeqArguments
@@ -113,17 +113,20 @@ WORKS: dict[str, dict[str, Any]] = {
     **{name: {name: True} for name in ("adafactor", "group_by_length", "no_cuda", "use_mps_device", "split_batches")},
     "include_inputs_for_metrics": {"include_inputs_for_metrics": True},
 }
+#: Arguments that need a launcher's processes; one will do.
+LAUNCHED: dict[str, Any] = {
+    "fsdp": {"fsdp": "full_shard"},
+    "fsdp_config": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}},
+    "sharded_ddp": {"sharded_ddp": "zero_dp_2"},
+    "fsdp_min_num_params": {"fsdp": "full_shard", "fsdp_min_num_params": 100},
+    "fsdp_transformer_layer_cls_to_wrap": {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "Linear"},
+}
 REFUSED: dict[str, Any] = {
-    "fsdp": "full_shard",
-    "fsdp_config": {"min_num_params": 1},
     "deepspeed": {"zero_optimization": {"stage": 2}},
     "parallelism_config": {"dp_size": 2},
     "save_safetensors": False,
     "dispatch_batches": True,
     "tpu_metrics_debug": True,
-    "sharded_ddp": "zero_dp_2",
-    "fsdp_min_num_params": 100,
-    "fsdp_transformer_layer_cls_to_wrap": "Block",
     "fp16_opt_level": "O2",
     "mp_parameters": "{}",
     "jit_mode_eval": True,
@@ -171,8 +174,9 @@ def _is_argument(row: Row) -> bool:
 
 def _sample(name: str) -> dict[str, Any]:
     """Arguments that set `name` to something else than its default."""
-    if name in WORKS:
-        return WORKS[name]
+    if name in WORKS | LAUNCHED:
+        given: dict[str, Any] = (WORKS | LAUNCHED)[name]
+        return given
     field = field_map(Seq2SeqTrainingArguments)[name]
     default = None if field.default is dataclasses.MISSING else field.default
     if default is None or isinstance(default, bool):
@@ -204,8 +208,14 @@ def test_every_row_cites_a_test_that_exists_and_says_its_name(section: str) -> N
 
 # ----------------------------------------------------------------------------------------------------- what works works
 @pytest.mark.parametrize("row", [row for row in rows() if _is_argument(row) and row.status == "works"], ids=_name)
-def test_an_argument_that_works_is_not_refused(row: Row, tmp_path: Path) -> None:
-    _build(tmp_path, _sample(row.name))
+def test_an_argument_that_works_is_not_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.name in LAUNCHED:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+    try:
+        _build(tmp_path, _sample(row.name))
+    finally:
+        distributed.shutdown()
 
 
 def test_what_works_is_there() -> None:

@@ -181,7 +181,8 @@ def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: py
 # ----------------------------------------------------------------------------------------------------------- launching
 def test_ddp_timeout_seconds_are_waited_for_the_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with_port = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in with_port.items():
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    for name, value in {**with_port, **interfaces}.items():
         monkeypatch.setenv(name, value)
     started = time.monotonic()
     with pytest.raises(InfrastructureError, match="The 2 processes did not find each other"):
@@ -288,9 +289,9 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = .*Remove it: there is no fsdp to configure"),
+        ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
         ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
-        ({"deepspeed": {}}, "deepspeed = .*Start several processes"),
+        ({"deepspeed": {}}, "deepspeed.*stage = 0: divides nothing.*start several processes"),
         ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
         ({"debug": "tpu_metrics_debug"}, "debug = .*XLA devices are not served"),
     ],

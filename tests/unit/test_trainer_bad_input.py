@@ -69,7 +69,7 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         ConfigError,
         r'metric_for_best_model = loss: does not say which .*Name one of a, b: "eval_a_loss"',
     ),
-    ({"fsdp": "full_shard"}, ConfigError, "fsdp = full_shard: is not served"),
+    ({"fsdp": "full_shard"}, ConfigError, "fsdp = 1 process: needs processes .*torchrun"),
     ({"report_to": "wandb"}, ConfigError, "report_to = wandb"),
 ]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_hints, field_map, suggestion
+from trainer_lib.arguments.fsdp import read_settings
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -327,6 +328,8 @@ def _check_strategy_choice(args: ArgumentGroups) -> None:
             value=args.fsdp,
             remedy="Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
         )
+    if not isinstance(args.fsdp_config, str):  # a file is read by whoever uses it
+        read_settings(args)
 
 
 _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (

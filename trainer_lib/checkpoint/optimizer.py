@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.sharding import is_sharded, like, spec
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Group settings that say how to compute, not what: the current ones stay."""
@@ -26,12 +27,12 @@ class OptimizerSnapshot:
     """An optimizer's state.
 
     Attributes:
-        tensors: ``<parameter name>/<state key>`` → tensor; not copied.
+        tensors: ``<parameter name>/<state key>`` → tensor; not copied. Divided over processes where parameters are.
         groups: the parameter groups' settings; ``params`` holds names.
         scalars: ``state``: parameter name → its state with references into `tensors`.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     groups: list[dict[str, Any]]
     scalars: dict[str, Any] = field(default_factory=dict)
 
@@ -147,13 +148,16 @@ def _finder(
     """Gives back what `_keeper` collected, on the device where the optimizer needs it now."""
 
     def find(reference: dict[str, Any]) -> Tensor:
-        tensor = tensors.get(str(reference["__tensor__"]))
-        if tensor is None:
+        key = str(reference["__tensor__"])
+        if key not in tensors:
             raise DamagedError(
-                f"The optimizer's tensor {reference['__tensor__']!r} is not in the checkpoint.",
+                f"The optimizer's tensor {key!r} is not in the checkpoint.",
                 field="optimizer.json",
                 remedy="Use an earlier checkpoint.",
             )
+        if param is not None and is_sharded(param) and spec(tensors, key)[1] == tuple(param.shape):
+            return like(param, tensors, key)
+        tensor = tensors[key]
         # A copy: the snapshot may be used again, and the optimizer works in place.
         return tensor.to(_device(reference.get("device"), tensor, param, group), copy=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.foreign import recognise
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.parsing import parse_json
+from trainer_lib.checkpoint.sharded import INDEX, ShardedTensors
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
 from trainer_lib.errors import ConfigError, DamagedError
@@ -63,21 +64,41 @@ class Loaded:
         """Whether training can go on from it; False when only the model was saved."""
         return files.OPTIMIZER in self._entries
 
-    def model(self) -> dict[str, Tensor]:
-        """Name → tensor on the CPU, in the dtype it had; tied names share one tensor. Raises DamagedError."""
-        return read_safetensors(self._store, files.MODEL, expect=self._entry(files.MODEL))
+    @property
+    def is_sharded(self) -> bool:
+        """Whether every rank wrote its own part of the tensors, and any rank may read the rows it needs."""
+        return INDEX in self._entries
 
-    def optimizer(self) -> OptimizerSnapshot | None:
-        """The optimizer's state; None when only the model was saved. Read anew at each call. Raises DamagedError."""
+    def model(self) -> Mapping[str, Tensor]:
+        """Name → tensor on the CPU, in the dtype it had; tied names share one tensor. Raises DamagedError.
+
+        Of a sharded checkpoint each tensor is read, or some of its rows are, when it is asked for.
+        """
+        return self._tensors("model", files.MODEL)
+
+    def optimizer(
+        self, share: Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]] | None = None
+    ) -> OptimizerSnapshot | None:
+        """The optimizer's state; None when only the model was saved. Read anew at each call. Raises DamagedError.
+
+        `share` is given what reads the tensors, to have it done on one rank for all.
+        """
         record = self._json(files.OPTIMIZER)
         if record is None:
             return None
-        entry = self._entry(files.OPTIMIZER_TENSORS)
         problem = _optimizer_problem(record)
         if problem:
             raise _damaged(self._store, files.OPTIMIZER, problem)
-        tensors = read_safetensors(self._store, entry.path, expect=entry)
-        return OptimizerSnapshot(tensors, record["groups"], record["scalars"])
+
+        def read() -> Mapping[str, Tensor]:
+            return self._tensors("optimizer", files.OPTIMIZER_TENSORS)
+
+        return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
+
+    def _tensors(self, group: str, file: str) -> Mapping[str, Tensor]:
+        if self.is_sharded:
+            return ShardedTensors(self._store, group, self._json(INDEX), self._entries)
+        return read_safetensors(self._store, file, expect=self._entry(file))
 
     def has_rng(self, rank: int) -> bool:
         """Whether there is a random state of that rank."""
@@ -133,7 +154,7 @@ class Loaded:
     def _json(self, name: str) -> dict[str, Any] | None:
         if name not in self._entries:
             return None
-        limit = _STATE_LIMIT if name == files.TRAINER_STATE else _JSON_LIMIT
+        limit = _STATE_LIMIT if name in (files.TRAINER_STATE, INDEX) else _JSON_LIMIT
         if self._entries[name].size > limit:
             raise _damaged(self._store, name, f"it has more than {limit:,} bytes")
         try:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_lib.checkpoint.sharded import INDEX, Parts
 from trainer_lib.checkpoint.writer import (
     DATA,
     MODEL,
@@ -120,6 +121,8 @@ def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
     live = {(MODEL, name): tensor for name, tensor in own.model.items()}
     if optimizer is not None:
         live.update({(OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
+    if own.parts is not None:
+        live.update({(INDEX, name): rows.values for name, rows in own.parts.rows.items()})
     taken = memory.take(live)
     if optimizer is not None:
         tensors = {name: tensor for (file, name), tensor in taken.items() if file == OPTIMIZER}
@@ -128,6 +131,7 @@ def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
         own,
         model={name: tensor for (file, name), tensor in taken.items() if file == MODEL},
         optimizer=optimizer,
+        parts=_frozen_parts(own.parts, {name: tensor for (file, name), tensor in taken.items() if file == INDEX}),
         scheduler=copy.deepcopy(own.scheduler),
         scaler=copy.deepcopy(own.scaler),
         rng=_as_written("rng", own.rng),
@@ -137,6 +141,12 @@ def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
         files=dict(own.files),
         meta=_as_written("meta", own.meta),
     )
+
+
+def _frozen_parts(parts: Parts | None, taken: Mapping[str, Tensor]) -> Parts | None:
+    if parts is None:
+        return None
+    return replace(parts, rows={name: replace(rows, values=taken[name]) for name, rows in parts.rows.items()})
 
 
 def _as_written(name: str, value: dict[str, Any]) -> dict[str, Any]:

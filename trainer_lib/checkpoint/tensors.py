@@ -26,7 +26,7 @@ ALIASES = "trainflow.aliases"
 
 _HEADER_LIMIT = 32 * 2**20  # some 200,000 tensors; reading one takes about ten times that in memory
 _DIMENSIONS = 64  # torch's own limit
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -44,13 +44,13 @@ _DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(
     writer: DigestingWriter, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write tensors, one at a time, from any device and any memory layout.
+) -> dict[str, int]:
+    """Write tensors, one at a time, from any device and any memory layout; name → position of its first byte.
 
     Raises:
         ConfigError: a tensor whose values are not here (meta), of a dtype safetensors has not, or sparse; too many.
@@ -66,7 +66,7 @@ def write_safetensors(
     for name in order:
         tensor = stored[name]
         end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -78,7 +78,9 @@ def write_safetensors(
         )
     writer.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        writer.write(_bytes_of(stored[name]))
+        writer.write(bytes_of(stored[name]))
+    positions = {name: 8 + len(text) + int(header[name]["data_offsets"][0]) for name in order}
+    return positions | {alias: positions[name] for alias, name in aliases.items()}
 
 
 def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None) -> dict[str, Tensor]:
@@ -97,21 +99,21 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
     """
     where = f"{store.url}/{rel}"
     if expect is not None and not store.exists(rel):
-        raise _damaged(where, "it is missing")
+        raise damaged(where, "it is missing")
     size = store.size(rel)
     if expect is not None and size != expect.size:
-        raise _damaged(where, f"it has {size:,} bytes, committed were {expect.size:,}")
+        raise damaged(where, f"it has {size:,} bytes, committed were {expect.size:,}")
     with store.open_read(rel) as stream:
         reader = _Reader(stream, where)
         header = _header(reader, size)
         tensors = {name: reader.tensor(*header.pop(name)) for name in sorted(header, key=lambda name: header[name][2])}
         if reader.read(1):
-            raise _damaged(where, "it has more bytes than its header says")
+            raise damaged(where, "it has more bytes than its header says")
     if expect is not None and reader.digest.hexdigest() != expect.sha256:
-        raise _damaged(where, "its digest is not the one that was committed")
+        raise damaged(where, "its digest is not the one that was committed")
     for alias, name in reader.aliases.items():
         if name not in tensors or alias in tensors:
-            raise _damaged(where, "it names tied tensors that are not there")
+            raise damaged(where, "it names tied tensors that are not there")
         tensors[alias] = tensors[name]
     return tensors
 
@@ -138,7 +140,7 @@ class _Reader:
         while filled < len(view):
             taken = self._stream.readinto(view[filled : filled + 8 * 2**20])  # type: ignore[attr-defined]  # see Store
             if not taken:
-                raise _damaged(self.where, "it ends too early")
+                raise damaged(self.where, "it ends too early")
             self.digest.update(view[filled : filled + taken])
             filled += taken
         return flat.view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
@@ -148,7 +150,7 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
     """Name → dtype, shape, begin, end; checked to cover the file exactly, so that sizes can be trusted."""
     length = int.from_bytes(reader.read(8), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-        raise _damaged(reader.where, "its header has an impossible length")
+        raise damaged(reader.where, "its header has an impossible length")
     try:
         record = parse_json(reader.read(length), unique=True)
         metadata = record.pop("__metadata__", {})
@@ -157,14 +159,14 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
         if not all(isinstance(name, str) for name in [*reader.aliases, *reader.aliases.values()]):
             raise TypeError("aliases")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(reader.where, "its header is malformed") from error
+        raise damaged(reader.where, "its header is malformed") from error
     position = 0
     for dtype, shape, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
         if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
-            raise _damaged(reader.where, "its header contradicts itself")
+            raise damaged(reader.where, "its header contradicts itself")
         position = end
     if position != size - 8 - length:
-        raise _damaged(reader.where, f"its header promises {position:,} bytes, there are {size - 8 - length:,}")
+        raise damaged(reader.where, f"its header promises {position:,} bytes, there are {size - 8 - length:,}")
     return entries
 
 
@@ -176,7 +178,7 @@ def _entry(value: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
     numbers = [begin, end, *shape]
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise TypeError("numbers")
-    return _DTYPES[value["dtype"]], shape, begin, end
+    return DTYPES[value["dtype"]], shape, begin, end
 
 
 def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -201,7 +203,8 @@ def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
     return stored, aliases
 
 
-def _dtype_name(name: str, tensor: Tensor) -> str:
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """What safetensors calls its element type. Raises ConfigError when it has no name for it."""
     try:
         return _NAMES[tensor.dtype]
     except KeyError:
@@ -212,13 +215,15 @@ def _dtype_name(name: str, tensor: Tensor) -> str:
         ) from None
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Its values, row by row."""
     # resolve_*: conjugate and negated views keep their sign as a flag, not in memory.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def _damaged(where: str, reason: str) -> DamagedError:
+def damaged(where: str, reason: str) -> DamagedError:
+    """What is raised of a file that is not as it was committed."""
     return DamagedError(
         f"The file is damaged: {reason}.",
         field=where,

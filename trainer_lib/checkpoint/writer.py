@@ -16,7 +16,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ from trainer_lib.checkpoint.catalogue import (
 )
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
+from trainer_lib.checkpoint.sharded import INDEX, Parts, divide, index_of, is_divided, write_shard
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import to_json
 from trainer_lib.errors import (
@@ -58,7 +59,8 @@ TRAINER_STATE = "trainer_state.json"
 TRAINING_ARGS = "training_args.json"
 
 _STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
-_OURS = {*_STATE, COMMIT, DAMAGED}
+_OURS = {*_STATE, INDEX, COMMIT, DAMAGED}
+_FOLDERS = ("rng/", "shards/")
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _OVERHEAD = 2**20
 """Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
@@ -79,6 +81,8 @@ class Snapshot:
         data: position in the data; JSON.
         trainer_state, training_args: JSON, with the fields of the reference Trainer's files.
         files: further files, name → bytes (``config.json``, a tokenizer's).
+        parts: this rank's rows of a model's and an optimizer's divided tensors, instead of `model` and the optimizer's
+            tensors; None when they are whole.
         meta: what the commit should say besides step, world size and parameter count; JSON.
         more_rngs: of an imported checkpoint, the random states of further ranks, which are not here to write them.
     """
@@ -94,6 +98,7 @@ class Snapshot:
     training_args: dict[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+    parts: Parts | None = None
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -115,9 +120,11 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
     with _claim() as claim:
         try:
             together(comm, lambda: _prepare(root, snapshot, claim, comm.world_size, keep) if is_first else None)
-            entries = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
-            lists = comm.gather_json([asdict(entry) for entry in entries])
-            files = [FileEntry(**record) for part in lists or [] for record in part]
+            entries, shard = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
+            gathered = comm.gather_json([[asdict(entry) for entry in entries], shard]) or []
+            files = [FileEntry(**record) for part, _ in gathered for record in part]
+            if snapshot.parts is not None:
+                files += together(comm, lambda: _write_index(store, [each for _, each in gathered], is_first))
             ranks = comm.world_size + len(snapshot.more_rngs)
             meta = {**snapshot.meta, "step": snapshot.step, "world_size": ranks}
             commit = together(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
@@ -132,13 +139,28 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
 
 def own_part(snapshot: Snapshot, rank: int) -> Snapshot:
     """What of a snapshot a rank writes: shared state is rank 0's, random states are each rank's own."""
-    return snapshot if rank == 0 else Snapshot(snapshot.step, {}, rng=snapshot.rng)
+    return snapshot if rank == 0 else Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts)
+
+
+def divided(snapshot: Snapshot, rank: int) -> Snapshot:
+    """The snapshot with this rank's rows in place of tensors that are divided over ranks; itself when none is."""
+    if not is_divided(snapshot.model):
+        return snapshot
+    optimizer = snapshot.optimizer
+    groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
+    parts = divide(groups, rank)
+    return replace(
+        snapshot, model={}, optimizer=None if optimizer is None else replace(optimizer, tensors={}), parts=parts
+    )
 
 
 def bytes_needed(snapshot: Snapshot, world_size: int) -> int:
     """An upper estimate of a checkpoint's size in bytes."""
     tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
     payload: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if snapshot.parts is not None:
+        rows = [each.values for each in snapshot.parts.rows.values()]
+        payload += world_size * sum(each.numel() * each.element_size() for each in rows)
     return payload + sum(map(len, snapshot.files.values())) + 512 * len(tensors) + _OVERHEAD * (world_size + 1)
 
 
@@ -160,7 +182,7 @@ def _prepare(root: Store, snapshot: Snapshot, claim: Holder, world_size: int, ke
     store = root.child(checkpoint_name(snapshot.step))
     for file in snapshot.files:
         problem = "is one of the checkpoint's own names" if _is_ours(file) else relative_problem(file)
-        if problem or file.startswith("rng/"):
+        if problem or file.startswith(_FOLDERS):
             raise ConfigError(
                 f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
             )
@@ -239,16 +261,26 @@ def _clear_failed(store: Store, claim: Holder) -> None:
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> list[FileEntry]:
+def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileEntry], dict[str, Any]]:
+    """This rank's files, and what the index says of its shard."""
     entries = [_write_json(store, rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
-    return entries + (_write_shared(store, snapshot) if rank == 0 else [])
+    shard: dict[str, Any] = {}
+    if snapshot.parts is not None:
+        entry, shard = write_shard(store, snapshot.parts, rank)
+        entries.append(entry)
+    return entries + (_write_shared(store, snapshot) if rank == 0 else []), shard
+
+
+def _write_index(store: Store, shards: list[dict[str, Any]], is_first: bool) -> list[FileEntry]:
+    return [_write_json(store, INDEX, index_of(shards), indent=None)] if is_first else []
 
 
 def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
-    entries = [_write_tensors(store, MODEL, snapshot.model)]
-    optimizer = snapshot.optimizer
+    whole, optimizer = snapshot.parts is None, snapshot.optimizer
+    entries = [_write_tensors(store, MODEL, snapshot.model)] if whole else []
     if optimizer is not None:
-        entries.append(_write_tensors(store, OPTIMIZER_TENSORS, optimizer.tensors))
+        if whole:
+            entries.append(_write_tensors(store, OPTIMIZER_TENSORS, optimizer.tensors))
         entries.append(_write_json(store, OPTIMIZER, {"groups": optimizer.groups, "scalars": optimizer.scalars}))
     for name, state in ((SCHEDULER, snapshot.scheduler), (SCALER, snapshot.scaler)):
         if state is not None:

@@ -250,6 +250,11 @@ class EvalLoader(_SeededLoader):
         self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
         super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
 
+    def filler(self) -> Any:
+        """A batch of the first row alone, for a rank that has to compute beside others that have batches left."""
+        start, _ = self.rows
+        return self._fetch.__getitems__(Keys(0, np.arange(start, start + 1, dtype=np.int64)))
+
     def _read_here(self) -> Iterator[Any]:
         return self._fetch.ahead(self._keys)
 

@@ -11,6 +11,7 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.distributed import Communicator
 from trainer_lib.state import TrainerControl, TrainerState
+from trainer_lib.strategies.base import Strategy
 
 if TYPE_CHECKING:  # a sibling: only its name is known here
     from trainer_lib.callbacks.base import CallbackHandler
@@ -21,6 +22,7 @@ class EvaluationHooks(Protocol):
 
     args: TrainingArguments
     comm: Communicator
+    strategy: Strategy
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -36,8 +38,11 @@ class EvaluationHooks(Protocol):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of a dataset to predict."""
 
-    def evaluation_model(self) -> nn.Module:
-        """The model in evaluation mode, on the device, in the dtype to evaluate in; its forward sends nothing."""
+    def evaluation_model(self, *, alone: bool = False) -> nn.Module:
+        """The model in evaluation mode, on the device, in the dtype to evaluate in; `alone`: its forward sends nothing.
+
+        Raises ConfigError when it cannot compute alone.
+        """
 
     def target_items(self, inputs: Any) -> int:
         """Target items of a batch."""

@@ -16,7 +16,7 @@ import torch
 
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader
+from trainer_lib.data.loader import EvalLoader, Micro
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested, objects
@@ -27,31 +27,32 @@ from trainer_lib.evaluation.spool import Spool
 from trainer_lib.state import EvalLoopOutput, EvalPrediction
 
 
-def batches_of(loader: Any, comm: Communicator) -> Iterator[Any]:
-    """This rank's batches of any loader, the same number on every rank; None where this rank has no sample."""
+def rounds_of(loader: Any, comm: Communicator) -> Iterator[Micro]:
+    """This rank's batches of any loader, the same number on every rank.
+
+    Where this rank has no sample the batch is not real: None, or one to compute along with the others.
+    """
     if isinstance(loader, EvalLoader):
         batches = iter(loader)
-        return (next(batches, None) for _ in range(loader.rounds))
+        return (Micro(batch, batch is not None) for batch in (next(batches, None) for _ in range(loader.rounds)))
     if isinstance(loader, IterableLoader):
-        return (micro.batch for micro in loader.rounds())
+        return loader.rounds()
     return _dealt(loader, comm)
 
 
-def _dealt(loader: Any, comm: Communicator) -> Iterator[Any]:
+def _dealt(loader: Any, comm: Communicator) -> Iterator[Micro]:
     batches = iter(loader)
     while turn := list(itertools.islice(batches, comm.world_size)):
-        yield turn[comm.rank] if comm.rank < len(turn) else None
+        real = comm.rank < len(turn)
+        yield Micro(turn[comm.rank if real else 0], real)
 
 
-def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    held = next(batches, _NOTHING)
-    while held is not _NOTHING:
-        following = next(batches, _NOTHING)
-        yield held, following is _NOTHING
+def _with_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
+    held = next(rounds, None)
+    while held is not None:
+        following = next(rounds, None)
+        yield held, following is None
         held = following
-
-
-_NOTHING = object()
 
 
 class EvaluationLoop:
@@ -77,9 +78,11 @@ class EvaluationLoop:
         model = hooks.evaluation_model()
         hooks.callback_handler.eval_dataloader = loader
         try:
-            for batch, last in _with_last(batches_of(loader, self._comm)):
+            for micro, last in _with_last(rounds_of(loader, self._comm)):
+                if not micro.real:
+                    self._compute_along(model, loader, micro.batch)
                 # No name for the outputs here: it would keep a batch's while the next one's are made.
-                self._gather(None if batch is None else self._predict(model, batch), last)
+                self._gather(self._predict(model, micro.batch) if micro.real else None, last)
                 hooks.control = hooks.callback_handler.on_prediction_step(hooks.args, hooks.state, hooks.control)
                 hooks.check_stop()
             return self._finish(prefix)
@@ -105,6 +108,12 @@ class EvaluationLoop:
         if "loss" in self._include and loss is not None:
             losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()
         return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
+
+    def _compute_along(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
+        """A forward that only takes part in what the other ranks exchange in theirs."""
+        if self._hooks.strategy.forward_communicates:
+            filler = loader.filler() if isinstance(loader, EvalLoader) else batch
+            self._hooks.prediction_step(model, filler, self._loss_only, ignore_keys=self._ignore_keys)
 
     def _gather(self, tree: Any, last: bool) -> None:
         """Keep a round's outputs where they are for `eval_accumulation_steps` rounds, then bring them to rank 0."""

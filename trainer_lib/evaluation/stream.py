@@ -28,14 +28,14 @@ def stream_predictions(
 
     Yields (row positions ``[batch]`` int64, predictions: a tree of arrays ``[batch, …]``) batch by batch, in row order.
     Nothing is communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
-    Raises ConfigError for a dataset without length.
+    Raises ConfigError for a dataset without length, and for a model whose forward needs the other ranks.
     """
     if not has_length(dataset):
         raise ConfigError(
             "has no length.", field="dataset", value=type(dataset).__name__, remedy="Give map-style data."
         )
     hooks: _RangeHooks = trainer
-    model = hooks.evaluation_model()
+    model = hooks.evaluation_model(alone=True)
     loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
     for (first, end), batch in zip(loader.slices, loader, strict=True):
         _, logits, labels = hooks.prediction_step(model, batch, False, ignore_keys=None)

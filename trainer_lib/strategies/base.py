@@ -5,7 +5,7 @@ The trainer sequences, a strategy computes: were the trainer to ask "is this X?"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer_lib.distributed import Communicator
+from trainer_lib.precision import Precision, PrecisionSettings
 
 
 class StrategySettings(Protocol):
@@ -26,20 +27,60 @@ class StrategySettings(Protocol):
 
 
 class Strategy(Protocol):
-    """One way of training a model. Tensors it returns stay on the device: nothing here waits for it."""
+    """One way of training a model. Tensors it returns stay on the device: nothing here waits for it.
+
+    Attributes:
+        name: as checkpoints and logs say it.
+        places_model: whether it moves the model to the device itself, piece by piece: the whole may not fit there.
+        forward_communicates: whether ranks compute a forward together; one without a batch then computes along.
+        skips_micro_steps: whether a micro-step may be left out where no other rank waits for it.
+        plugins: what `trainer.accelerator.state` offers of it to code written for accelerate, by accelerate's name.
+    """
 
     name: str
     device: torch.device
     comm: Communicator
+    places_model: bool
+    forward_communicates: bool
+    skips_micro_steps: bool
+    plugins: Mapping[str, Any]
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """The model that `make` builds; on some ranks perhaps without values, which `setup_model` then gives it."""
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model that cannot be trained this way."""
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """The module whose forward trains: `model` itself or a wrapper around it, on the device."""
 
+    def precision(self, args: PrecisionSettings) -> Precision:
+        """How forward passes are computed, and how gradients are scaled."""
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
+        """The learning-rate schedule that this way of training brings along; None leaves it to the arguments."""
+
+    def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The module and the optimizer to train with, from what `setup_model` gave and an optimizer over it."""
+
+    def release(self) -> None:
+        """Let go of what `settle` made: another training begins, or none."""
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Let an optimizer that the user made before `setup_model` hold the parameters that the model has now."""
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The user's own module again."""
 
-    def inference_model(self, model: nn.Module) -> nn.Module:
-        """The module to predict with: its forward must not communicate, for ranks may have unequally many batches."""
+    def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
+        """The module to predict with. Unless `forward_communicates`, its forward must not: ranks may have unequally
+        many batches. `alone`: it must not in any case; ConfigError when it cannot do without."""
+
+    def after_inference(self, model: nn.Module) -> None:
+        """Predicting is over for now: let go of what only that needed."""
+
+    def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer holds, by the names they have in the user's module."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around micro-steps whose gradients are only accumulated: nothing is exchanged."""
@@ -50,17 +91,40 @@ class Strategy(Protocol):
     def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
         """Backpropagate `loss`; `seed` is the gradient of the objective with respect to it (1 when None)."""
 
+    def numel(self, parameter: nn.Parameter) -> int:
+        """Elements of the whole parameter."""
+
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Global L2 norm of the gradients, 0-dim on the device; scales them to `max_norm` when that is positive."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, a new tensor on the same device."""
 
-    def model_state(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """The whole model's parameters and persistent buffers by name, without wrappers' prefixes."""
+    def local_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's parameters and persistent buffers by name, without wrappers' prefixes; divided ones as they are.
 
-    def load_model_state(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy `state` into the model. Raises ConfigError naming missing, unexpected or reshaped tensors."""
+        Tied weights: each of their names, with the same values (and the same object, where they are divided).
+        """
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The same, whole: divided ones on the CPU of rank 0, elsewhere without values (on "meta").
+
+        Gathered when asked for: every rank asks for the same names in the same order.
+        """
+
+    def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """All of `local_state`, gathered. Collective."""
+
+    def checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a checkpoint is written from: divided where every rank writes its part, else gathered. Collective."""
+
+    def load_model_state(
+        self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
+    ) -> None:
+        """Copy `state` into the model; tensors named in `keep` may be absent from it and stay as they are. Collective.
+
+        Raises ConfigError naming missing, unexpected or reshaped tensors.
+        """
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint's metadata says about the strategy, JSON."""

@@ -58,7 +58,7 @@ class DdpStrategy(SingleStrategy):
         """The module inside."""
         return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
 
-    def inference_model(self, model: nn.Module) -> nn.Module:
+    def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
         """The module inside: the wrapper broadcasts buffers in forward, which would hang uneven ranks."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 

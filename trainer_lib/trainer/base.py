@@ -42,6 +42,10 @@ _log = logging.getLogger(__name__)
 
 def create_strategy(args: TrainingArguments, device: torch.device, comm: distributed.Communicator) -> Strategy:
     """The strategy for these arguments and this world; its own file is imported only when it is the one."""
+    if args.fsdp:
+        from trainer_lib.strategies.fsdp import FsdpStrategy
+
+        return FsdpStrategy(device, comm, args)
     if comm.world_size > 1:
         from trainer_lib.strategies.ddp import DdpStrategy
 
@@ -140,6 +144,7 @@ class TrainerBase:
         self._stop: StopRequest | None = None
         self._saver: BackgroundSaver | None = None
         self._held = contextlib.ExitStack()
+        self._frozen: tuple[nn.Module, str | None] | None = None
         self._caches: list[tuple[Any, Any]] = []
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
@@ -165,7 +170,7 @@ class TrainerBase:
             )
         models.refuse_untrainable(model)
         self.is_model_parallel = models.is_spread(model, self.device)
-        stays = self.is_model_parallel or models.is_placed(model)
+        stays = self.is_model_parallel or models.is_placed(model) or self.strategy.places_model
         self.place_model_on_device = self.args.place_model_on_device and not stays
         if self.place_model_on_device:
             self._move_model_to_device(model, self.device)
@@ -175,7 +180,8 @@ class TrainerBase:
         """A fresh model from `model_init`, which takes nothing or the trial of a search."""
         if self.model_init is None:
             raise ConfigError("is needed here.", field="model_init", remedy="Give it to the Trainer.")
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        init = self.model_init
+        model = self.strategy.build(lambda: init(trial) if takes_trial(init) else init())
         if not isinstance(model, nn.Module):
             raise ConfigError("gave no model.", field="model_init", value=model, remedy="Return a torch.nn.Module.")
         return model
@@ -191,6 +197,7 @@ class TrainerBase:
         self._flos_per_item = 6 * models.non_embedding_parameters(self.model)
         self._counts_flos = getattr(self.model, "floating_point_ops", None)
         models.check_settings(self.model, self.args)
+        self.strategy.check_model(self.model)
         config = getattr(self.model, "config", None)
         self._ignored_outputs = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
         problem = getattr(config, "problem_type", None)

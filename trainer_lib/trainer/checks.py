@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 # Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
-    "fsdp": (lambda args: bool(args.fsdp), "Start several processes: the model is replicated (DDP)."),
     "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
     "fsdp_config": (
-        lambda args: any(args.fsdp_config.values()) if isinstance(args.fsdp_config, dict) else bool(args.fsdp_config),
-        "Remove it: there is no fsdp to configure.",
+        lambda args: isinstance(args.fsdp_config, str) and not args.fsdp,
+        'Remove it, or set fsdp="full_shard auto_wrap".',
     ),
-    "parallelism_config": (lambda args: args.parallelism_config is not None, "Remove it."),
+    "parallelism_config": (
+        lambda args: args.parallelism_config is not None,
+        'Remove it: layers are not split over processes. fsdp="full_shard" divides them all.',
+    ),
     "debug": (lambda args: "tpu_metrics_debug" in (args.debug or ()), "Remove it: XLA devices are not served."),
 }
 

@@ -327,7 +327,7 @@ class DataMixin(TrainerBase):
                 seed=self.args.seed,
                 drop_last=False,
                 options=self._loader_options(training=False),
-                fillers=False,
+                fillers=self.strategy.forward_communicates,
             )
         sampler = self._get_eval_sampler(dataset)
         if sampler is not None:

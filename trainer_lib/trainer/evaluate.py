@@ -102,6 +102,7 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         finally:
             if restore is not None:
                 restore()
+            self.strategy.after_inference(self.model_wrapped)
             self._past = None
             self.model.train(was_training)
             self._optimizer_mode("train" if was_training else "eval")
@@ -119,9 +120,12 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
 
     # -- what the evaluation package asks for -------------------------------------------------------------------------
 
-    def evaluation_model(self) -> nn.Module:
-        """The model in evaluation mode; outside training cast as a whole when the arguments ask for it."""
-        model = self.strategy.inference_model(self.model_wrapped)
+    def evaluation_model(self, *, alone: bool = False) -> nn.Module:
+        """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.
+
+        `alone`: its forward must not wait for other ranks; ConfigError when it has to.
+        """
+        model = self.strategy.inference_model(self.model_wrapped, alone=alone)
         dtype = full_eval_dtype(self.args)
         if dtype is not None and not self.is_in_train:
             model = model.to(dtype=dtype)

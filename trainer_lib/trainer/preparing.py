@@ -56,6 +56,8 @@ class PreparingMixin(OptimizationMixin):
         for config, _ in self._caches:
             config.use_cache = self.args.use_cache
         self.model_wrapped = self._wrap_model(self.model, training=True)
+        if self.optimizer is not None:
+            self.strategy.adopt_optimizer(self.optimizer, self.model_wrapped)
         self.model_wrapped.train()
         self._optimizer_mode("train")
 

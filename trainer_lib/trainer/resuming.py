@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good
+from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
 from trainer_lib.checkpoint.readers import reading
@@ -19,6 +21,7 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.manifest import COMMIT, withdraw
+from trainer_lib.sharding import FromFirst, specs_of
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer import batch_change, models
@@ -88,18 +91,26 @@ class ResumingMixin(SavingMixin):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights into the model. Raises ConfigError when they belong to another one."""
         loaded, target = self._open_checkpoint(resume_from_checkpoint), model or self.model
-        state = loaded.model()
+        keep: set[str] = set()
         if (frozen := loaded.commit.meta.get("frozen")) is not None:
-            present = self.strategy.model_state(target)
-            if frozen != models.frozen_fingerprint(target, present):
+            self._frozen = None  # what was loaded in between is not known
+            if frozen != self._frozen_fingerprint():
                 raise ConfigError(
                     "The adapters were trained on other base weights than this model has.",
                     field="resume_from_checkpoint",
                     value=loaded.url,
                     remedy="Put them on the base they were trained on.",
                 )
-            state = {**present, **state}
-        self.strategy.load_model_state(target, state)
+            state = self.strategy.local_state(target)
+            keep = state.keys() - models.trained_state(target, state).keys()
+        self.strategy.load_model_state(target, self._read(loaded, loaded.model), keep=keep)
+
+    def _read(self, loaded: Loaded, read: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+        """A checkpoint's tensors. Where parameters are divided, rank 0 reads whole ones for all. Collective."""
+        if loaded.is_sharded or not self.strategy.forward_communicates:
+            return read()
+        own = together(self.comm, lambda: read() if self.comm.rank == 0 else {})
+        return FromFirst(own, self.comm.broadcast_json(specs_of(own)), self.comm.rank)
 
     def _load_best_model(self) -> None:
         """Put the best checkpoint's weights into the model."""
@@ -127,10 +138,10 @@ class ResumingMixin(SavingMixin):
                 remedy="Load its weights and start anew, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
-        snapshot = loaded.optimizer()
+        snapshot = loaded.optimizer(lambda read: self._read(loaded, read))
         if self.optimizer is not None and snapshot is not None:
             with loaded.using(OPTIMIZER):
-                restore_optimizer(self.optimizer, dict(self.model.named_parameters()), snapshot)
+                restore_optimizer(self.optimizer, self.strategy.named_parameters(self.model_wrapped), snapshot)
         if self.lr_scheduler is not None:
             with loaded.using(SCHEDULER):
                 self.lr_scheduler.load_state_dict(loaded.scheduler)

@@ -15,11 +15,11 @@ from torch import nn
 from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import checkpoint_name, rotate
 from trainer_lib.checkpoint.collective import together
-from trainer_lib.checkpoint.optimizer import snapshot_optimizer
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.staging import size_of
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.checkpoint.writer import Snapshot, divided, save_checkpoint
 from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.state import TrainerState, callback_states
 from trainer_lib.storage import Store
@@ -45,7 +45,7 @@ class SavingMixin(ReportingMixin):
         `from_pretrained` loads, for transformers' models. Of a model with peft adapters only these are written.
         Written by rank 0; a failure there is raised on all.
         """
-        state = dict(self.strategy.model_state(self.model_wrapped))
+        state = self.strategy.model_state(self.model_wrapped)
         self._on_main_process(lambda: self._save(output_dir, state_dict=state))
 
     def _on_main_process(self, work: Callable[[], T]) -> T | None:
@@ -262,32 +262,51 @@ class SavingMixin(ReportingMixin):
         """
         self.state.stateful_callbacks = callback_states(self._stateful_callbacks())
         whole = not self.args.save_only_model or run.stopping  # a stop is to be resumed from
-        optimizer = self.optimizer if whole else None
-        named = dict(self.model.named_parameters())
-        state = models.in_saving_order(self.model, self.strategy.model_state(self.model_wrapped))
-        return Snapshot(
+        strategy = self.strategy
+        state = models.in_saving_order(self.model, strategy.local_state(self.model_wrapped))
+        trained = models.trained_state(self.model, state)
+        snapshot = Snapshot(
             step=self.state.global_step,
-            model=models.trained_state(self.model, state),
-            optimizer=snapshot_optimizer(optimizer, named) if optimizer is not None else None,
+            model=strategy.checkpoint_tensors(trained),
+            optimizer=self._optimizer_snapshot() if whole else None,
             scheduler=self.lr_scheduler.state_dict() if whole and self.lr_scheduler is not None else None,
             scaler=self.precision.scaler_state() if whole else None,
             rng=capture_rng() if whole else {},
             data=run.position(),
             trainer_state=self.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
             training_args=self.args.to_dict(),
-            files=self._model_files(state) if self._disk.rank == 0 else {},
+            files=self._checkpoint_files(trained),
             meta={
-                **self.strategy.describe(),
+                **strategy.describe(),
                 "world_size": self.comm.world_size,
                 "global_samples": run.samples,
                 "precision": self.precision.name,
-                "frozen": models.frozen_fingerprint(self.model, state),
+                "frozen": self._frozen_fingerprint(),
             },
         )
+        return divided(snapshot, self.comm.rank)
+
+    def _optimizer_snapshot(self) -> OptimizerSnapshot | None:
+        if self.optimizer is None:
+            return None
+        taken = snapshot_optimizer(self.optimizer, self.strategy.named_parameters(self.model_wrapped))
+        return dataclasses.replace(taken, tensors=self.strategy.checkpoint_tensors(taken.tensors))
+
+    def _checkpoint_files(self, trained: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        if models.is_adapted(self.model):
+            trained = dict(self.strategy.gathered(trained))
+        return self._model_files(trained) if self._disk.rank == 0 else {}
+
+    def _frozen_fingerprint(self) -> str | None:
+        """Of the weights that checkpoints of a model with adapters leave out; they do not change. Collective."""
+        if self._frozen is None or self._frozen[0] is not self.model:
+            state = self.strategy.gathered(self.strategy.local_state(self.model_wrapped))
+            self._frozen = self.model, self.comm.broadcast_json(models.frozen_fingerprint(self.model, state))
+        return self._frozen[1]
 
     def _state_size(self) -> int:
         """Bytes of the tensors in a snapshot."""
-        weights = models.trained_state(self.model, self.strategy.model_state(self.model_wrapped))
+        weights = models.trained_state(self.model, self.strategy.local_state(self.model_wrapped))
         states = {} if self.optimizer is None or self.args.save_only_model else self.optimizer.state
         kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
         return size_of([*weights.values(), *kept])

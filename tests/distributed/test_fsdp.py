@@ -1,0 +1,153 @@
+"""Divided over processes (FSDP), a model trains, is measured, clipped and stopped as on one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.distributed import run_distributed
+from tests.support.toys import TokenModel, classification_rows, token_rows
+from tests.support.training import trainer
+from trainer_lib.strategies.fsdp import parameter_bytes
+
+TOKENS = token_rows(23)
+ROWS = classification_rows(23)
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+#: 23 sequences with unequal token counts, in global batches of 10: the last step has 3.
+RAGGED: dict[str, Any] = {"num_train_epochs": 1, "global_batch_size": 10, "per_device_train_batch_size": 2, **LOGGED}
+BY_SIZE = {"min_num_params": 80}
+
+
+class Deep(TokenModel):
+    """Blocks between embedding and head; dropout, and a buffer that every forward counts in."""
+
+    def __init__(self, depth: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.seen += self.training
+        logits = self.head(torch.tanh(hidden).cumsum(1))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Block(nn.Module):
+    """5 rows: they do not divide by two."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 5), nn.Linear(5, 8), nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return hidden + self.dropout(self.down(torch.relu(self.up(hidden))))
+
+
+def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dict[str, Any]:
+    """A training's losses and norms, step by step; what it ended with, whole; and what this rank held of it."""
+    torch.manual_seed(0)
+    one = trainer(folder, TOKENS, model=model or Deep(), **{**RAGGED, **given})
+    one.train()
+    state = one.strategy.model_state(one.model_wrapped)
+    entries = [entry for entry in one.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in entries],
+        "norms": [entry["grad_norm"] for entry in entries],
+        "state": {name: value.numpy() for name, value in state.items() if not value.is_meta},
+        "bytes": parameter_bytes(one.model),
+        "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
+        "strategy": one.strategy.describe(),
+    }
+
+
+def several(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: trained(f"{folder}/{number}", **given) for number, (name, given) in enumerate(cases.items())}
+
+
+def close(one: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert one["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+    assert one["norms"] == pytest.approx(alone["norms"], rel=1e-6)
+    for name, value in one["state"].items():
+        if name == "seen":  # each process's own forwards
+            assert 0 < value <= alone["state"][name]
+            continue
+        np.testing.assert_allclose(value, alone["state"][name], rtol=2e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(str(tmp_path_factory.mktemp("alone")))
+
+
+TWO: dict[str, dict[str, Any]] = {
+    **{mode: {"fsdp": mode} for mode in ("full_shard", "shard_grad_op", "no_shard", "full_shard offload")},
+    "classes": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}},
+    "size": {"fsdp": "shard_grad_op auto_wrap", "fsdp_config": BY_SIZE},
+    "prefetched": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "forward_prefetch": True}},
+    "on demand": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "backward_prefetch": "backward_post"}},
+    "recomputed": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "activation_checkpointing": True}},
+    "each batch": {
+        "fsdp": "full_shard",
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    },
+    "unused": {"fsdp": "full_shard", "ddp_find_unused_parameters": True},
+}
+
+
+def test_each_mode_trains_like_one_process(alone: dict[str, Any], tmp_path: Any) -> None:
+    """Unequal token counts per rank, ranks without samples in the last step, accumulation, clipping."""
+    ranks = run_distributed(several, 2, str(tmp_path), TWO)
+    whole = alone["bytes"][1]
+    for name in TWO:
+        first, second = (rank[name] for rank in ranks)
+        for rank in (first, second):
+            close(rank, alone)
+            assert rank["strategy"]["strategy"] == "fsdp"
+            assert len(rank["divided"]) == len(alone["state"]) - 1  # all but the buffer
+        assert first["state"].keys() == alone["state"].keys()
+        assert not second["state"], "only the first rank holds the whole"
+        if name == "no_shard":
+            assert first["bytes"] == second["bytes"] == (whole, whole)
+        else:
+            assert first["bytes"][0] + second["bytes"][0] == whole
+            assert first["bytes"][0] < 0.6 * whole
+
+
+def hybrid(folder: str) -> dict[str, dict[str, Any]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two machines of two
+    cases: dict[str, dict[str, Any]] = {
+        "machines": {"fsdp": "hybrid_shard auto_wrap", "fsdp_config": BY_SIZE},
+        "kept": {"fsdp": "hybrid_shard_zero2"},
+        "four": {"fsdp": "hybrid_shard", "fsdp_config": {"hybrid_group_size": 4}},
+        "full": {"fsdp": "full_shard"},
+    }
+    return several(folder, cases)
+
+
+def test_hybrid_modes_divide_within_a_group_and_copy_between_groups(alone: dict[str, Any], tmp_path: Any) -> None:
+    ranks = run_distributed(hybrid, 4, str(tmp_path))
+    whole = alone["bytes"][1]
+    for name in ("machines", "kept", "four", "full"):
+        held = [rank[name]["bytes"][0] for rank in ranks]
+        for rank in ranks:
+            close(rank[name], alone)
+        if name in ("machines", "kept"):
+            assert held[:2] == held[2:]
+            assert sum(held[:2]) == whole
+        else:
+            assert sum(held) == whole
