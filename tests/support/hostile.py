@@ -45,15 +45,17 @@ def safetensors(header: dict[str, Any] | bytes, payload: bytes = b"", length: in
     return (len(text) if length is None else length).to_bytes(8, "little") + text + payload
 
 
-def rezipped(data: bytes, program: bytes | None = None, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
-    """A file of torch.save with another program, further records, or compressed."""
+def rezipped(
+    data: bytes, program: bytes | None = None, *, compression: int = zipfile.ZIP_STORED, more: str | None = None
+) -> bytes:
+    """A file of torch.save with another program, one more record, or compressed."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(out, "w", compression) as target:
         for record in source.infolist():
             is_program = record.filename.endswith("data.pkl") and program is not None
             target.writestr(record.filename, program if is_program and program is not None else source.read(record))
-        for name, content in more.items():
-            target.writestr(f"archive/{name}", content)
+        if more is not None:
+            target.writestr(f"archive/{more}", b".")
     return out.getvalue()
 
 

@@ -57,7 +57,7 @@ PROGRAMS: dict[str, tuple[Callable[[], bytes], str]] = {
     "nothing": (lambda: b"", "no ZIP"),
     "no archive": (lambda: b"\x80\x02}q\x00.", "no ZIP"),
     "compressed": (lambda: rezipped(saved({"a": torch.zeros(10**6)}), compression=zipfile.ZIP_DEFLATED), "compressed"),
-    "two programs": (lambda: rezipped(saved({}), **{"x/data.pkl": b"."}), "records"),
+    "two programs": (lambda: rezipped(saved({}), more="x/data.pkl"), "records"),
     "big-endian": (lambda: rezipped(saved({})).replace(b"little", b"bigend"), "cannot be read|big-endian"),
     "a builtin": (lambda: rezipped(saved({}), b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R."), "builtins.eval"),
     "a name from the stack": (lambda: rezipped(saved({}), b"\x80\x04\x8c\x02os\x8c\x06system\x93."), "STACK_GLOBAL"),
