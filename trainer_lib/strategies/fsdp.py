@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -26,16 +25,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer_lib import distributed, sharding
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.fsdp import FsdpArguments, FsdpSettings, read_settings, sharded_checkpoints
+from trainer_lib.arguments.fsdp import FsdpArguments, FsdpSettings, read_settings
+from trainer_lib.arguments.fsdp_keys import sharded_checkpoints
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
+from trainer_lib.strategies.placing import all_tensors, formats, keep_name, mesh_of, offloading, place, without_values
 from trainer_lib.strategies.single import SingleStrategy, refuse_others
 from trainer_lib.strategies.units import find_units, ignored_parameters, recompute
 
@@ -84,7 +84,7 @@ class FsdpStrategy(SingleStrategy):
         self._finds_unused = bool(args.ddp_find_unused_parameters)
         if comm.world_size == 1:
             _form_world_of_one(device)
-        self._mesh = _mesh(settings, device, comm)
+        self._mesh = mesh_of(settings, device, comm)
         self._names: dict[int, str] = {}
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class FsdpStrategy(SingleStrategy):
         """`make()`; with cpu_ram_efficient_loading without values (on "meta") on all ranks but the first."""
         if not self.settings.cpu_ram_efficient_loading or self.comm.rank == 0:
             return make()
-        return _without_values(make)
+        return without_values(make)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that cannot be sharded as asked."""
@@ -131,11 +131,11 @@ class FsdpStrategy(SingleStrategy):
         units = find_units(model, settings)
         ignored = ignored_parameters(model, settings.ignored_modules)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        first = _tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
+        first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": _formats(settings),
-            "offload_policy": _offloading(settings, self.device),
+            "mp_policy": formats(settings),
+            "offload_policy": offloading(settings, self.device),
             "ignored_params": ignored,
         }
         for unit in units:
@@ -146,8 +146,8 @@ class FsdpStrategy(SingleStrategy):
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
         parts = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for part in parts:
-            _keep_name(part)
-        _place(model, ignored, self.device, offload=settings.offload)
+            keep_name(part)
+        place(model, ignored, self.device, offload=settings.offload)
         if settings.sync_module_states:
             self._take_values(model, first)
         self._order_gathering(model, [each for each in parts if each is not model])
@@ -160,7 +160,7 @@ class FsdpStrategy(SingleStrategy):
         specs = self.comm.broadcast_json(sharding.specs_of(first))
         source = sharding.FromFirst(first, specs, self.comm.rank)
         with torch.no_grad():
-            for name, tensor in _tensors(model).items():
+            for name, tensor in all_tensors(model).items():
                 if name not in specs:
                     raise ConfigError(
                         f"The first process's model has no {name}.", field="model", remedy="Build the same everywhere."
@@ -324,11 +324,6 @@ def parameter_bytes(model: nn.Module) -> tuple[int, int]:
     return here, everywhere
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers: those that a state_dict leaves out have values too."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
 def _form_world_of_one(device: torch.device) -> None:
     if environment.read() is environment.ALONE:
         raise ConfigError(
@@ -339,77 +334,6 @@ def _form_world_of_one(device: torch.device) -> None:
         )
     distributed.form_alone(device)
     _log.warning("FSDP with one process: nothing is divided.")
-
-
-def _mesh(settings: FsdpSettings, device: torch.device, comm: Communicator) -> DeviceMesh:
-    """Processes in rows that hold the same, and columns that share one copy."""
-    world = comm.world_size
-    if settings.mode in ("full_shard", "shard_grad_op"):
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    group = 1
-    if settings.mode != "no_shard":
-        group = settings.hybrid_group or comm.local_world_size
-        if world % group:
-            raise ConfigError(
-                f"does not divide {world} processes into groups of one size.",
-                field="fsdp_config.hybrid_group_size",
-                value=group,
-                remedy="Give a divisor of the number of processes.",
-            )
-        if group == world:
-            _log.warning("FSDP %s with one group of processes is %s.", settings.mode, "full_shard, without copies")
-    return init_device_mesh(device.type, (world // group, group), mesh_dim_names=("replicate", "shard"))
-
-
-def _formats(settings: FsdpSettings) -> MixedPrecisionPolicy:
-    param, reduce = settings.param_dtype, settings.reduce_dtype
-    return MixedPrecisionPolicy(
-        param_dtype=None if param is None else getattr(torch, param),
-        reduce_dtype=None if reduce is None else getattr(torch, reduce),
-    )
-
-
-def _offloading(settings: FsdpSettings, device: torch.device) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
-
-
-def _keep_name(part: nn.Module) -> None:
-    """torch puts a class of its own in front of the module's: let it go by the user's name, as configurations will."""
-    made, own = type(part), type(part).__mro__[2]
-    made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
-def _place(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
-    """Memory for what had no values, and the device for what sharding left where it was."""
-    if any(tensor.is_meta for tensor in _tensors(model).values()):
-        model.to_empty(device="cpu" if offload else device)
-    with torch.no_grad():
-        for parameter in ignored:
-            parameter.data = parameter.data.to(device)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-
-
-def _without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model on "meta": shapes and no memory. Models of transformers are told in their own way."""
-    try:
-        with torch.device("meta"):
-            return make()
-    except RuntimeError as error:
-        if "from_pretrained" not in str(error):
-            raise
-    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
-    try:
-        return make()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -1,0 +1,226 @@
+"""Every key of `fsdp_config`, and how it is read. docs/distributed.md has them as a table; a test compares the two."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+FIELD = "fsdp_config"
+MODES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""In the order of torch's numbers, which begin at 1."""
+
+#: The same mode, with the parameters kept between forward and backward.
+_KEPT = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+_FORMATS = {
+    **dict.fromkeys(("fp32", "float32"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+}
+
+
+@dataclass
+class Reading:
+    """Settings in the making, and who said what, for contradictions."""
+
+    values: dict[str, Any]
+    said: dict[str, str] = field(default_factory=dict)
+
+    def say(self, name: str, value: Any, *, by: str) -> None:
+        """Set `name`, unless something said otherwise."""
+        if name in self.said and self.values[name] != value:
+            raise ConfigError(f"contradicts {self.said[name]}.", field=by, value=value, remedy="Keep one of the two.")
+        self.values[name] = value
+        self.said.setdefault(name, by)
+
+
+_Reader = Callable[[Reading, str, Any], None]
+
+
+def _flag(name: str) -> _Reader:
+    """A setting that is on or off."""
+
+    def read(reading: Reading, key: str, value: Any) -> None:
+        reading.say(name, coerce(value, bool, field=f"{FIELD}.{key}"), by=f"{FIELD}.{key}")
+
+    return read
+
+
+def _always(default: bool, why: str) -> _Reader:
+    """A setting that FSDP's second version has no switch for, and whose other value would change no number."""
+
+    def read(reading: Reading, key: str, value: Any) -> None:
+        if coerce(value, bool, field=f"{FIELD}.{key}") is not default:
+            _log.warning("%s.%s is always %s here: %s", FIELD, key, default, why)
+
+    return read
+
+
+def _refused(why: str, remedy: str) -> _Reader:
+    """A setting that cannot be served, unless it is off."""
+
+    def read(reading: Reading, key: str, value: Any) -> None:
+        if value not in (False, "false", "False", 0, "", {}, []):
+            raise ConfigError(f"cannot be served: {why}", field=f"{FIELD}.{key}", value=value, remedy=remedy)
+
+    return read
+
+
+def _choice(key: str, value: Any, options: Mapping[str, Any]) -> Any:
+    word = str(value).strip().lower()
+    if word not in options:
+        raise ConfigError(
+            "is not one of the choices.", field=f"{FIELD}.{key}", value=value, remedy=suggestion(word, options)
+        )
+    return options[word]
+
+
+def _sharding(reading: Reading, key: str, value: Any) -> None:
+    """``sharding_strategy``: a name or a number of torch's; it is `fsdp` in other words."""
+    numbers = {str(number): name for number, name in enumerate(MODES, 1)}
+    mode = _choice(key, value, {**numbers, **{name: name for name in MODES}})
+    if mode != reading.values["mode"]:
+        raise ConfigError(
+            f"contradicts fsdp = {reading.values['mode']}.",
+            field=f"{FIELD}.{key}",
+            value=value,
+            remedy="Keep one of the two.",
+        )
+
+
+def _reshard(reading: Reading, key: str, value: Any) -> None:
+    """``reshard_after_forward``: on or off, or (accelerate's first version) a mode's name or number."""
+    if isinstance(value, str) and value.strip().lower() not in ("true", "false", "yes", "no", "on", "off"):
+        _sharding(reading, key, value)
+        return
+    mode = reading.values["mode"]
+    if not coerce(value, bool, field=f"{FIELD}.{key}"):
+        reading.values["mode"] = _KEPT.get(mode, mode)
+    elif mode in _KEPT.values():
+        raise ConfigError(
+            f"contradicts fsdp = {mode}, which keeps the parameters until the backward.",
+            field=f"{FIELD}.{key}",
+            value=value,
+            remedy=f"Remove it, or give fsdp = {next(one for one, kept in _KEPT.items() if kept == mode)}.",
+        )
+
+
+def _policy(reading: Reading, key: str, value: Any) -> None:
+    names = {"transformer_based_wrap": "classes", "size_based_wrap": "size", "no_wrap": "whole"}
+    reading.say("wrap", _choice(key, value, names), by=f"{FIELD}.{key}")
+
+
+def _names(name: str) -> _Reader:
+    """A list of names, or one text of them with commas."""
+
+    def read(reading: Reading, key: str, value: Any) -> None:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+            raise ConfigError("is no list of names.", field=f"{FIELD}.{key}", value=value, remedy="Give names.")
+        reading.say(name, tuple(part.strip() for part in parts if part.strip()), by=f"{FIELD}.{key}")
+
+    return read
+
+
+def _count(name: str) -> _Reader:
+    def read(reading: Reading, key: str, value: Any) -> None:
+        count = coerce(value, int, field=f"{FIELD}.{key}")
+        if count < 0:
+            raise ConfigError("must be at least 0.", field=f"{FIELD}.{key}", value=count, remedy="Give a number.")
+        reading.say(name, count or None, by=f"{FIELD}.{key}")
+
+    return read
+
+
+def _prefetch(reading: Reading, key: str, value: Any) -> None:
+    # backward_post gathers the next part once this one's gradients are there, as gathering on demand does.
+    options = {"backward_pre": True, "1": True, "backward_post": False, "backward_pos": False, "2": False}
+    reading.say("backward_prefetch", _choice(key, value, options | {"no_prefetch": False, "3": False}), by=key)
+
+
+def _state_dict(reading: Reading, key: str, value: Any) -> None:
+    where = f"{FIELD}.{key}"
+    reading.say("sharded_checkpoints", sharded_checkpoints(value, field=where), by=where)
+
+
+def sharded_checkpoints(value: Any, *, field: str) -> bool:
+    """Whether a state_dict_type says that every process writes its own part. Raises ConfigError for what is none."""
+    options = {"full_state_dict": False, "sharded_state_dict": True}
+    word = str(value).strip().lower()
+    if word not in options:
+        local = word == "local_state_dict"
+        raise ConfigError(
+            "cannot be served: such pieces fit one number of processes only." if local else "is no way of saving.",
+            field=field,
+            value=value,
+            remedy="Give SHARDED_STATE_DICT, which any number of processes loads, or FULL_STATE_DICT.",
+        )
+    return options[word]
+
+
+def _version(reading: Reading, key: str, value: Any) -> None:
+    if coerce(value, int, field=f"{FIELD}.{key}") != 2:
+        raise ConfigError(
+            "is not served: FSDP is torch's second version (fully_shard), which has all modes of the first.",
+            field=f"{FIELD}.{key}",
+            value=value,
+            remedy="Remove it.",
+        )
+
+
+def _precision(reading: Reading, key: str, value: Any) -> None:
+    where = f"{FIELD}.{key}"
+    parts = {"param_dtype": value, "reduce_dtype": value} if isinstance(value, str) else value
+    if not isinstance(parts, Mapping):
+        raise ConfigError("is no mapping.", field=where, value=value, remedy='Give {"param_dtype": "bf16"}.')
+    for name, given in parts.items():
+        if name not in ("param_dtype", "reduce_dtype"):
+            raise ConfigError(
+                "is not one of its settings: buffers keep their own format, outputs that of the computation.",
+                field=where,
+                value=name,
+                remedy="Give param_dtype and reduce_dtype.",
+            )
+        if given is not None:
+            chosen = _choice(f"{key}.{name}", str(given).removeprefix("torch."), _FORMATS)
+            reading.say(str(name), chosen, by=f"{where}.{name}")
+
+
+_XLA = _refused("XLA devices are not.", "Remove it; on TPUs use the transformers Trainer with torch_xla.")
+
+#: Every key that is known, without ``fsdp_``, and how it is read.
+KEYS: Mapping[str, _Reader] = {
+    "sharding_strategy": _sharding,
+    "reshard_after_forward": _reshard,
+    "offload_params": _flag("offload"),
+    "cpu_offload": _flag("offload"),
+    "auto_wrap_policy": _policy,
+    "transformer_layer_cls_to_wrap": _names("wrap_classes"),
+    "transformer_cls_names_to_wrap": _names("wrap_classes"),
+    "min_num_params": _count("min_num_params"),
+    "hybrid_group_size": _count("hybrid_group"),
+    "backward_prefetch": _prefetch,
+    "backward_prefetch_policy": _prefetch,
+    "forward_prefetch": _flag("forward_prefetch"),
+    "limit_all_gathers": _always(True, "memory for parts to come is never taken ahead of its turn."),
+    "use_orig_params": _always(True, "every parameter keeps its name, its shape and its own requires_grad."),
+    "sync_module_states": _flag("sync_module_states"),
+    "cpu_ram_efficient_loading": _flag("cpu_ram_efficient_loading"),
+    "activation_checkpointing": _flag("activation_checkpointing"),
+    "activation_checkpointing_offload": _refused("activations stay on the device.", "Remove it."),
+    "state_dict_type": _state_dict,
+    "mixed_precision": _precision,
+    "mixed_precision_policy": _precision,
+    "ignored_modules": _names("ignored_modules"),
+    "version": _version,
+    "xla": _XLA,
+    "xla_fsdp_settings": _XLA,
+    "xla_fsdp_grad_ckpt": _XLA,
+    "xla_fsdp_v2": _XLA,
+}
