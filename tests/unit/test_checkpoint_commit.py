@@ -227,6 +227,31 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypa
     save(root, 2)
 
 
+def test_what_retention_would_give_back_is_said_when_space_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Store.open(tmp_path)
+    sizes = [sum(entry.size for entry in save(root, step).commit.files) for step in (1, 2, 3)]
+    monkeypatch.setattr(Store, "free_bytes", lambda self: 1234)
+    with pytest.raises(StorageFullError) as caught:
+        save_checkpoint(root, snapshot(4), SingleProcess(), keep=2)
+    told = str(caught.value.remedy)
+    assert f"save_total_limit=2 will give {sizes[0] + sizes[1]:,} bytes back" in told
+    assert "the disk must hold 3 for a moment" in told
+    assert list_checkpoints(root)[-1].step == 1
+
+
+def test_what_an_interrupted_save_of_the_same_step_left_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Store.open(tmp_path)
+    needed = bytes_needed(snapshot(2), 1)
+    root.write_bytes("checkpoint-2/model.safetensors", bytes(needed - 1000))
+    monkeypatch.setattr(Store, "free_bytes", lambda self: 1000)
+    save(root, 2)
+    assert [info.step for info in list_checkpoints(root)] == [2]
+
+
 def test_the_space_check_is_an_upper_bound(tmp_path: Path) -> None:
     info = save(Store.open(tmp_path))
     assert sum(entry.size for entry in info.commit.files) <= bytes_needed(snapshot(2), 1)

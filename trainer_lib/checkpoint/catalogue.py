@@ -132,8 +132,9 @@ def excess(
 ) -> list[CheckpointInfo]:
     """The checkpoints beyond `keep`, oldest first.
 
-    These are never among them, and count: the newest good one; the newest from which training can be resumed, where
-    the newest holds only a model; those named in `protect` (the best); those that somebody is reading (`readers`).
+    These are never among them, and count: the newest good one, and damaged ones after it; the newest from which
+    training can be resumed, where the newest holds only a model; those named in `protect` (the best); those that
+    somebody is reading (`readers`).
 
     Args:
         root: the folder of checkpoints.
@@ -159,18 +160,19 @@ def is_resumable(info: CheckpointInfo) -> bool:
 def _newest_needed(
     root: Store, infos: list[CheckpointInfo], just_written: str | None, *, digests: bool
 ) -> Iterator[str]:
-    """The newest good checkpoint, and the newest good one that can be resumed from."""
+    """The newest good checkpoint and whatever is newer, and the newest good one that can be resumed from."""
     good = False
     for info in infos:
         if good and not is_resumable(info):
             continue
         # One pass over the newest's bytes is worth it; a further one was the newest once.
         every_byte = digests and not good and info.name != just_written
-        if not verify(root.child(info.name), info.commit, digests=every_byte):
-            good = True
-            yield info.name
-            if is_resumable(info):
-                return
+        intact = not verify(root.child(info.name), info.commit, digests=every_byte)
+        if intact or not good:
+            yield info.name  # a damaged newest is for the next resume to report and set aside
+        good = good or intact
+        if intact and is_resumable(info):
+            return
 
 
 def clean_leftovers(root: Store) -> list[str]:

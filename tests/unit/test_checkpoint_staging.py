@@ -1,0 +1,146 @@
+"""A copy of the state that training cannot change any more, in memory that is used again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import Net, untrained
+from trainer_lib.checkpoint.background import BackgroundSaver
+from trainer_lib.checkpoint.staging import HostCopy, freeze, size_of
+from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import ConfigError, OutOfMemoryError
+from trainer_lib.storage import Store
+
+
+def test_values_are_kept_whatever_happens_to_the_tensors() -> None:
+    memory = HostCopy()
+    weights = torch.arange(6.0).reshape(2, 3)
+    live = {
+        "plain": weights,
+        "transposed": weights.t(),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False]),
+        "count": torch.tensor(3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "spread": torch.ones(1).expand(4),
+        "empty": torch.empty(0, 3),
+        "learned": torch.nn.Parameter(torch.ones(2)),
+    }
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    taken = memory.take(live)
+    for tensor in live.values():
+        tensor.detach().fill_(1) if tensor.dtype == torch.bool else tensor.detach().zero_()
+    for name, tensor in taken.items():
+        assert (tensor.dtype, tensor.shape, tensor.requires_grad) == (live[name].dtype, live[name].shape, False)
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_tied_weights_stay_one() -> None:
+    net = Net()
+    taken = HostCopy().take(net.state_dict())
+    assert taken["embed.weight"].data_ptr() == taken["head.weight"].data_ptr()
+    assert taken["norm.weight"].data_ptr() != taken["norm.bias"].data_ptr()
+
+
+def test_the_memory_is_one_copy_and_is_used_again() -> None:
+    memory = HostCopy()
+    first = memory.take({"a": torch.ones(1000), "b": torch.ones(500)})
+    size, where = memory.size, first["a"].data_ptr()
+    assert size == size_of([torch.ones(1000), torch.ones(500)]) < 6200
+    assert memory.take({"a": torch.zeros(1000), "b": torch.ones(500)})["a"].data_ptr() == where
+    assert first["a"].sum() == 0  # the same memory: the earlier copy is no more
+    memory.take({"a": torch.ones(10)})
+    assert memory.size == size
+    memory.take({"a": torch.ones(2000)})
+    assert memory.size == size_of([torch.ones(2000)])
+    memory.close()
+    assert memory.size == 0
+
+
+def test_memory_can_be_had_beforehand() -> None:
+    memory = HostCopy()
+    memory.reserve(4096)
+    assert memory.size == 4096
+    memory.reserve(64)  # there is enough
+    assert memory.size == 4096
+    assert memory.take({"a": torch.ones(8)})["a"].sum() == 8
+
+
+def test_more_than_there_is_is_an_error_that_says_how_much() -> None:
+    memory = HostCopy()
+    memory.reserve(2**60)
+    huge = torch.empty(1).expand(2**58)
+    with pytest.raises(OutOfMemoryError, match=rf"no {2**60:,} bytes free.*save_async=False"):
+        memory.take({"a": huge})
+    assert memory.take({"a": torch.ones(2)})["a"].sum() == 2  # the next may fit
+
+
+def test_the_rest_of_a_snapshot_is_kept_too() -> None:
+    live = untrained(2)
+    live.data, live.trainer_state = {"source": {"at": [1]}}, {"log_history": [{"loss": 1.0}]}
+    live.scheduler = {"base_lrs": [0.1], "betas": (0.9, 0.99)}
+    frozen = freeze(live, 0, HostCopy())
+    live.data["source"]["at"].append(2)
+    live.trainer_state["log_history"].append({"loss": 2.0})
+    live.scheduler["base_lrs"].append(0.2)
+    assert frozen.data == {"source": {"at": [1]}}
+    assert frozen.trainer_state == {"log_history": [{"loss": 1.0}]}
+    assert frozen.scheduler == {"base_lrs": [0.1], "betas": (0.9, 0.99)}
+
+
+def test_a_rank_keeps_what_it_writes() -> None:
+    memory = HostCopy()
+    live = untrained(2)
+    other = freeze(live, 1, memory)
+    assert (other.rng, other.step, memory.size) == (live.rng, 2, 0)
+    assert other.optimizer is None and not other.model
+
+
+def test_what_cannot_be_written_is_refused_before_anything_runs_in_the_background(tmp_path: Path) -> None:
+    comm = SingleProcess()
+    saver = BackgroundSaver(comm, comm, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"data\.json: It cannot be written as JSON"):
+        saver.start(Store.open(tmp_path), replace(untrained(2), data={"x": object()}), then=lambda: None)
+    assert not saver.busy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) -> None:
+    comm = SingleProcess()
+    live = untrained(3)
+    waited = save_checkpoint(any_store.child("waited"), live, comm)
+    followed: list[int] = []
+    saver = BackgroundSaver(comm, comm, timeout_s=1)
+    saver.start(any_store.child("background"), live, then=lambda: followed.append(3))
+    for tensor in live.model.values():
+        tensor.detach().zero_()
+    assert live.optimizer is not None
+    for tensor in live.optimizer.tensors.values():
+        tensor.zero_()
+    with pytest.raises(RuntimeError, match="One save at a time"):
+        saver.start(any_store.child("background"), live, then=lambda: None)
+    info = saver.finish()
+    saver.close()
+    assert followed == [3]
+    assert info.commit.files == waited.commit.files
+
+
+def test_whatever_ends_the_thread_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm: Any = SingleProcess()
+    saver = BackgroundSaver(comm, comm, timeout_s=1)
+
+    def fail() -> None:
+        raise SystemExit(3)
+
+    saver.start(Store.open(tmp_path), untrained(2), then=fail)
+    with pytest.raises(SystemExit):
+        saver.finish()
+    assert not saver.busy
+    with pytest.raises(RuntimeError, match="No save is under way"):
+        saver.finish()
