@@ -87,7 +87,12 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
 
 
 def newest_good(
-    root: Store, *, on_damage: Callable[[str], None], digests: bool = True, resumable: bool = False
+    root: Store,
+    *,
+    on_damage: Callable[[str], None],
+    digests: bool = True,
+    resumable: bool = False,
+    skip: Collection[str] = (),
 ) -> CheckpointInfo | None:
     """The newest checkpoint whose every byte is as committed; None when there is none.
 
@@ -96,6 +101,7 @@ def newest_good(
         on_damage: told one line per damaged checkpoint, with the names of the damaged files; it is set aside.
         digests: read every byte; otherwise only presence and sizes (loading checks the digests once more).
         resumable: pass over those that hold only a model.
+        skip: names to pass over.
 
     Raises:
         StorageError: the store cannot be read. That says nothing about the checkpoint, so no older one is taken.
@@ -104,15 +110,14 @@ def newest_good(
         problems = []
         try:
             info = read_info(root, name)
-            if info is None or (resumable and not is_resumable(info)):
+            if info is None or name in skip or (resumable and not is_resumable(info)):
                 continue
             problems = verify(root.child(name), info.commit, digests=digests)
             if not problems:
                 return info
         except DamagedError as error:
             problems = [f"{COMMIT}: {error.message}"]
-        aside = _set_aside(root.child(name), problems)
-        on_damage(f"{root.child(name).url} is damaged and will not be used: {'; '.join(problems)}{aside}")
+        on_damage(set_aside(root, name, problems))
     return None
 
 
@@ -223,8 +228,13 @@ def _named(root: Store) -> Iterator[tuple[int, str]]:
     yield from sorted(steps, reverse=True)
 
 
-def _set_aside(store: Store, problems: list[str]) -> str:
-    """Turn the commit file into a record of the damage; what is added to the report."""
+def set_aside(root: Store, name: str, problems: list[str]) -> str:
+    """Turn a damaged checkpoint's commit file into a record of the damage, so that it is found once; the report."""
+    store = root.child(name)
+    return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_renamed(store, problems)}"
+
+
+def _renamed(store: Store, problems: list[str]) -> str:
     try:
         try:
             commit = store.read_if_exists(COMMIT, limit=LIMIT) or b""

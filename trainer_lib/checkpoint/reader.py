@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ _JSON_LIMIT = 64 * 2**20
 _RANKS = 1_000_000
 _NOT_COMMITTED = "There is no committed checkpoint there."
 _HOW_TO_LIST = "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows those that were."
+
+
+AnyLoaded = TypeVar("AnyLoaded", bound="Loaded")
 
 
 class Loaded:
@@ -174,10 +177,11 @@ def load_checkpoint(root: Store, name: str, comm: Communicator) -> Loaded:
         DamagedError: the commit or a small file is damaged; `Loaded.model` and `Loaded.optimizer` check theirs.
         StorageError: the store cannot be read.
     """
-    return together(comm, lambda: _open(root, name))
+    return together(comm, lambda: open_checkpoint(root, name, Loaded))
 
 
-def _open(root: Store, name: str) -> Loaded:
+def open_checkpoint(root: Store, name: str, kind: type[AnyLoaded]) -> AnyLoaded:
+    """`load_checkpoint` for one process alone, as `Loaded` or a class derived from it."""
     store = root.child(name)
     info = read_info(root, name)
     if info is None:
@@ -192,7 +196,7 @@ def _open(root: Store, name: str) -> Loaded:
     if problems:
         file, _, reason = problems[0].rpartition(": ")
         raise _damaged(store, file, f"{reason} (and {len(problems) - 1} more)" if len(problems) > 1 else reason)
-    return Loaded(store, info)
+    return kind(store, info)
 
 
 def _optimizer_problem(record: dict[str, Any]) -> str | None:

@@ -7,6 +7,7 @@ from the newest checkpoint that every machine has.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -74,16 +75,16 @@ class NodeView:
         return NodeView(self._comm.twin(timeout_s))
 
 
-def newest_common(root: Store, comm: Communicator) -> str | None:
+def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()) -> str | None:
     """The URL, on this machine, of the newest checkpoint that every machine has whole; None when there is none.
 
-    Collective. Sizes are compared here, digests when it is loaded.
+    Collective. Sizes are compared here, digests when it is loaded; names in `skip` are passed over.
     """
 
     def steps() -> list[int] | None:
         if comm.local_rank != 0:
             return None
-        found = list_checkpoints(root)
+        found = [info for info in list_checkpoints(root) if info.name not in skip]
         infos = [info for info in found if is_resumable(info)] or found
         return [info.step for info in infos if not verify(root.child(info.name), info.commit, digests=False)]
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good
+from trainer_lib.checkpoint.ahead import ReadAhead
+from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good, set_aside
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.reader import Loaded, load_checkpoint
+from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 class ResumingMixin(SavingMixin):
     """Resuming."""
 
+    _ahead: ReadAhead | None = None
+
     # -- which ---------------------------------------------------------------------------------------------------------
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
@@ -49,11 +52,10 @@ class ResumingMixin(SavingMixin):
             return None
         url: str | None
         if isinstance(asked, str) and asked != "auto":
-            url = Store.open(asked, field="resume_from_checkpoint").url
-        elif self.args.save_on_each_node:
-            url = newest_common(self._checkpoint_root(), self.comm)
+            url = Store.open(asked, field="resume_from_checkpoint").url.rstrip("/")
+            self.comm.agree(self._read_ahead(url))
         else:
-            url = self.comm.broadcast_json(self._on_main_process(self._find_checkpoint))
+            url = self._newest_whole()
         if url is None and asked is True:
             raise ConfigError(
                 f"There is no checkpoint in {self._get_output_dir(self._trial)}.",
@@ -63,14 +65,60 @@ class ResumingMixin(SavingMixin):
             )
         return url
 
-    def _find_checkpoint(self) -> str | None:
+    def _newest_whole(self) -> str | None:
+        """The newest checkpoint of which every byte is as committed: read, and kept until it is taken up. Collective.
+
+        A damaged one is named and set aside, and the one before it is read, on all ranks together.
+        """
+        root, damaged = self._checkpoint_root(), list[str]()
+        while True:
+            if self.args.save_on_each_node:
+                url = newest_common(root, self.comm, skip=damaged)
+            else:
+                url = self.comm.broadcast_json(self._on_main_process(lambda: self._find_checkpoint(damaged)))
+            if url is None:
+                return None
+            damage = self._read_ahead(url)
+            name = url.rpartition("/")[2]
+            found = self._disk.gather_json(None if damage is None else f"{damage.field}: {damage.message}")
+            if not self.comm.any(damage is not None):
+                return str(url)
+            damaged.append(name)
+            if problems := [each.removeprefix(f"{root.child(name).url}/") for each in found or () if each]:
+                _log.warning("%s", set_aside(root, name, list(dict.fromkeys(problems))))
+
+    def _find_checkpoint(self, skip: Collection[str]) -> str | None:
+        """By names, sizes and commit files: what the bytes are is seen when they are read."""
+
         def tell(what: str) -> None:
             _log.warning("%s", what)
 
         root = self._checkpoint_root()
         # One that holds only a model is better than none: what is asked for can then be said.
-        newest = newest_good(root, on_damage=tell, resumable=True) or newest_good(root, on_damage=tell)
-        return None if newest is None else newest.url
+        for resumable in (True, False):
+            found = newest_good(root, on_damage=tell, digests=False, resumable=resumable, skip=skip)
+            if found is not None:
+                return found.url
+        return None
+
+    def _read_ahead(self, url: str) -> DamagedError | None:
+        """Read a checkpoint whole, for `_open_checkpoint`; what is damaged of it on this rank. Collective."""
+        parent, _, name = url.rpartition("/")
+        root, damage = Store.open(parent or ".", field="resume_from_checkpoint"), list[DamagedError]()
+
+        def read() -> ReadAhead | None:
+            # Where a forward is one of all ranks together, rank 0 reads whole tensors for all of them.
+            alone = self.strategy.forward_communicates
+            try:
+                loaded = open_checkpoint(root, name, ReadAhead)
+                loaded.read(rank=self._disk.rank, tensors=not alone or self.comm.rank == 0)
+            except DamagedError as error:
+                damage.append(error)
+                return None
+            return loaded
+
+        self._ahead = together(self.comm, read)
+        return damage[0] if damage else None
 
     def _hold_checkpoint(self, url: str) -> None:
         """Let nobody's retention remove a checkpoint until `_release_checkpoint`."""
@@ -83,6 +131,8 @@ class ResumingMixin(SavingMixin):
         self._held.close()
 
     def _open_checkpoint(self, url: str) -> Loaded:
+        if self._ahead is not None and self._ahead.url == url.rstrip("/"):
+            return self._ahead
         parent, _, name = url.rstrip("/").rpartition("/")
         return load_checkpoint(Store.open(parent or ".", field="resume_from_checkpoint"), name, self.comm)
 
