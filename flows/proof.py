@@ -51,7 +51,8 @@ class Question:
     """What is to be proved.
 
     Attributes:
-        at: optimizer step after which training is stopped; None: the middle of the first save interval.
+        at: optimizer step after which training is stopped; None: the middle of the first save interval, of the second
+            one when it is killed.
         steps: train this many steps instead of the spec's; None: all of them.
         kill: end it by SIGKILL, so that it resumes from its last save; otherwise SIGTERM, which saves.
         keep: folder or URL for the runs' files, which then stay; None: a temporary folder.
@@ -217,7 +218,9 @@ class _Proof:
             raise ConfigError("There is no step to stop after.", field="--steps", value=steps, remedy="Train more.")
         interval = TrainingArguments.from_dict(self._arguments()).save_steps
         interval = int(interval) if interval >= 1 else max(1, int(steps * interval))
-        return max(1, min(interval, steps) // 2)
+        middle = max(1, min(interval, steps) // 2)
+        # Killed in the first interval, it would begin anew: in the second one there is a checkpoint to go on from.
+        return middle + interval if self._question.kill and middle + interval < steps else middle
 
     # -- what it is about ---------------------------------------------------------------------------------------------
 
@@ -327,7 +330,7 @@ def lines(verdict: Mapping[str, Any]) -> list[Text]:
             f"       {compared['steps']} losses, {compared['grad_norms']} gradient norms, "
             f"{compared['learning_rates']} learning rates, {compared['evaluations']} evaluations; "
             f"{compared.get('tensors', 0)} tensors, {compared.get('bytes', 0):,} bytes of "
-            f"{len(compared['checkpoints'])} checkpoints, on {verdict['processes']} process(es)"
+            f"{len(compared['checkpoints'])} checkpoints; processes: {verdict['processes']}"
         ),
         Text(f"       seal {verdict['seal']}", "dim"),
     ]
