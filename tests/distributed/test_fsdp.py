@@ -55,7 +55,8 @@ class Block(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return hidden + self.dropout(self.down(torch.relu(self.up(hidden))))
+        found: torch.Tensor = hidden + self.dropout(self.down(torch.relu(self.up(hidden))))
+        return found
 
 
 def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.repository import ROOT
 from trainer_lib import TrainingArguments
-from trainer_lib.arguments.fsdp import KEYS, FsdpSettings, read_settings
+from trainer_lib.arguments.fsdp import FsdpSettings, read_settings
+from trainer_lib.arguments.fsdp_keys import KEYS
 from trainer_lib.errors import ConfigError
 
 CLASSES = {"transformer_layer_cls_to_wrap": ["Block"]}
@@ -110,15 +111,15 @@ def test_the_precision_of_the_arguments_is_what_parameters_are_gathered_in() -> 
 
 def test_old_names_lead_here() -> None:
     with pytest.warns(DeprecationWarning, match="sharded_ddp"):
-        args = TrainingArguments("out", sharded_ddp="zero_dp_3 auto_wrap offload")
+        args = TrainingArguments("out", **{"sharded_ddp": "zero_dp_3 auto_wrap offload"})
     found = read_settings(args)
     assert found is not None
     assert (found.mode, found.wrap, found.offload) == ("full_shard", "classes", True)
     with pytest.warns(DeprecationWarning, match="fsdp_min_num_params"):
-        args = TrainingArguments("out", fsdp="full_shard", fsdp_min_num_params=100)
+        args = TrainingArguments("out", fsdp="full_shard", **{"fsdp_min_num_params": 100})
     assert read_settings(args) == FsdpSettings(wrap="size", min_num_params=100)
     with pytest.warns(DeprecationWarning, match="fsdp_transformer_layer_cls_to_wrap"):
-        args = TrainingArguments("out", fsdp="full_shard", fsdp_transformer_layer_cls_to_wrap="Block")
+        args = TrainingArguments("out", fsdp="full_shard", **{"fsdp_transformer_layer_cls_to_wrap": "Block"})
     assert read_settings(args) == FsdpSettings(wrap="classes", wrap_classes=("Block",))
 
 

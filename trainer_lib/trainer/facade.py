@@ -5,7 +5,7 @@ Our own loop does not go through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,24 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.base import TrainerBase
 
 
+class AcceleratorState:
+    """The part of `accelerate.state.AcceleratorState` that is asked for: the plugins, None for those not in use."""
+
+    def __init__(self, plugins: Mapping[str, Any]) -> None:
+        self.fsdp_plugin: Any = plugins.get("fsdp_plugin")
+        self.deepspeed_plugin: Any = plugins.get("deepspeed_plugin")
+
+
 class AcceleratorFacade:
     """The part of `accelerate.Accelerator` that a subclass of the Trainer uses."""
 
     def __init__(self, trainer: TrainerBase) -> None:
         self._trainer = trainer
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The plugins in use."""
+        return AcceleratorState(self._trainer.strategy.plugins)
 
     @property
     def device(self) -> torch.device:
@@ -59,6 +72,10 @@ class AcceleratorFacade:
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         """The user's own module."""
         return self._trainer.strategy.unwrap(model)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The whole model's state; where it is divided, with values on rank 0 only. Every rank calls it."""
+        return self._trainer.strategy.model_state(model)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Every rank's tensor, concatenated along the first dimension; the shapes are equal on all ranks."""

@@ -25,6 +25,7 @@ from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.readers import reading
+from trainer_lib.checkpoint.sharded import INDEX
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.background import Background
 from trainer_lib.hub.base import Content, Hub, Source
@@ -324,6 +325,13 @@ class HubMixin(SavingMixin):
         commit = read_commit(store, kind=KIND)
         if commit is None:
             raise ConfigError("is not committed.", field="checkpoint", value=store.url, remedy="Save it first.")
+        if any(entry.path == INDEX for entry in commit.files):
+            raise ConfigError(
+                "holds the model in parts, one of each process, which nobody loads from a hub.",
+                field="hub_strategy",
+                value=str(self.args.hub_strategy),
+                remedy='Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.',
+            )
         left_out = _RESUMING | ({writer.MODEL} if models.is_adapted(self.model) else set())
         files = {
             entry.path: Source(store, entry)
