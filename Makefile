@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
+FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check chaos format clean
+.PHONY: help install demo test check chaos fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +46,9 @@ COUNT ?= 500
 SECONDS ?= 900
 chaos: install  ## kill -9 a training COUNT times (at most SECONDS): resumed unaided, equal in the end?
 	$(BIN)/python -m benchmarks.chaos --count $(COUNT) --seconds $(SECONDS)
+
+fuzz: install  ## Feed every reader of checkpoint bytes with damaged and crafted input for FUZZ_SECONDS
+	$(BIN)/python -W ignore -m tests.support.fuzz --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED))
 
 format: install  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -198,8 +198,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and not math.isnan(value)
 
 
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < math.inf and value == int(value)
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < math.inf
 
 
 def _are_states(value: Any) -> bool:
@@ -221,9 +221,10 @@ _OPTIONAL = ("train_batch_size", "best_global_step", "logging_steps", "eval_step
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "global_step max_steps num_train_epochs num_input_tokens_seen train_batch_size best_global_step": (
         "is not a whole number",
-        _is_count,
+        lambda value: _is_amount(value) and value < 2**62 and value == int(value),
     ),
-    "epoch total_flos logging_steps eval_steps save_steps best_metric": ("is not a number", _is_number),
+    "epoch total_flos": ("is not a finite number from 0 on", _is_amount),
+    "logging_steps eval_steps save_steps best_metric": ("is not a number", _is_number),
     "log_history": ("is not a list of entries", lambda v: isinstance(v or [], list) and all(map(_is_mapping, v or []))),
     "best_model_checkpoint trial_name": ("is not text", lambda value: isinstance(value or "", str)),
     "trial_params": ("is not a mapping", lambda value: _is_mapping(value or {})),

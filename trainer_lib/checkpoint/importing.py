@@ -255,11 +255,12 @@ def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
 def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
     where = f"{store.url}/{index}"
     weight_map = _mapping(_object(_read(store, index), where).get("weight_map"), where)
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
+            raise refused(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
     shards = list(dict.fromkeys(weight_map.values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
-            raise refused(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
         for name, tensor in _read_tensors(store, shard).items():
             if weight_map.get(name) != shard:
                 raise refused(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")

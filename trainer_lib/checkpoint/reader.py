@@ -59,6 +59,8 @@ class Loaded:
         self.scheduler: dict[str, Any] | None = from_json(self._json(files.SCHEDULER))
         self.scaler: dict[str, Any] | None = from_json(self._json(files.SCALER))
         self.data: dict[str, Any] = self._json(files.DATA) or {}
+        if problem := _position_problem(self.data):
+            raise _damaged(store, files.DATA, problem)
         self.trainer_state: dict[str, Any] = self._json(files.TRAINER_STATE) or {}
         self.training_args: dict[str, Any] = self._json(files.TRAINING_ARGS) or {}
 
@@ -197,6 +199,17 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyLoaded]) -> AnyLoaded:
         file, _, reason = problems[0].rpartition(": ")
         raise _damaged(store, file, f"{reason} (and {len(problems) - 1} more)" if len(problems) > 1 else reason)
     return kind(store, info)
+
+
+def _position_problem(data: dict[str, Any]) -> str | None:
+    for name in ("epoch", "step_in_epoch", "position", "samples_seen"):
+        value = data.get(name, 0)
+        if type(value) is not int or not 0 <= value < 2**62:
+            return f"its {name} is no count"
+    for name in ("source", "history"):
+        if not isinstance(data.get(name, {}), dict):
+            return f"its {name} is no object"
+    return None
 
 
 def _optimizer_problem(record: dict[str, Any]) -> str | None:

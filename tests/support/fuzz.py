@@ -1,0 +1,317 @@
+"""Fuzzing of everything that reads a checkpoint's bytes: `python -m tests.support.fuzz --seconds 180 --seed 1`.
+
+Real files are taken apart, changed in their own structure (a JSON value, a tensor's header, an instruction of a pickle,
+a record of an archive) or in their bytes, and given to the reader. Allowed is a value or a `TrainflowError`, but not a
+`CodeError` (somebody else's code raised). Not allowed: any other exception, more than `MEMORY` beyond what the process
+had, more than `SECONDS` for one input. What breaks this is kept in a folder, one file each, with the seed that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import resource
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer_lib.errors import CodeError, TrainflowError
+
+MEMORY = 1536 * 2**20
+SECONDS = 20
+
+NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**30, 1e308, float("inf"), float("nan"), 0.5, True]
+TEXTS = ["", "a", "\0", "../x", "/etc/passwd", "__tensor__", "__tuple__", "__dict__", "x" * 5000, "\ud800", "NaN", "-1"]
+VALUES = [*NUMBERS, *TEXTS, None, [], {}, [[]], [None] * 3, {"": ""}, {"__tensor__": "a"}, {"__tuple__": [1]}]
+
+
+@dataclass
+class Target:
+    """A reader, and real inputs for it.
+
+    Attributes:
+        read: takes the bytes; raises TrainflowError, or nothing.
+        seeds: real inputs.
+        mutate: makes another input of one; the structure of the format is known to it.
+        weight: its share of the time, relative to others.
+    """
+
+    read: Callable[[bytes], object]
+    seeds: list[bytes]
+    mutate: Callable[[random.Random, bytes], bytes]
+    weight: float = 1.0
+
+
+@dataclass
+class Outcome:
+    """What a run of the fuzzer found."""
+
+    cases: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    crashes: list[dict[str, Any]] = field(default_factory=list)
+
+
+# -- changing ----------------------------------------------------------------------------------------------------------
+
+
+def in_bytes(rng: random.Random, data: bytes) -> bytes:
+    """Flip, cut, insert, repeat or overwrite some bytes."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        at = rng.randrange(len(changed) + 1)
+        kind = rng.randrange(6)
+        if kind == 0 and at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del changed[at:]
+        elif kind == 2:
+            changed[at:at] = rng.randbytes(rng.choice([1, 4, 64]))
+        elif kind == 3:
+            changed[at:at] = changed[at : at + rng.choice([1, 8, 200])] * rng.choice([1, 2, 50])
+        elif kind == 4:
+            del changed[at : at + rng.choice([1, 8, 200])]
+        else:
+            changed[at : at + 8] = struct.pack("<q", rng.choice([0, -1, 2**62, 255, 2**31]))
+    return bytes(changed)
+
+
+def in_json(rng: random.Random, data: bytes) -> bytes:
+    """Change values, names or nesting of a JSON document; sometimes its bytes."""
+    if rng.random() < 0.15:
+        return in_bytes(rng, data)
+    value = json.loads(data)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        value = _in_value(rng, value)
+    try:
+        return json.dumps(value).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        return b"[" * 5000 + data
+
+
+def _in_value(rng: random.Random, value: Any) -> Any:
+    """The value with one place in it changed."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        return _in_dict(rng, value)
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        return _in_list(rng, value)
+    if rng.random() < 0.05:
+        return _nested(rng)
+    if isinstance(value, str) and rng.random() < 0.5:
+        return in_bytes(rng, value.encode("utf-8", "replace")).decode("utf-8", "replace")
+    return rng.choice(VALUES)
+
+
+def _in_dict(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
+    changed, name = dict(value), rng.choice(list(value))
+    kind = rng.randrange(10)
+    if kind == 0:
+        del changed[name]
+    elif kind == 1:
+        changed[str(rng.choice(TEXTS))] = changed.pop(name)
+    elif kind == 2:
+        changed[str(rng.choice(TEXTS))] = rng.choice(VALUES)
+    elif kind == 3:
+        changed[name] = changed[rng.choice(list(value))]
+    else:
+        changed[name] = _in_value(rng, changed[name])
+    return changed
+
+
+def _in_list(rng: random.Random, value: list[Any]) -> list[Any]:
+    changed, at = list(value), rng.randrange(len(value))
+    kind = rng.randrange(8)
+    if kind == 0:
+        del changed[at]
+    elif kind == 1:
+        changed[at:at] = [changed[at]] * rng.choice([1, 3, 1000])
+    elif kind == 2:
+        changed.append(rng.choice(VALUES))
+    else:
+        changed[at] = _in_value(rng, changed[at])
+    return changed
+
+
+def _nested(rng: random.Random) -> Any:
+    value: Any = rng.choice(VALUES)
+    for _ in range(rng.choice([5, 100, 900])):
+        value = [value] if rng.random() < 0.5 else {rng.choice(["a", "__tuple__"]): [value]}
+    return value
+
+
+def in_safetensors(rng: random.Random, data: bytes) -> bytes:
+    """Change the header as JSON, its length, or the bytes."""
+    length = int.from_bytes(data[:8], "little")
+    header, payload = data[8 : 8 + length], data[8 + length :]
+    kind = rng.random()
+    if kind < 0.2:
+        return in_bytes(rng, data)
+    changed = in_json(rng, header)
+    if kind < 0.4:
+        payload = in_bytes(rng, payload)
+    said = len(changed) if kind < 0.9 else rng.choice([0, 1, 2**63, len(changed) - 1, len(changed) + 1])
+    return (said % 2**64).to_bytes(8, "little") + changed + payload
+
+
+def in_torch_file(rng: random.Random, data: bytes) -> bytes:
+    """Change the pickle in the archive, instruction by instruction, or the archive's bytes."""
+    from tests.support.hostile import program_of, rezipped
+
+    if rng.random() < 0.25:
+        return in_bytes(rng, data)
+    program = bytearray(program_of(data))
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        program = _in_program(rng, program)
+    return rezipped(data, bytes(program))
+
+
+def _in_program(rng: random.Random, program: bytearray) -> bytearray:
+    """One instruction removed, repeated, moved, replaced; or bytes changed."""
+    import pickletools
+
+    try:
+        starts = [at for _, _, at in pickletools.genops(bytes(program)) if at is not None]
+    except Exception:
+        return bytearray(in_bytes(rng, bytes(program)))
+    if len(starts) < 3 or rng.random() < 0.3:
+        return bytearray(in_bytes(rng, bytes(program)))
+    index = rng.randrange(1, len(starts) - 1)
+    one = program[starts[index] : starts[index + 1]]
+    other = rng.randrange(1, len(starts) - 1)
+    kind = rng.randrange(5)
+    if kind == 0:
+        del program[starts[index] : starts[index + 1]]
+    elif kind == 1:
+        program[starts[other] : starts[other]] = one * rng.choice([1, 1, 3, 200])
+    elif kind == 2:
+        program[starts[index] : starts[index + 1]] = program[starts[other] : starts[other + 1]]
+    elif kind == 3:
+        words = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"ctorch\nload\n", b"cnumpy\ndtype\n", b"ctorch\nSize\n"]
+        program[starts[index] : starts[index + 1]] = rng.choice(words)
+    else:
+        numbers = [
+            b"J\xff\xff\xff\x7f",
+            b"J\xff\xff\xff\xff",
+            b"K\x00",
+            b"\x8a\x09" + b"\xff" * 8 + b"\x00",
+            b"(",
+            b")R",
+        ]
+        program[starts[index] : starts[index + 1]] = rng.choice([*numbers, b"}", b"]", b"N", b"Q", b"b", b"0", b"."])
+    return program
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+class TooSlow(BaseException):
+    """One input took longer than `SECONDS`. No Exception, so that no reader takes it for one of its own."""
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """A block with no more than `MEMORY` beyond what the process has now (on Linux)."""
+    statm = Path("/proc/self/statm")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if statm.exists():
+        used = int(statm.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def attempt(read: Callable[[bytes], object], data: bytes) -> str | None:
+    """How reading went: None when it gave a value, ``refused``, or the traceback of what must not happen."""
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        read(data)
+    except CodeError:
+        return traceback.format_exc()
+    except TrainflowError as error:
+        return "refused" if error.remedy else f"{type(error).__name__} without a remedy: {error}"
+    except (Exception, TooSlow):
+        return traceback.format_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None
+
+
+def fuzz(targets: Mapping[str, Target], seed: int, *, seconds: float = 0.0, cases: int = 0) -> Outcome:
+    """Run until the time is over, or each target has had so many cases. The inputs depend on the seed alone."""
+    outcome = Outcome(dict.fromkeys(targets, 0), dict.fromkeys(targets, 0))
+    turns = {name: random.Random(f"{seed}/{name}") for name in targets}
+    spent = dict.fromkeys(targets, 0.0)
+    until = time.monotonic() + seconds
+    with limits():
+        while True:
+            # The one that has had least of its share: all get time, however slow some are.
+            open_ = [name for name in targets if not cases or outcome.cases[name] < cases]
+            if not open_ or (not cases and time.monotonic() >= until) or len(outcome.crashes) >= 50:
+                return outcome
+            name = min(open_, key=lambda each: spent[each] / targets[each].weight)
+            began = time.monotonic()
+            _one(name, targets[name], turns[name], outcome)
+            spent[name] += time.monotonic() - began
+
+
+def _one(name: str, target: Target, rng: random.Random, outcome: Outcome) -> None:
+    data = target.mutate(rng, rng.choice(target.seeds))
+    number = outcome.cases[name]
+    outcome.cases[name] += 1
+    went = attempt(target.read, data)
+    if went == "refused":
+        outcome.refused[name] += 1
+    elif went is not None:
+        outcome.crashes.append({"target": name, "case": number, "error": went, "input": data.hex()})
+
+
+def main() -> int:
+    """Fuzz, print what was done as JSON, keep what broke."""
+    from tests.support.fuzz_targets import targets
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seed", type=int, default=None, help="unset: the time")
+    parser.add_argument("--only", default="", help="targets whose name begins so")
+    parser.add_argument(
+        "--keep", type=Path, default=Path("fuzz-crashes"), help="folder for inputs that broke something"
+    )
+    chosen = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    seed = int(time.time()) if chosen.seed is None else chosen.seed
+    with tempfile.TemporaryDirectory() as folder:
+        all_targets = targets(Path(folder))
+        some = {name: target for name, target in all_targets.items() if name.startswith(chosen.only)}
+        outcome = fuzz(some, seed, seconds=chosen.seconds)
+    for index, crash in enumerate(outcome.crashes):
+        chosen.keep.mkdir(parents=True, exist_ok=True)
+        (chosen.keep / f"{seed}-{index}.json").write_text(json.dumps(crash, indent=1))
+    total = sum(outcome.cases.values())
+    summary = {"seed": seed, "seconds": chosen.seconds, "inputs": total, "crashes": len(outcome.crashes)}
+    print(json.dumps({**summary, "by_target": outcome.cases, "refused": outcome.refused}, indent=1))
+    for crash in outcome.crashes[:5]:
+        print(f"--- {crash['target']}, case {crash['case']}\n{crash['error']}", file=sys.stderr)
+    return 1 if outcome.crashes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
