@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,35 @@ def test_whatever_ends_training_the_save_under_way_is_finished_and_told(
         trainer(tmp_path, ROWS, callbacks=[At(3, fail)], **ASYNC).train()
     assert contents(tmp_path).keys() == {"checkpoint-2"}
     assert f"{tmp_path / 'checkpoint-2'} is committed" in caplog.text
+
+
+def test_who_does_not_want_to_wait_is_told_that_it_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release, interrupted = threading.Event(), threading.Event()
+    gate = Gate(monkeypatch, until(release))
+
+    def interrupt() -> None:
+        while not interrupted.wait(0.05):  # the first is a request to stop; two at once would be one
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def fail() -> None:
+        assert gate.begun.wait(30)
+        threading.Timer(0.1, interrupt).start()
+        raise ValueError("mine")
+
+    one = trainer(tmp_path, ROWS, callbacks=[At(3, fail)], **ASYNC)
+    with caplog.at_level(logging.ERROR, logger="trainer_lib"), pytest.raises(KeyboardInterrupt):
+        try:
+            one.train()
+        finally:
+            interrupted.set()
+    assert "the checkpoint that is being written does not count" in caplog.text
+    assert contents(tmp_path) == {}
+    release.set()
+    one.pop_callback(At)
+    one.train()  # waits for what was left, which may be committed by now, and begins anew
+    assert contents(tmp_path).keys() == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
 
 
 def test_a_save_that_fails_while_training_ends_is_told_beside_the_reason(

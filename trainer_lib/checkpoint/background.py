@@ -97,7 +97,7 @@ class BackgroundSaver:
         """The same without a word to the other ranks' main threads, which may have failed or gone on."""
         if self._job is None:
             raise RuntimeError("No save is under way.")
-        self._job.thread.join()
+        self._job.wait()
         job, self._job, self._unfinished = self._job, None, None
         return job.result()
 
@@ -118,14 +118,20 @@ class _Job:
         self._work = work
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
+        self._done = threading.Event()
         # A daemon: whoever started it waits for it, and may be told by its user to leave all the same.
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether the thread has nothing left to do."""
-        return self._info is not None or self._error is not None
+        """Whether the work is done, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Until it is done. An interrupt leaves it as it is; one in `Thread.join` would make the thread look ended."""
+        self._done.wait()
+        self._thread.join()
 
     def result(self) -> CheckpointInfo:
         """What was committed; raises what ended the work."""
@@ -140,3 +146,5 @@ class _Job:
             self._info = self._work()
         except BaseException as error:  # it belongs to whoever asks for the result
             self._error = error
+        finally:
+            self._done.set()

@@ -105,6 +105,7 @@ class ResumingMixin(SavingMixin):
         """Read a checkpoint whole, for `_open_checkpoint`; what is damaged of it on this rank. Collective."""
         parent, _, name = url.rpartition("/")
         root, damage = Store.open(parent or ".", field="resume_from_checkpoint"), list[DamagedError]()
+        self._hold_checkpoint(url)
 
         def read() -> ReadAhead | None:
             # Where a forward is one of all ranks together, rank 0 reads whole tensors for all of them.

@@ -245,7 +245,12 @@ class SavingMixin(ReportingMixin):
         if saver.busy:
             _log.warning("A checkpoint is still being written: waiting for it.")
             try:
-                _log.warning("%s is committed.", saver.finish_alone().url)
+                url = saver.finish_alone().url
+                self._own_checkpoints.add(url)
+                _log.warning("%s is committed.", url)
+            except KeyboardInterrupt:
+                _log.error("Asked not to wait: the checkpoint that is being written does not count.")
+                raise
             except Exception as error:  # the reason why training ends is on its way up, or was told
                 _log.error("The checkpoint was not committed; earlier ones are intact: %s", error)
         saver.close()
