@@ -1,7 +1,8 @@
 """A real S3 server on loopback (moto's), in a process of its own: ``python -m tests.support.s3_server``.
 
 Prints its port on the first line and serves until its standard input closes, so it cannot outlive the tests. A POST to
-``/-/plan`` makes one of the next writes go wrong (see `Plan`); ``/-/seen`` says what was asked of it.
+``/-/plan`` makes one of the next writes go wrong (see `Plan`); ``/-/seen`` says what was asked of it, and which
+requests were signed without their bytes.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Plan:
         if environ["PATH_INFO"].startswith("/-/"):
             return self._control(environ, start_response)
         what = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING'].partition('=')[0]}"
+        if environ.get("HTTP_X_AMZ_CONTENT_SHA256") == "UNSIGNED-PAYLOAD":
+            what += " unsigned"
         with self._lock:
             line = self._reads if environ["REQUEST_METHOD"] in ("GET", "HEAD") else self._writes
             line.append(what)

@@ -43,7 +43,7 @@ def unfinished(store: Store, key: str) -> str:
 
 
 def words(requests: list[str]) -> list[str]:
-    """Method and first query word of each."""
+    """Of each the method, the first query word, and whether its bytes were not signed."""
     return [f"{line.split()[0]} {line.partition('?')[2]}".strip() for line in requests]
 
 
@@ -63,13 +63,22 @@ def test_parts_go_out_and_come_in_several_at_a_time(s3_url: str, small_parts: No
     store, data = Store.open(s3_url), os.urandom(6 * PART)
     store.write_bytes("x", data)
     seen = s3_faults.seen()
-    assert words(seen["writes"]) == ["POST uploads", *["PUT uploadId"] * 6, "POST uploadId"]
+    assert words(seen["writes"]) == ["POST uploads", *["PUT uploadId unsigned"] * 6, "POST uploadId"]
     assert seen["most_in_flight"] > 1
     s3_faults.plan()
     assert store.read_bytes("x") == data
     seen = s3_faults.seen()
     assert words(seen["reads"]) == ["HEAD", *["GET"] * 24]
     assert seen["most_in_flight"] > 1
+
+
+def test_parts_are_signed_for_who_asks_for_it(
+    s3_url: str, small_parts: None, s3_faults: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(s3_url)
+    monkeypatch.setattr(store._backend.fs, "config_kwargs", {"s3": {"payload_signing_enabled": True}})  # type: ignore[attr-defined]
+    store.write_bytes("x", bytes(2 * PART))
+    assert words(s3_faults.seen()["writes"]) == ["POST uploads", *["PUT uploadId"] * 2, "POST uploadId"]
 
 
 def test_a_small_file_is_a_single_request(s3_url: str, s3_faults: S3Server) -> None:

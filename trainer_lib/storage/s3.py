@@ -196,7 +196,7 @@ class S3Writer:
             self._upload = self._call("create_multipart_upload")["UploadId"]
             self._withdraw_others()
         body = _Body(memoryview(self._part)[: self._filled])
-        sent = self._begin_call("upload_part", **self._where, UploadId=self._upload, PartNumber=self._number, Body=body)
+        sent = self._begin_part(**self._where, UploadId=self._upload, PartNumber=self._number, Body=body)
         self._flying[sent] = (self._number, self._part)
         self._number += 1
         self._filled = 0
