@@ -6,6 +6,7 @@ sandbox is set up before any test module is imported, because Prefect and MLflow
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -132,6 +133,7 @@ def _has_namespaces() -> bool:
 _NEEDS: dict[str, Callable[[], bool]] = {
     "browser": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
+    "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
     "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
     "namespaces": _has_namespaces,
 }

@@ -16,13 +16,13 @@ import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainer_lib import exits
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import ALONE, Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
@@ -317,7 +317,10 @@ def init(args: DistributedSettings) -> Communicator:
         torch.cuda.set_device(device)
     if ranks.source != "RANK":  # torch, and every library beside us, knows torchrun's variables only
         os.environ.update(ranks.variables())
-    _tell_torchrun()
+    if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    exits.prepare(shutdown)
     try:
         dist.init_process_group(_backend(args.ddp_backend, device), timeout=timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
@@ -334,26 +337,6 @@ def init(args: DistributedSettings) -> Communicator:
     return _current
 
 
-def _tell_torchrun() -> None:
-    """What ends this process becomes what torchrun prints of it: class, field, value and remedy, not "exitcode 1"."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ or getattr(sys.excepthook, "tells_torchrun", False):
-        return
-    before = sys.excepthook
-
-    def tell(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        before(cls, error, trace)
-        with contextlib.suppress(OSError):
-            get_error_handler().record_exception(error)
-
-    tell.tells_torchrun = True  # type: ignore[attr-defined]
-    sys.excepthook = tell
-
-
-def shutdown() -> None:
-    """Leave the job: end the process group if it was formed here. Harmless when there is none."""
-    global _current, _owned
 def form_alone(device: torch.device) -> None:
     """A process group of this process alone, for what needs one; `shutdown` ends it."""
     global _owned
@@ -363,6 +346,9 @@ def form_alone(device: torch.device) -> None:
         _owned = True
 
 
+def shutdown() -> None:
+    """Leave the job: end the process group if it was formed here. Harmless when there is none."""
+    global _current, _owned
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
     _current, _owned = None, False

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,12 @@ def request(folder: Path, recipe: str = WAITING_RECIPE, verb: str = "prepare", *
 class Owner:
     """A process that calls `launch` with a request and a configuration, and writes down how it ended."""
 
-    def __init__(self, folder: Path, request: dict[str, Any], **config: Any) -> None:
+    def __init__(self, folder: Path, request: dict[str, Any], prefix: Sequence[str] = (), **config: Any) -> None:
         self._outcome = folder / "outcome.json"
         (folder / "job.json").write_text(json.dumps({"request": request, "config": config}))
         (folder / "tmp").mkdir(exist_ok=True)
         self.process = psutil.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(folder)],
+            [*prefix, sys.executable, str(Path(__file__).resolve()), str(folder)],
             cwd=ROOT,
             env={**_environment(), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, check, devices, from_settings
+from trainer_lib.launch import LaunchConfig, check, deepspeed, devices, from_settings
 from trainer_lib.launch.config import check_rendezvous
 from trainer_lib.launch.variables import worker_environment
 
@@ -183,6 +183,13 @@ def test_devices_that_are_not_there_are_refused(
         check(LaunchConfig(**changes))
     assert (caught.value.field, caught.value.value) == (field, value)
     assert caught.value.remedy is not None
+
+
+def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
+    told = deepspeed.command("train", Path("run"), 2, 1, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
+    assert told[told.index("--include") + 1] == "localhost:3,1"
+    told = deepspeed.command("train", Path("run"), 2, 1, {})
+    assert told[told.index("--num_gpus") + 1] == "2"
 
 
 def test_devices_on_a_machine_without_any_are_refused(two_cores: None) -> None:

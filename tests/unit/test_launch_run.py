@@ -246,3 +246,12 @@ def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert (record["class"], record["field"], record["value"]) == ("ConfigError", "train.launch.processes", "2")
     assert record["message"] == "the launcher formed a world of 1 process(es)."
+
+
+@pytest.mark.needs("deepspeed")
+def test_deepspeeds_launcher_names_the_rank_that_was_killed(heard: Heard, tmp_path: Path) -> None:
+    killed = f"{SAYS}import time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(300)\n"
+    with pytest.raises(InfrastructureError, match=r"rank 1 was killed by SIGKILL \(9\)"):
+        heard.launch(request(tmp_path, killed), kind="deepspeed", processes=2)
+    assert {"0 2 0 1", "[rank 1] 1 2 1 1"} <= set(heard.lines)
+    assert nothing_left()

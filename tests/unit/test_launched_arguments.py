@@ -224,7 +224,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"max_grad_norm": 2.0}, DEEPSPEED, r"max_grad_norm = 2\.0: .* says 0\.7 \(ACCELERATE_GRADIENT_CLIPPING\)"),
     ({"fsdp": "shard_grad_op"}, FSDP, r"fsdp = shard_grad_op: .* says full_shard offload auto_wrap"),
     (
-        {"fsdp_config": {"backward_prefetch": "backward_post"}},
+        {"fsdp": "full_shard", "fsdp_config": {"backward_prefetch": "backward_post"}},
         FSDP,
         r"fsdp_config\.backward_prefetch = backward_post: .* says backward_pre",
     ),

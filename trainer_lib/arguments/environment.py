@@ -9,13 +9,14 @@
     JOB_COMPLETION_INDEX with WORLD_SIZE and MASTER_ADDR: an indexed Job of Kubernetes, one process a pod
 
 The first that applies is taken. A batch script of Slurm is one process, although its job has several tasks: only a step
-(`SLURM_STEP_ID`) counts. Standard library only.
+(`SLURM_STEP_ID`) counts. Torch-free.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -184,3 +185,21 @@ def first_host(nodes: str) -> str:
     if match is None:
         raise ConfigError("is not Slurm's list of hosts.", field="SLURM_NODELIST", value=nodes)
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface whose address is `host`, or through which it is reached; None when that cannot be told.
+
+    Gloo and NCCL otherwise ask what this machine's own name resolves to, which is often another interface.
+    """
+    import psutil
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing, it only looks up the way
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    found = {each.address: name for name, each_of in psutil.net_if_addrs().items() for each in each_of}
+    return found.get("127.0.0.1" if own.startswith("127.") else own)

@@ -12,7 +12,6 @@ result file back, or raises the failure of the first rank that failed. They diff
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from trainer_lib.launch.config import LaunchConfig, check, check_rendezvous
 from trainer_lib.launch.failures import failure
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
-from trainer_lib.launch.variables import free_port, single_process, threads_of, worker_environment
+from trainer_lib.launch.variables import free_port, single_process, worker_environment
 
 
 def launch(
@@ -78,8 +77,8 @@ def _attempt(
 ) -> dict[str, Any]:
     if config.kind == "in_process":
         return in_process.run(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
-    command = _command(str(request["verb"]), config, run_dir)
     environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
+    command = _command(str(request["verb"]), config, run_dir, environment)
     ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.
@@ -88,7 +87,7 @@ def _attempt(
     raise failure(run_dir, ending, direct=config.kind == "process")
 
 
-def _command(verb: str, config: LaunchConfig, run_dir: RunDir) -> list[str]:
+def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
     processes, path = int(config.processes), run_dir.path
     if config.several_nodes:
         check_rendezvous(config)
@@ -97,8 +96,8 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir) -> list[str]:
     if config.kind == "torchrun":
         return torchrun.command(verb, path, processes)
     if config.kind == "accelerate":
-        threads = threads_of(config, {**os.environ, **config.env})
+        threads = environment["OMP_NUM_THREADS"]
         return accelerate.command(verb, path, processes, threads, config.config_file, free_port())
     if config.kind == "deepspeed":
-        return deepspeed.command(verb, path, processes, free_port())
+        return deepspeed.command(verb, path, processes, free_port(), environment)
     return process.command(verb, path)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
-def command(verb: str, run_dir: Path, processes: int, port: int) -> list[str]:
-    """The command line of DeepSpeed's runner that starts `processes` workers."""
+def command(verb: str, run_dir: Path, processes: int, port: int, environment: Mapping[str, str]) -> list[str]:
+    """The command line of DeepSpeed's runner that starts `processes` workers.
+
+    Args:
+        environment: the workers'. Told a number only, the runner would take the first devices, whichever are visible.
+    """
+    visible = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    which = ["--include", f"localhost:{','.join(visible[:processes])}"] if visible else ["--num_gpus", str(processes)]
     return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes), "--no_local_rank"),
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.runner", "--quiet", *which, "--no_local_rank"),
         *("--master_addr", "127.0.0.1", "--master_port", str(port)),
         *("--module", "trainer_lib.worker", verb, str(run_dir)),
     ]

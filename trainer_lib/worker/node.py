@@ -8,6 +8,7 @@ the failure to its launcher, which may start a new attempt.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -15,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from trainer_lib.arguments import environment
 from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError, from_record
 from trainer_lib.launch import nodes
 from trainer_lib.launch.config import LaunchConfig, check
@@ -52,7 +53,7 @@ def _lead(run_dir: RunDir, config: LaunchConfig, request: dict[str, Any]) -> int
     host, port = config.endpoint
     store = open_store(host, port)
     meeting = Meeting(store)
-    _use_interface_of(config, str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]))
+    _use_interface(config)
     meeting.say("request", request)
     least, most = config.node_range
     followers: list[dict[str, Any]] = []
@@ -113,10 +114,9 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
         met = reach(host, port)
         verdict = None
         if met is not None:
-            store, own = met
-            _use_interface_of(config, own)
+            _use_interface(config)
             try:
-                verdict = _attempt(run_dir, config, Meeting(store), FollowerWatch(run_dir, Meeting(store)))
+                verdict = _attempt(run_dir, config, Meeting(met), FollowerWatch(run_dir, Meeting(met)))
             except Lost:
                 verdict = None
             deadline = time.monotonic() + config.join_timeout_s
@@ -167,7 +167,9 @@ def _attempt(run_dir: RunDir, config: LaunchConfig, meeting: Meeting, watch: Fol
             watch.check()
             meeting.say(f"account/{number}", watch.account(endings, oom))
         verdict: dict[str, Any] | None = _decided(meeting, "verdict", VERDICT_S if world and number in world else None)
-        meeting.count("heard")
+        watch.close()  # a word of its own under way would have the store's end break the connection, not close it
+        with contextlib.suppress(Lost):
+            meeting.count("heard")
         return verdict
     finally:
         watch.close()
@@ -192,12 +194,9 @@ def _processes(config: LaunchConfig, request: dict[str, Any]) -> int:
     return int(resolved.processes)
 
 
-def _use_interface_of(config: LaunchConfig, address: str) -> None:
-    """Have the workers talk through the interface that leads to the others; a host's name may resolve to another."""
-    if config.interface is not None:
-        return
-    found = {each.address: name for name, addresses in psutil.net_if_addrs().items() for each in addresses}
-    interface = "lo" if address.startswith("127.") else found.get(address)
+def _use_interface(config: LaunchConfig) -> None:
+    """Have the workers talk through the interface that leads to the others."""
+    interface = config.interface or environment.interface_towards(config.endpoint[0])
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
