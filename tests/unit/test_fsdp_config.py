@@ -109,18 +109,21 @@ def test_the_precision_of_the_arguments_is_what_parameters_are_gathered_in() -> 
     assert (both.param_dtype, both.reduce_dtype) == ("bfloat16", "bfloat16")
 
 
-def test_old_names_lead_here() -> None:
-    with pytest.warns(DeprecationWarning, match="sharded_ddp"):
-        args = TrainingArguments("out", **{"sharded_ddp": "zero_dp_3 auto_wrap offload"})
-    found = read_settings(args)
-    assert found is not None
-    assert (found.mode, found.wrap, found.offload) == ("full_shard", "classes", True)
-    with pytest.warns(DeprecationWarning, match="fsdp_min_num_params"):
-        args = TrainingArguments("out", fsdp="full_shard", **{"fsdp_min_num_params": 100})
-    assert read_settings(args) == FsdpSettings(wrap="size", min_num_params=100)
-    with pytest.warns(DeprecationWarning, match="fsdp_transformer_layer_cls_to_wrap"):
-        args = TrainingArguments("out", fsdp="full_shard", **{"fsdp_transformer_layer_cls_to_wrap": "Block"})
-    assert read_settings(args) == FsdpSettings(wrap="classes", wrap_classes=("Block",))
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"sharded_ddp": "zero_dp_3 auto_wrap offload"}, FsdpSettings(wrap="classes", offload=True)),
+        ({"sharded_ddp": "simple"}, FsdpSettings("shard_grad_op")),
+        ({"fsdp": "full_shard", "fsdp_min_num_params": 100}, FsdpSettings(wrap="size", min_num_params=100)),
+        (
+            {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "Block"},
+            FsdpSettings(wrap="classes", wrap_classes=("Block",)),
+        ),
+    ],
+)
+def test_old_names_lead_here(given: dict[str, Any], found: FsdpSettings) -> None:
+    with pytest.warns(DeprecationWarning):
+        assert read_settings(TrainingArguments("out", **given)) == found
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,21 +77,23 @@ def place(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.dev
 
 
 def without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model on "meta": shapes and no memory. Models of transformers are told in their own way."""
+    """The model on "meta": shapes and no memory. `from_pretrained` of transformers is told so in its own way."""
     try:
         with torch.device("meta"):
             return make()
     except RuntimeError as error:
-        if "from_pretrained" not in str(error):
+        kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+        if kind is None or "from_pretrained" not in str(error):
             raise
-    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-    before = {name: os.environ.get(name) for name in asked}
-    os.environ.update(asked)
+    load = kind.__dict__["from_pretrained"]
+
+    def shapes(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load.__func__(cls, *args, **{**kwargs, "device_map": "meta"})
+        model.__dict__.pop("hf_device_map", None)  # it is not spread over devices
+        return model
+
+    kind.from_pretrained = classmethod(shapes)
     try:
         return make()
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        kind.from_pretrained = load
