@@ -22,7 +22,8 @@ from trainer_lib.errors import ConfigError, DamagedError
 class ExportableState:
     """Something whose state is written into `trainer_state.json` and restored on resume, without pickle.
 
-    A subclass implements `state`; `EarlyStoppingCallback` shows how. Everything in it must be JSON.
+    A subclass implements `state`; `EarlyStoppingCallback` shows how. Everything in it must be JSON, or a tensor (in
+    lists, tuples and dicts): an average of the weights comes back bit for bit.
     """
 
     def state(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@
         optimizer.json           its groups and everything that is not a tensor, by parameter name
         scheduler.json scaler.json data.json trainer_state.json training_args.json
         rng/rank-00000.json      one per rank
+        extra/rank-00000.safetensors    tensors of callbacks and of `past_index`, where there are any
         config.json, ...         what makes the model usable elsewhere
         COMMIT.json              last: the checkpoint exists from here on
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,7 @@ class ReadAhead(Loaded):
     _model: Mapping[str, Tensor] | None = None
     _optimizer: OptimizerSnapshot | None = None
     _rng: tuple[int, dict[str, Any]] | None = None
+    _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
     def read(self, *, rank: int, tensors: bool) -> None:
         """Read everything this rank needs; the first rank also what no rank does.
@@ -50,6 +52,8 @@ class ReadAhead(Loaded):
         if own in self._entries:
             self._rng = rank, super().rng(rank)
             done.add(own)
+        self._extra = {each: super(ReadAhead, self).further_tensors(each) for each in {0, rank}}
+        done |= {files.extra_file(each) for each in self._extra}
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
             self._compare(name)
 
@@ -70,6 +74,11 @@ class ReadAhead(Loaded):
         """See `Loaded.rng`."""
         held, self._rng = self._rng, None
         return held[1] if held is not None and held[0] == rank else super().rng(rank)
+
+    def further_tensors(self, rank: int) -> Mapping[str, Tensor]:
+        """See `Loaded.further_tensors`."""
+        held = self._extra.get(rank)
+        return super().further_tensors(rank) if held is None else held
 
     def _compare(self, name: str) -> None:
         entry = self._entries[name]

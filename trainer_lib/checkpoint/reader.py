@@ -109,6 +109,11 @@ class Loaded:
         """Whether there is a random state of that rank."""
         return files.rng_file(rank) in self._entries
 
+    def further_tensors(self, rank: int) -> Mapping[str, Tensor]:
+        """A rank's further tensors, to which the JSON parts refer; empty when it had none. Raises DamagedError."""
+        name = files.extra_file(rank)
+        return read_safetensors(self._store, name, expect=self._entry(name)) if name in self._entries else {}
+
     def rng(self, rank: int) -> dict[str, Any]:
         """The random state of a rank. Raises ConfigError when the saved run had no such rank."""
         state = self._json(files.rng_file(rank))

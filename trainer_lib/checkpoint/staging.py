@@ -25,6 +25,7 @@ from trainer_lib.checkpoint.writer import (
     TRAINER_STATE,
     TRAINING_ARGS,
     Snapshot,
+    extra_file,
     json_text,
     own_part,
 )
@@ -123,6 +124,7 @@ def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
         live.update({(OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
     if own.parts is not None:
         live.update({(INDEX, name): rows.values for name, rows in own.parts.rows.items()})
+    live.update({(extra_file(rank), name): tensor for name, tensor in own.extra.items()})
     taken = memory.take(live)
     if optimizer is not None:
         tensors = {name: tensor for (file, name), tensor in taken.items() if file == OPTIMIZER}
@@ -132,6 +134,7 @@ def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
         model={name: tensor for (file, name), tensor in taken.items() if file == MODEL},
         optimizer=optimizer,
         parts=_frozen_parts(own.parts, {name: tensor for (file, name), tensor in taken.items() if file == INDEX}),
+        extra={name: tensor for (file, name), tensor in taken.items() if file == extra_file(rank)},
         scheduler=copy.deepcopy(own.scheduler),
         scaler=copy.deepcopy(own.scaler),
         rng=_as_written("rng", own.rng),

@@ -60,7 +60,7 @@ TRAINING_ARGS = "training_args.json"
 
 _STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
 _OURS = {*_STATE, INDEX, COMMIT, DAMAGED}
-_FOLDERS = ("rng/", "shards/")
+_FOLDERS = ("rng/", "extra/", "shards/")
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _OVERHEAD = 2**20
 """Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
@@ -71,7 +71,7 @@ _saving: set[str] = set()
 
 @dataclass
 class Snapshot:
-    """What one rank contributes. Shared state is taken from rank 0; only `rng` is every rank's own.
+    """What one rank contributes. Shared state is taken from rank 0; only `rng` and `extra` are every rank's own.
 
     Attributes:
         step: optimizer steps done.
@@ -84,6 +84,7 @@ class Snapshot:
         parts: this rank's rows of a model's and an optimizer's divided tensors, instead of `model` and the optimizer's
             tensors; None when they are whole.
         meta: what the commit should say besides step, world size and parameter count; JSON.
+        extra: name → tensor of what is neither the model's nor the optimizer's; the JSON parts refer to them by name.
         more_rngs: of an imported checkpoint, the random states of further ranks, which are not here to write them.
     """
 
@@ -99,6 +100,7 @@ class Snapshot:
     files: Mapping[str, bytes] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     parts: Parts | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -139,7 +141,9 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
 
 def own_part(snapshot: Snapshot, rank: int) -> Snapshot:
     """What of a snapshot a rank writes: shared state is rank 0's, random states are each rank's own."""
-    return snapshot if rank == 0 else Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts)
+    if rank == 0:
+        return snapshot
+    return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
 
 
 def divided(snapshot: Snapshot, rank: int) -> Snapshot:
@@ -158,6 +162,7 @@ def bytes_needed(snapshot: Snapshot, world_size: int) -> int:
     """An upper estimate of a checkpoint's size in bytes."""
     tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
     payload: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    payload += world_size * sum(tensor.numel() * tensor.element_size() for tensor in snapshot.extra.values())
     if snapshot.parts is not None:
         rows = [each.values for each in snapshot.parts.rows.values()]
         payload += world_size * sum(each.numel() * each.element_size() for each in rows)
@@ -264,6 +269,8 @@ def _clear_failed(store: Store, claim: Holder) -> None:
 def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileEntry], dict[str, Any]]:
     """This rank's files, and what the index says of its shard."""
     entries = [_write_json(store, rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
+    if snapshot.extra:
+        entries.append(_write_tensors(store, extra_file(rank), snapshot.extra))
     shard: dict[str, Any] = {}
     if snapshot.parts is not None:
         entry, shard = write_shard(store, snapshot.parts, rank)
@@ -291,6 +298,11 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
     entries.extend(_write_json(store, rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
     return entries
+
+
+def extra_file(rank: int) -> str:
+    """Where a rank's further tensors lie."""
+    return f"extra/rank-{rank:05d}.safetensors"
 
 
 def rng_file(rank: int) -> str:

@@ -111,7 +111,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
             while run.epoch < run.num_epochs and not self.control.should_training_stop:
                 batches = run.open_epoch()
                 samples: list[Any] = []
-                self._past = None
+                self._past = run.take_past()
                 self.control = handler.on_epoch_begin(self.args, self.state, self.control)
                 while self.state.global_step < run.max_steps:
                     self._request().begin_step()
@@ -197,7 +197,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         """`on_train_begin`; the evaluation before the first step, or what a stopped run still had to do."""
         pending = TrainerControl()
         if loaded is not None:
-            pending = self._restore_callbacks(TrainerState.from_dict(loaded.trainer_state))
+            pending = self._restore_callbacks(loaded)
         handler = self.callback_handler
         self.control = handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and self.state.global_step == 0:

@@ -17,7 +17,7 @@ from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.rng import restore_rng
-from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER
+from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
@@ -26,6 +26,7 @@ from trainer_lib.sharding import FromFirst, specs_of
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer import batch_change, models
+from trainer_lib.trainer.extras import decoded
 from trainer_lib.trainer.nodes import newest_common
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.saving import SavingMixin
@@ -227,17 +228,31 @@ class ResumingMixin(SavingMixin):
     def _restore_random_numbers(self, loaded: Loaded) -> None:
         """This rank's generators; a rank the saved run did not have is seeded from (seed, step, rank)."""
         if loaded.has_rng(self._disk.rank):
-            restore_rng(loaded.rng(self._disk.rank))
+            state = loaded.rng(self._disk.rank)
+            restore_rng(state)
+            self._restore_past(loaded, state.get("past"))
             return
         self._part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
+
+    def _restore_past(self, loaded: Loaded, past: Any) -> None:
+        if past is None:
+            return
+        if (loaded.world_size, loaded.trainer_state.get("train_batch_size")) != (
+            self._disk.world_size,
+            self._train_batch_size,
+        ):
+            _log.warning("What the model remembers (past_index) was of other batches: it begins without.")
+            return
+        with loaded.using(rng_file(self._disk.rank)):
+            self._training_run().past = decoded(past, loaded.further_tensors(self._disk.rank), self.device)
 
     def _part_random_numbers(self) -> None:
         """Let every rank but the first draw its own: equal dropout masks on all ranks would be half the noise."""
         if self.comm.rank > 0:
             set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
 
-    def _restore_callbacks(self, saved: TrainerState) -> TrainerControl:
+    def _restore_callbacks(self, loaded: Loaded) -> TrainerControl:
         """Give stateful callbacks their state back (by class, in order); the saved control.
 
         With `restore_callback_states_from_checkpoint` the constructor's arguments are restored too: the callback is
@@ -245,7 +260,10 @@ class ResumingMixin(SavingMixin):
         """
         control = TrainerControl()
         handler = self.callback_handler
-        for name, states in dict(saved.stateful_callbacks or {}).items():
+        with loaded.using(TRAINER_STATE):
+            saved = TrainerState.from_dict(loaded.trainer_state).stateful_callbacks or {}
+            every: dict[str, Any] = decoded(saved, loaded.further_tensors(0), self.device)
+        for name, states in every.items():
             listed = states if isinstance(states, list) else [states]
             if name == TrainerControl.__name__:
                 control = TrainerControl.from_state(listed[0])

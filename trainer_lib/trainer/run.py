@@ -61,6 +61,7 @@ class TrainingRun:
         samples: samples trained on by all ranks since the run began, resumed ones included.
         first_step, first_samples, first_tokens: where this process took up.
         num_items: target items of the step under way over all ranks.
+        past: what a checkpoint gave back of the model's memory (`past_index`), until the epoch goes on.
         micro_step: the micro-batch under way, counted within its step.
         saved_step, announced_step: of the newest committed checkpoint, and of the newest whose commit was told; or -1.
         saving: the newest save that was begun.
@@ -82,6 +83,7 @@ class TrainingRun:
     num_items: Any = None
     micro_step: int = 0
     micro_steps: int = 1
+    past: Any = None
     saved_step: int = -1
     announced_step: int = -1
     saving: Saving | None = None
@@ -105,6 +107,11 @@ class TrainingRun:
         """Move on to the next epoch, unless training ends inside this one: it may be prolonged later."""
         if exhausted or self.step_in_epoch == self.source.steps_per_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
+
+    def take_past(self) -> Any:
+        """What the model remembers of the batch before; nothing at an epoch's beginning."""
+        past, self.past = self.past, None
+        return past
 
     def reals(self, count: int) -> list[bool]:
         """Whether each of the step's `count` micro-batches holds this rank's own samples."""

@@ -24,6 +24,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError,
 from trainer_lib.state import TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
+from trainer_lib.trainer.extras import encoded
 from trainer_lib.trainer.reporting import ReportingMixin
 from trainer_lib.trainer.run import Saving, TrainingRun
 
@@ -265,7 +266,9 @@ class SavingMixin(ReportingMixin):
         generators of every rank; position in the data and the losses since the last log; counters, log history, best
         metric and callbacks' states (trainer_state.json).
         """
-        self.state.stateful_callbacks = callback_states(self._stateful_callbacks())
+        extra: dict[str, torch.Tensor] = {}
+        states = callback_states(self._stateful_callbacks())
+        self.state.stateful_callbacks = encoded(states, "callbacks", extra if self._disk.rank == 0 else {})
         whole = not self.args.save_only_model or run.stopping  # a stop is to be resumed from
         strategy = self.strategy
         state = models.in_saving_order(self.model, strategy.local_state(self.model_wrapped))
@@ -276,7 +279,7 @@ class SavingMixin(ReportingMixin):
             optimizer=self._optimizer_snapshot() if whole else None,
             scheduler=self.lr_scheduler.state_dict() if whole and self.lr_scheduler is not None else None,
             scaler=self.precision.scaler_state() if whole else None,
-            rng=capture_rng() if whole else {},
+            rng={**capture_rng(), **self._past_state(extra)} if whole else {},
             data=run.position(),
             trainer_state=self.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
             training_args=self.args.to_dict(),
@@ -288,8 +291,19 @@ class SavingMixin(ReportingMixin):
                 "precision": self.precision.name,
                 "frozen": self._frozen_fingerprint(),
             },
+            extra=extra,
         )
         return divided(snapshot, self.comm.rank)
+
+    def _past_state(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """What the model remembers of the last batch, for `past_index`; every rank has its own."""
+        if self._past is None:
+            return {}
+        try:
+            return {"past": encoded(self._past, "past", extra)}
+        except ConfigError as error:
+            _log.warning("The memory that past_index keeps is not saved, a resumed run begins without: %s", error)
+            return {}
 
     def _optimizer_snapshot(self) -> OptimizerSnapshot | None:
         if self.optimizer is None:
