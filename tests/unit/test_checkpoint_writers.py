@@ -157,11 +157,14 @@ class Ranks:
         return [
             obj,
             [
-                {
-                    "path": "rng/rank-00001.json",
-                    "size": 2,
-                    "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
-                }
+                [
+                    {
+                        "path": "rng/rank-00001.json",
+                        "size": 2,
+                        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+                    }
+                ],
+                {},  # of a shard: it has none
             ],
         ]
 
