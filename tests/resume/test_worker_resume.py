@@ -66,8 +66,9 @@ def test_cancelled_then_killed_then_finished(tmp_path: Path, data: dict[str, Any
         launched(asked, listener, should_cancel=lambda: bool(listener.saved))
 
     listener = Listener(lambda: kill_worker(1))
+    background = tiny.train_request(tmp_path, data, str(tmp_path / "train"), save_async=True)
     with pytest.raises(InfrastructureError, match=r"rank 1 was killed by SIGKILL \(9\) at step \d+"):
-        launched(asked, listener)
+        launched(background, listener)
     assert listener.resumed == cancelled.value.step
 
     result = tiny.run(asked, processes=2)
