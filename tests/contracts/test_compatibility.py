@@ -117,12 +117,12 @@ WORKS: dict[str, dict[str, Any]] = {
 LAUNCHED: dict[str, Any] = {
     "fsdp": {"fsdp": "full_shard"},
     "fsdp_config": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}},
+    "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
     "sharded_ddp": {"sharded_ddp": "zero_dp_2"},
     "fsdp_min_num_params": {"fsdp": "full_shard", "fsdp_min_num_params": 100},
     "fsdp_transformer_layer_cls_to_wrap": {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "Linear"},
 }
 REFUSED: dict[str, Any] = {
-    "deepspeed": {"zero_optimization": {"stage": 2}},
     "parallelism_config": {"dp_size": 2},
     "save_safetensors": False,
     "dispatch_batches": True,

@@ -29,7 +29,7 @@ _ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*
 ATTRIBUTES = (
     *("model", "model_wrapped", "is_model_parallel", "place_model_on_device", "is_in_train", "args", "state"),
     *("control", "optimizer", "lr_scheduler", "accelerator", "label_names", "current_gradient_accumulation_steps"),
-    *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled"),
+    *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled", "deepspeed"),
 )
 #: Public methods of the Trainer that serve other parts of the library, not its users.
 INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "run_trial", "spool_folder", "target_items"}

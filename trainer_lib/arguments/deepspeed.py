@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import deepspeed_keys as keys
 from trainer_lib.arguments import io
-from trainer_lib.arguments.fields import field_map, suggestion
+from trainer_lib.arguments.deepspeed_settle import AUTO, check_keys, contradiction, part_of, refused, said, settle
+from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
     from trainer_lib.arguments.training import TrainingArguments
-
-AUTO = "auto"
-_REMEDY = 'Remove one of them, or write "auto" in the file.'
 
 
 @dataclass(frozen=True)
@@ -83,16 +81,16 @@ def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
         ConfigError: the file cannot be read; a key is unknown or not served; a value contradicts an argument (both are
             named) or another value.
     """
-    config = _read(args.deepspeed)
-    _check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
+    config = read(args.deepspeed)
+    check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
     _check_beside(args)
     settled: dict[str, Any] = {}
     _batches(args, config, world_size)
-    zero = _zero(_section(config, "zero_optimization"))
+    zero = _zero(part_of(config, "zero_optimization"))
     precision, sections = _precision(args, config, settled)
-    clipping = _settle(args, config, "gradient_clipping", "max_grad_norm", settled)
-    compiled = _optimizer(args, _section(config, "optimizer"), settled, offloaded=zero.get("offload_optimizer"))
-    schedule = _schedule(args, _section(config, "scheduler"), settled)
+    clipping = settle(args, config, "gradient_clipping", "max_grad_norm", settled)
+    compiled = _optimizer(args, part_of(config, "optimizer"), settled, offloaded=zero.get("offload_optimizer"))
+    schedule = _schedule(args, part_of(config, "scheduler"), settled)
     sections.update({name: config[name] for name in keys.PASSED if name in config})
     _check_optimizer_name(args, settled)
     return ZeroPlan(
@@ -114,81 +112,14 @@ def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _read(given: Any) -> dict[str, Any]:
+def read(given: Any) -> dict[str, Any]:
+    """A configuration as a mapping: a copy of the given one, or what the file of that name holds. ConfigError."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     return io.read_mapping(Path(str(given)).expanduser(), field="deepspeed")
 
 
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = config.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _refused(name, value, "must be a section.", 'Write {"name": value, …}.')
-    return dict(value)
-
-
-def _check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused: Mapping[str, str]) -> None:
-    for key, value in given.items():
-        if key in refused and _asks(value):
-            raise _refused(prefix + key, value, "is not served.", refused[key])
-        if key not in known and key not in refused:
-            raise _refused(prefix + str(key), None, "is no setting of DeepSpeed's.", suggestion(str(key), known))
-
-
-def _asks(value: Any) -> bool:
-    """Whether a refused key asks for anything: switched off it may stay."""
-    if isinstance(value, Mapping):
-        return bool(value.get("enabled", bool(value)))
-    return bool(value)
-
-
-def _refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
-    return ConfigError(message, field=f"deepspeed.{key}", value=value, remedy=remedy)
-
-
-# -- agreeing with the arguments ---------------------------------------------------------------------------------------
-
-
-def _said(args: ArgumentGroups, name: str) -> bool:
-    return bool(getattr(args, name) != field_map(args)[name].default)
-
-
-def _settle(
-    args: ArgumentGroups,
-    given: Mapping[str, Any],
-    key: str,
-    argument: str,
-    settled: dict[str, Any],
-    *,
-    prefix: str = "",
-    index: int | None = None,
-) -> Any:
-    """The value that `given[key]` and the argument agree on; noted in `settled` when the file says it. None: neither.
-
-    `index`: the argument is one of the values of a list.
-    """
-    written = given.get(key)
-    if isinstance(written, list | tuple) and index is not None:
-        written = written[index] if index < len(written) else None
-    if written is None or written == AUTO:
-        return None
-    _check_number(prefix + key, written)
-    current = settled.get(argument, getattr(args, argument))
-    if written != current and (_said(args, argument) or argument in settled):
-        raise _contradiction(prefix + key, written, argument, current)
-    settled[argument] = written
-    return written
-
-
-def _check_number(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refused(key, value, "is no number.", 'Write a number, or "auto".')
-
-
-def _contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:
-    return _refused(key, written, f"contradicts {argument} = {current}.", _REMEDY)
+# -- beside the arguments --------------------------------------------------------------------------------------------
 
 
 def _check_beside(args: ArgumentGroups) -> None:
@@ -219,8 +150,8 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | 
         if key == "train_batch_size" and not args.global_batch_size:
             shown = f"{micro} x {accumulation} x {world_size}"
             argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
-            raise _refused(key, written, f"contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
-        raise _refused(
+            raise refused(key, written, f"contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
+        raise refused(
             key,
             written,
             f"contradicts {keys.BATCH_KEYS[key]} = {value}.",
@@ -233,10 +164,10 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | 
 
 def _zero(given: dict[str, Any]) -> dict[str, Any]:
     known = (*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED)
-    _check_keys("zero_optimization.", given, known, keys.ZERO_REFUSED)
+    check_keys("zero_optimization.", given, known, keys.ZERO_REFUSED)
     stage = given.get("stage", 0)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
-        raise _refused(
+        raise refused(
             "zero_optimization.stage",
             stage,
             "divides nothing." if stage == 0 else "is no stage of ZeRO.",
@@ -245,11 +176,12 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
     zero = {name: value for name, value in given.items() if name in (*keys.ZERO_AUTO, *keys.ZERO_PASSED)}
     for name, value in zero.items():
         if value == AUTO and name not in keys.ZERO_AUTO:
-            raise _refused(
+            raise refused(
                 f"zero_optimization.{name}", AUTO, "does not follow from anything.", "Write a value, or remove it."
             )
     zero["stage"] = int(stage)
-    for name, legacy in zip(keys.OFFLOADS, ("cpu_offload", "cpu_offload_params"), strict=True):
+    given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))
+    for name, legacy in zip(keys.OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
         offload = _offload(given, name, legacy, int(stage))
         if offload:
             zero[name] = offload
@@ -259,10 +191,10 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
 def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> dict[str, Any]:
     """The section `name`, or what an old file's truth value meant by it; empty when nothing is moved."""
     key = f"zero_optimization.{name}"
-    offload = _section({key: given.get(name)}, key)
+    offload = part_of({key: given.get(name)}, key)
     if given.get(legacy):
         if offload and offload.get("device") != "cpu":
-            raise _contradiction(f"zero_optimization.{legacy}", True, f"{key}.device", offload.get("device"))
+            raise contradiction(f"zero_optimization.{legacy}", True, f"{key}.device", offload.get("device"))
         offload.setdefault("device", "cpu")
         if "cpu_offload_use_pin_memory" in given:
             offload.setdefault("pin_memory", bool(given["cpu_offload_use_pin_memory"]))
@@ -270,17 +202,17 @@ def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> di
     if device in ("none", None):
         return {}
     if device not in ("cpu", "nvme"):
-        raise _refused(f"{key}.device", device, "is no place to move to.", "Give cpu, nvme or none.")
+        raise refused(f"{key}.device", device, "is no place to move to.", "Give cpu, nvme or none.")
     least = 3 if name == "offload_param" or device == "nvme" else 1
     if stage < least:
-        raise _refused(
+        raise refused(
             f"{key}.device",
             device,
             f"needs stage {least}, and zero_optimization.stage is {stage}.",
             f"Give stage {least}, or remove the section.",
         )
     if device == "nvme" and not offload.get("nvme_path"):
-        raise _refused(f"{key}.nvme_path", offload.get("nvme_path"), "is missing.", "Name a folder on the drive.")
+        raise refused(f"{key}.nvme_path", offload.get("nvme_path"), "is missing.", "Name a folder on the drive.")
     return offload
 
 
@@ -295,33 +227,33 @@ def _precision(
     args: ArgumentGroups, config: Mapping[str, Any], settled: dict[str, Any]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     if "bfloat16" in config and "bf16" in config:
-        raise _refused("bfloat16", None, "is the old name of bf16, which is there too.", "Keep bf16.")
-    written = {"bf16": _section(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": _section(config, "fp16")}
+        raise refused("bfloat16", None, "is the old name of bf16, which is there too.", "Keep bf16.")
+    written = {"bf16": part_of(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": part_of(config, "fp16")}
     sections: dict[str, dict[str, Any]] = {}
     for name, section in written.items():
         asked = section.get("enabled", AUTO if not section else False)
         if asked != AUTO and not isinstance(asked, bool):
-            raise _refused(f"{name}.enabled", asked, "is neither true nor false.", 'Write true, false or "auto".')
+            raise refused(f"{name}.enabled", asked, "is neither true nor false.", 'Write true, false or "auto".')
         if asked is False and getattr(args, name):
-            raise _contradiction(f"{name}.enabled", False, name, True)
+            raise contradiction(f"{name}.enabled", False, name, True)
         if asked is True or (asked == AUTO and getattr(args, name)):
             sections[name] = {**section, "enabled": True}
             settled[name] = True
     if len(sections) == 2:
-        raise _refused("fp16.enabled", True, "and bf16 are both on.", "Keep one number format.")
+        raise refused("fp16.enabled", True, "and bf16 are both on.", "Keep one number format.")
     for name, section in sections.items():
         _check_format(name, section)
     if "fp16" in sections and args.use_cpu:
-        raise _refused("fp16.enabled", True, "is not served on the CPU.", "Use bf16, or neither.")
+        raise refused("fp16.enabled", True, "is not served on the CPU.", "Use bf16, or neither.")
     return next(iter(sections), "fp32"), sections
 
 
 def _check_format(name: str, section: dict[str, Any]) -> None:
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if section.get(key):
-            raise _refused(f"{name}.{key}", True, "keeps too few digits to resume exactly.", "Remove it.")
+            raise refused(f"{name}.{key}", True, "keeps too few digits to resume exactly.", "Remove it.")
     if section.get("check_grad_overflow") is False:
-        raise _refused(
+        raise refused(
             f"{name}.check_grad_overflow", False, "would step on gradients that are not finite.", "Remove it."
         )
     if name == "bf16":
@@ -338,16 +270,16 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str,
         return False
     kind = str(section.get("type", "")).lower()
     if kind in keys.REFUSED_OPTIMIZERS:
-        raise _refused("optimizer.type", section["type"], "is not served.", keys.REFUSED_OPTIMIZERS[kind])
+        raise refused("optimizer.type", section["type"], "is not served.", keys.REFUSED_OPTIMIZERS[kind])
     if kind not in keys.OPTIMIZERS:
         remedy = suggestion(kind, keys.OPTIMIZERS)
-        raise _refused("optimizer.type", section.get("type"), "is no optimizer that ZeRO can cut up.", remedy)
-    params = _section({"optimizer.params": section.get("params")}, "optimizer.params")
+        raise refused("optimizer.type", section.get("type"), "is no optimizer that ZeRO can cut up.", remedy)
+    params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
-    if _said(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
+    if said(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
         if str(args.optim) != name:
-            raise _contradiction("optimizer.type", section["type"], "optim", str(args.optim))
+            raise contradiction("optimizer.type", section["type"], "optim", str(args.optim))
     elif name != str(args.optim):
         settled["optim"] = name
     compiled = params.pop("torch_adam", None) is False and bool(offloaded) and "adam" in kind
@@ -358,7 +290,7 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str,
         ("betas", "adam_beta1", 0),
         ("betas", "adam_beta2", 1),
     ):
-        _settle(args, params, key, argument, settled, prefix="optimizer.params.", index=index)
+        settle(args, params, key, argument, settled, prefix="optimizer.params.", index=index)
     _further(args, {key: value for key, value in params.items() if key not in _PARAMS}, settled)
     return compiled
 
@@ -369,14 +301,14 @@ _PARAMS = ("lr", "weight_decay", "eps", "betas", "bias_correction", "fp32_optimi
 def _further(args: ArgumentGroups, params: Mapping[str, Any], settled: dict[str, Any]) -> None:
     """Settings of the optimizer that have no argument of their own go into optim_args."""
     if "max_grad_norm" in params:
-        raise _refused(
+        raise refused(
             "optimizer.params.max_grad_norm", params["max_grad_norm"], "has another place.", "Give gradient_clipping."
         )
     text = ",".join(f"{key}={value}" for key, value in sorted(params.items()) if value != AUTO)
     if not text:
         return
     if args.optim_args and args.optim_args != text:
-        raise _contradiction("optimizer.params", text, "optim_args", args.optim_args)
+        raise contradiction("optimizer.params", text, "optim_args", args.optim_args)
     settled["optim_args"] = text
 
 
@@ -399,11 +331,11 @@ def _schedule(
     kind = str(section.get("type"))
     if kind not in keys.SCHEDULES:
         remedy = suggestion(kind, keys.SCHEDULES)
-        raise _refused("scheduler.type", section.get("type"), "is no schedule of DeepSpeed's.", remedy)
+        raise refused("scheduler.type", section.get("type"), "is no schedule of DeepSpeed's.", remedy)
     equivalent = keys.SCHEDULES[kind]
-    if _said(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
-        raise _contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
-    params = _section({"scheduler.params": section.get("params")}, "scheduler.params")
+    if said(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
+        raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
+    params = part_of({"scheduler.params": section.get("params")}, "scheduler.params")
     if kind.startswith("Warmup"):
         for key, argument in (
             ("warmup_max_lr", "learning_rate"),
@@ -411,12 +343,12 @@ def _schedule(
             ("total_num_steps", "max_steps"),
         ):
             if not (key == "total_num_steps" and args.max_steps < 0):
-                _settle(args, params, key, argument, settled, prefix="scheduler.params.")
+                settle(args, params, key, argument, settled, prefix="scheduler.params.")
     if equivalent is not None:
         settled["lr_scheduler_type"] = equivalent
     for key, value in params.items():
         if value == AUTO and key not in AUTOMATIC:
-            raise _refused(f"scheduler.params.{key}", AUTO, "does not follow from anything.", "Write a value.")
+            raise refused(f"scheduler.params.{key}", AUTO, "does not follow from anything.", "Write a value.")
     return kind, params
 
 

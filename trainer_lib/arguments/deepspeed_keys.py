@@ -1,4 +1,4 @@
-"""What of DeepSpeed's configuration is served, derived or refused, key by key. docs/distributed.md has it as a table."""
+"""What of DeepSpeed's configuration is served, derived or refused, key by key (a table in docs/distributed.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ REFUSED: Mapping[str, str] = {
     "dataloader_drop_last": "Remove it, and give the argument of that name.",
 }
 
-ZERO_MAPPED = ("stage", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
+ZERO_MAPPED = ("stage", "cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 OFFLOADS = ("offload_optimizer", "offload_param")
 #: Sizes whose "auto" follows from the model's hidden size.
 ZERO_AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
@@ -70,7 +70,8 @@ ZERO_PASSED = (
     *("round_robin_gradients", "sub_group_size", "ignore_unused_parameters", "use_multi_rank_bucket_allreduce"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
     *("stage3_module_granularity_threshold", "stage3_allgather_sequential", "memory_efficient_linear", "leaf_module"),
-    *("log_trace_cache_warnings", "sub_group_prefetch", "pipeline_loading_checkpoint"),
+    *("log_trace_cache_warnings", "pipeline_loading_checkpoint", "enable_sanity_checks"),
+    *("parameter_alignment", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
 )
 _OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and hold for any stage and number of processes."
 _LOSSY = "Remove it: the exchange would lose digits, and state could not be saved exactly."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments.deepspeed import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.io import plain
@@ -48,6 +50,8 @@ def numeric_fields(args: TrainingArguments, *, world_size: int) -> dict[str, Any
         if field.metadata.get("affects", "weights") in wanted and name not in _BATCH_FIELDS
     }
     out["global_batch_size"] = total_batch_size(args, world_size=world_size)
+    if isinstance(args.deepspeed, str) and Path(args.deepspeed).expanduser().is_file():
+        out["deepspeed"] = read(args.deepspeed)  # what the file says counts, not its name
     if isinstance(out.get("deepspeed"), dict):
         out["deepspeed"] = {key: value for key, value in out["deepspeed"].items() if key in _DEEPSPEED_KEYS}
     if args.max_steps > 0:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments import deepspeed
 from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.deepspeed_settle import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_hints, field_map, suggestion
 from trainer_lib.arguments.fsdp import read_settings
@@ -332,6 +334,14 @@ def _check_strategy_choice(args: ArgumentGroups) -> None:
         read_settings(args)
 
 
+def _check_deepspeed(args: ArgumentGroups) -> None:
+    if not isinstance(args.deepspeed, dict):
+        return  # a file is read by whoever uses it
+    zero = args.deepspeed.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # that is left to accelerate's launcher
+        deepspeed.plan(args)
+
+
 _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
     _check_length,
     _check_batch,
@@ -344,4 +354,5 @@ _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
     _check_checkpointing,
     _check_mappings,
     _check_strategy_choice,
+    _check_deepspeed,
 )

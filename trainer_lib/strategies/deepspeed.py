@@ -17,8 +17,10 @@ Tested with DeepSpeed 0.19.8. Every import of the package is in this file, insid
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -36,6 +38,7 @@ from trainer_lib.precision import Precision, PrecisionSettings
 from trainer_lib.strategies import zero_config
 from trainer_lib.strategies.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.zero_partitions import Partitions, StagesOneTwo, StageThree, missing_names
+from trainer_lib.strategies.zero_plugin import ZeroPlugin
 from trainer_lib.strategies.zero_precision import EnginePrecision
 from trainer_lib.strategies.zero_weights import ZeroWeights
 
@@ -55,6 +58,7 @@ class DeepSpeedStrategy(ZeroWeights):
         keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
         super().__init__(device, comm, keeps=keeps, mixed=self.plan.precision != "fp32")
         self.forward_communicates = self.plan.stage == 3
+        self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan, lambda: self._config(None))}
         self._args = args
         self._engine: Any = None
         self._inference: Any = None
@@ -69,13 +73,27 @@ class DeepSpeedStrategy(ZeroWeights):
         """Stage 3: every layer is divided as soon as it is made, so that the whole need not fit anywhere."""
         if self.plan.stage != 3:
             return make()
-        config = self._config(None)
-        if "transformers" in sys.modules:  # its from_pretrained loads into divided parameters when it knows of this
-            from transformers.integrations.deepspeed import HfDeepSpeedConfig
-
-            self._hf_config = HfDeepSpeedConfig(config)  # type: ignore[no-untyped-call]
-        with self._deepspeed.zero.Init(config_dict_or_path=config):
+        with self._told_to_transformers(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
             return make()
+
+    @contextlib.contextmanager
+    def _told_to_transformers(self) -> Iterator[None]:
+        """Inside, its `from_pretrained` loads into divided parameters, and its `generate` keeps ranks together."""
+        self._tell_transformers(True)
+        try:
+            yield
+        finally:
+            self._tell_transformers(False)
+
+    def _tell_transformers(self, divided: bool) -> None:
+        if "transformers" not in sys.modules or self.plan.stage != 3:
+            return
+        from transformers.integrations import deepspeed as known
+
+        if divided:
+            self._hf_config = known.HfDeepSpeedConfig(self._config(None))  # type: ignore[no-untyped-call]
+        else:
+            known.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
 
     def check_model(self, model: nn.Module) -> None:
         """The number format of what is trained must be one that masters can be kept for."""
@@ -231,7 +249,12 @@ class DeepSpeedStrategy(ZeroWeights):
         if self._engine is None and self._inference is None:
             self._inference = self._initialize(inner, None)
             self._cast_inputs(inner)
+        self._tell_transformers(True)
         return inner
+
+    def after_inference(self, model: nn.Module) -> None:
+        """Other models may be loaded again."""
+        self._tell_transformers(False)
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[None]:
@@ -279,6 +302,11 @@ class DeepSpeedStrategy(ZeroWeights):
             "offload_param": self.plan.offload_param,
         }
 
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine; None before training."""
+        return self._engine
+
     def _running(self) -> Any:
         if self._engine is None:
             raise InfrastructureError("There is no engine: training has not begun.", field="deepspeed")
@@ -288,27 +316,42 @@ class DeepSpeedStrategy(ZeroWeights):
 def _start(device: torch.device, plan: ZeroPlan) -> Any:
     """The package, ready to use the process group that there is."""
     try:
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator, set_accelerator
-    except ImportError as error:
-        raise MissingExtraError(
-            f"needs the package deepspeed ({error}).", field="deepspeed", extra="deepspeed"
-        ) from error
-    accelerator = get_accelerator()
-    if device.type == "cpu" and accelerator.device_name() != "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+        with _on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator, set_accelerator
 
-        set_accelerator(CPU_Accelerator())
+            accelerator = get_accelerator()
+    except ImportError as error:
+        message = f"needs the package deepspeed ({error})."
+        raise MissingExtraError(message, field="deepspeed", extra="deepspeed") from error
     if device.type == "cpu":
+        if accelerator.device_name() != "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            set_accelerator(CPU_Accelerator())
         # An exchange through shared memory that takes minutes to compile at its first use; gloo serves without.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        exchange: Any = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+        exchange.build_shm_op = lambda: None
     if "log_level" not in plan.sections:
         deepspeed.utils.logger.setLevel(max(logging.WARNING, _log.getEffectiveLevel()))
-    backend = (
-        torch.distributed.get_backend() if device.type == "cpu" else get_accelerator().communication_backend_name()
-    )
+    backend = torch.distributed.get_backend() if device.type == "cpu" else accelerator.communication_backend_name()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
     return deepspeed
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Inside, the package need not look for a device; what it notes in the environment while it is imported goes."""
+    names = ("DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.setdefault(names[0], "cpu")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

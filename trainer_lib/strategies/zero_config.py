@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed import AUTO, ZeroPlan, adopt
+from trainer_lib.arguments.deepspeed import ZeroPlan, adopt
+from trainer_lib.arguments.deepspeed_settle import AUTO
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _SECRET = re.compile(r"(token|secret|password|key)$", re.IGNORECASE)

@@ -60,7 +60,7 @@ class ZeroWeights(SingleStrategy):
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
-        """Copy `state` into the model and its masters; a tied weight may be given under one of its names. Collective."""
+        """Copy `state` into model and masters; a tied weight may be given under one of its names. Collective."""
         own = self.local_state(model)
         names: dict[int, list[str]] = {}
         for name, value in own.items():

@@ -19,7 +19,7 @@ from trainer_lib.callbacks.reporting import reporters
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.errors import ConfigError
 from trainer_lib.memory import MemoryTracker
-from trainer_lib.precision import apply_tf32, create_precision
+from trainer_lib.precision import apply_tf32
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer import checks, models
@@ -42,6 +42,10 @@ _log = logging.getLogger(__name__)
 
 def create_strategy(args: TrainingArguments, device: torch.device, comm: distributed.Communicator) -> Strategy:
     """The strategy for these arguments and this world; its own file is imported only when it is the one."""
+    if args.deepspeed is not None:
+        from trainer_lib.strategies.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(device, comm, args)
     if args.fsdp:
         from trainer_lib.strategies.fsdp import FsdpStrategy
 
@@ -53,6 +57,14 @@ def create_strategy(args: TrainingArguments, device: torch.device, comm: distrib
     from trainer_lib.strategies.single import SingleStrategy
 
     return SingleStrategy(device, comm)
+
+
+def settle_arguments(args: TrainingArguments) -> None:
+    """Bring what a strategy's own configuration decides into `args`; refuse what this machine cannot serve of it."""
+    if args.deepspeed is not None:
+        from trainer_lib.strategies.zero_config import settle
+
+        settle(args)
 
 
 def _group_formed() -> bool:
@@ -108,6 +120,7 @@ class TrainerBase:
         """Everything that follows from the arguments alone: ranks, device, seeds, strategy, precision."""
         launched.adopt(args)
         checks.refuse_unserved(args, serves_seq2seq=self._serves_seq2seq)
+        settle_arguments(args)
         self.args = args
         self._batching = BatchSettings.of(args.accelerator_config)
         self._batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=_group_formed())
@@ -120,7 +133,7 @@ class TrainerBase:
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         apply_tf32(args)
         self.strategy = create_strategy(args, self.device, self.comm)
-        self.precision = create_precision(args, self.device)
+        self.precision = self.strategy.precision(args)
         self.accelerator = AcceleratorFacade(self)
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor > 0 else None
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=self.device)
@@ -194,7 +207,7 @@ class TrainerBase:
         self.label_names = list(self._forward.labels)
         self.can_return_loss = self._forward.returns_loss
         self._main_input = getattr(self.model, "main_input_name", "input_ids")
-        self._flos_per_item = 6 * models.non_embedding_parameters(self.model)
+        self._flos_per_item = 6 * models.non_embedding_parameters(self.model, self.strategy.numel)
         self._counts_flos = getattr(self.model, "floating_point_ops", None)
         models.check_settings(self.model, self.args)
         self.strategy.check_model(self.model)
@@ -288,6 +301,11 @@ class TrainerBase:
     def is_deepspeed_enabled(self) -> bool:
         """Whether DeepSpeed trains the model."""
         return self.strategy.name == "deepspeed"
+
+    @property
+    def deepspeed(self) -> Any:
+        """DeepSpeed's engine; None before training, and without it."""
+        return getattr(self.strategy, "engine", None)
 
     @property
     def tokenizer(self) -> Any:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
-    "deepspeed": (lambda args: args.deepspeed is not None, "Start several processes: the model is replicated (DDP)."),
     "fsdp_config": (
         lambda args: isinstance(args.fsdp_config, str) and not args.fsdp,
         'Remove it, or set fsdp="full_shard auto_wrap".',

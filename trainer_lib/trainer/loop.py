@@ -159,6 +159,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         self._prepare_model()
         self.create_optimizer_and_scheduler(num_training_steps=max_steps)
         self._optimizer_mode("train")
+        self._settle_optimizer()
         run = TrainingRun(
             source=source,
             history=StepHistory(self.strategy, nonfinite_limit=self._nonfinite_limit()),
@@ -189,7 +190,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
 
     def _nonfinite_limit(self) -> int:
         # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where it is the model's own.
-        return self.args.max_nonfinite_steps + (24 if self.precision.scaler is not None else 0)
+        return self.args.max_nonfinite_steps + (24 if self.precision.name == "fp16" else 0)
 
     def _begin_callbacks(
         self, run: TrainingRun, loaded: Loaded | None, trial: Any, ignore_keys_for_eval: list[str] | None
@@ -267,7 +268,7 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         """
         if run.items[run.micro_step] or not run.num_items:
             return batch
-        if self.comm.world_size == 1:
+        if self.comm.world_size == 1 and self.strategy.skips_micro_steps:
             return None
         return next((each for each, items in zip(samples, run.items, strict=True) if items), batch)
 

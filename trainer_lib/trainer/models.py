@@ -334,10 +334,10 @@ def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
     return found
 
 
-def non_embedding_parameters(model: nn.Module) -> int:
-    """Parameters that multiply with every token: all but the embeddings' tables."""
+def non_embedding_parameters(model: nn.Module, numel: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
+    """Parameters that multiply with every token: all but the embeddings' tables. `numel`: elements of a parameter."""
     count = getattr(model, "num_parameters", None)
     if callable(count) and is_transformers(innermost(model)):
         return int(count(exclude_embeddings=True))  # knows how many parameters a quantised byte holds
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in tables)
+    return sum(numel(parameter) for parameter in model.parameters() if id(parameter) not in tables)

@@ -40,7 +40,8 @@ class OptimizationMixin(TrainerBase):
             target = optimizer or self.optimizer
             if target is None:
                 raise ConfigError("is needed before a schedule.", field="optimizer", remedy="Call create_optimizer.")
-            self.lr_scheduler = optim.create_scheduler(self.args, target, num_training_steps)
+            own = self.strategy.schedule(target, num_training_steps)
+            self.lr_scheduler = optim.create_scheduler(self.args, target, num_training_steps) if own is None else own
         return self.lr_scheduler
 
     @staticmethod
@@ -56,7 +57,7 @@ class OptimizationMixin(TrainerBase):
 
     def get_num_trainable_parameters(self) -> int:
         """Number of parameters that are trained."""
-        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        return sum(self.strategy.numel(each) for each in self.model.parameters() if each.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -87,7 +88,12 @@ class OptimizationMixin(TrainerBase):
 
     def _reset_optimizer(self) -> None:
         """Forget what an earlier `train` made; what the user gave is kept."""
+        self.strategy.release()
         self.optimizer, self.lr_scheduler = self._given_optimizers
+
+    def _settle_optimizer(self) -> None:
+        """Model and optimizer, both complete, become what trains."""
+        self.model_wrapped, self.optimizer = self.strategy.settle(self.model_wrapped, self._ready_optimizer())
 
     def _optimizer_mode(self, mode: str) -> None:
         # Schedule-free optimizers keep two sets of weights and have to be told which one is wanted.

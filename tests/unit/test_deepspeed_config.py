@@ -1,0 +1,400 @@
+"""DeepSpeed's configuration beside the arguments: what agrees, what is taken from where, what is refused."""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments import deepspeed_keys as keys
+from trainer_lib.arguments.deepspeed import adopt, plan
+from trainer_lib.errors import ConfigError
+from trainer_lib.strategies import zero_config
+
+TWO = {"stage": 2}
+# The oldest reference document's first example, and the arguments that mean the same.
+BY_FILE: dict[str, Any] = {
+    "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 5e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 5e8,
+        "contiguous_gradients": True,
+        "cpu_offload": True,
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "zero_allow_untested_optimizer": True,
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
+    },
+}
+BY_ARGUMENTS: dict[str, Any] = {
+    "learning_rate": 3e-5,
+    "warmup_steps": 500,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "weight_decay": 3e-7,
+    "lr_scheduler_type": "constant_with_warmup",
+    "fp16": True,
+}
+
+
+def arguments(config: Any, **given: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir="out", deepspeed=config, **given)
+
+
+def engine(args: TrainingArguments, model: Any = None) -> dict[str, Any]:
+    return zero_config.engine_config(adopt(args), args, model)
+
+
+def test_the_documents_two_ways_of_saying_the_same_give_the_same() -> None:
+    """All in the file, or ZeRO in the file and the rest among the arguments."""
+    first = arguments(BY_FILE)
+    second = arguments({"zero_optimization": BY_FILE["zero_optimization"]}, **BY_ARGUMENTS)
+    one, other = adopt(first), adopt(second)
+    for name in BY_ARGUMENTS:
+        assert getattr(first, name) == getattr(second, name) == BY_ARGUMENTS[name], name
+    assert (one.stage, one.precision, one.offload_optimizer) == (2, "fp16", "cpu")
+    assert (other.stage, other.precision, other.offload_optimizer) == (2, "fp16", "cpu")
+    assert one.schedule == ("WarmupLR", BY_FILE["scheduler"]["params"])
+    assert other.schedule is None, "lr_scheduler_type says it"
+    for key, value in BY_FILE["zero_optimization"].items():
+        assert key == "cpu_offload" or one.zero[key] == other.zero[key] == value, key
+
+
+def test_the_engine_gets_what_follows_from_the_arguments() -> None:
+    config = engine(
+        arguments(
+            {"zero_optimization": {"stage": 3, "overlap_comm": False}, "steps_per_print": 7},
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=3,
+            max_grad_norm=0.5,
+            bf16=True,
+        )
+    )
+    assert config == {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "memory_efficient_linear": False},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "steps_per_print": 7,
+    }
+
+
+def test_auto_leaves_it_to_the_arguments() -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+        },
+    }
+    args = arguments(auto, learning_rate=2e-4, weight_decay=0.3, warmup_steps=0.1, max_grad_norm=0.7, bf16=True)
+    found = adopt(args)
+    assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (2e-4, 0.3, 0.7)
+    assert (found.precision, found.automatic) == ("bf16", ("reduce_bucket_size",))
+    assert found.schedule is not None
+    settings = zero_config.schedule_settings(*found.schedule, args, 50)
+    assert list(settings.items())[:2] == [("warmup_min_lr", 0.0), ("warmup_max_lr", 2e-4)]
+    assert (settings["warmup_num_steps"], settings["total_num_steps"]) == (5, 50)
+
+
+def test_sizes_follow_from_the_models_width() -> None:
+    sizes = dict.fromkeys(keys.ZERO_AUTO, "auto")
+    config = engine(
+        arguments({"zero_optimization": {"stage": 3, **sizes}}), SimpleNamespace(config=SimpleNamespace(hidden_size=32))
+    )
+    expected = {
+        "reduce_bucket_size": 1024,
+        "stage3_prefetch_bucket_size": 921,
+        "stage3_param_persistence_threshold": 320,
+    }
+    assert {name: config["zero_optimization"][name] for name in sizes} == expected
+    without = engine(arguments({"zero_optimization": {"stage": 3, **sizes}}))
+    assert not without["zero_optimization"].keys() & sizes.keys(), "DeepSpeed's own defaults"
+
+
+@pytest.mark.parametrize("optimizer", [None, {"type": "Adam", "params": {"lr": 0.003, "weight_decay": 0.01}}])
+@pytest.mark.parametrize("schedule", [None, {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}}])
+def test_optimizer_and_schedule_come_from_either(optimizer: Any, schedule: Any) -> None:
+    """The four combinations."""
+    given = {"zero_optimization": TWO, "optimizer": optimizer, "scheduler": schedule}
+    args = arguments({name: value for name, value in given.items() if value})
+    found = adopt(args)
+    assert (args.learning_rate, args.weight_decay) == ((0.003, 0.01) if optimizer else (5e-5, 0.0))
+    assert found.schedule == (None if schedule is None else ("OneCycle", schedule["params"]))
+    assert args.optim == "adamw_torch_fused", "DeepSpeed's Adam decays like AdamW"
+
+
+@pytest.mark.parametrize(
+    ("section", "optim", "optim_args"),
+    [
+        ({"type": "AdamW"}, "adamw_torch_fused", None),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, "adam", None),
+        ({"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}}, "sgd", "momentum=0.9,nesterov=True"),
+        ({"type": "Lion"}, "lion", None),
+    ],
+)
+def test_the_files_optimizer_becomes_an_argument(section: Any, optim: str, optim_args: str | None) -> None:
+    args = arguments({"zero_optimization": TWO, "optimizer": section})
+    adopt(args)
+    assert (str(args.optim), args.optim_args) == (optim, optim_args)
+    adopt(args)  # a second Trainer with the same arguments
+
+
+def test_legacy_offloads_and_the_old_name_of_bf16() -> None:
+    legacy = {"cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True}
+    found = plan(arguments({**zero(stage=3, **legacy), "bfloat16": {"enabled": True}}))
+    assert found.zero["offload_optimizer"] == found.zero["offload_param"] == {"device": "cpu", "pin_memory": True}
+    assert found.precision == "bf16"
+    assert plan(arguments(zero(cpu_offload=False))).offload_optimizer is None
+    assert plan(arguments(zero(offload_optimizer={"device": "none"}))).offload_optimizer is None
+
+
+def test_a_file_is_read_when_training_is_set_up(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": TWO, "gradient_clipping": 0.25}))
+    args = arguments(str(file))
+    assert adopt(args).stage == 2
+    assert args.max_grad_norm == 0.25
+
+
+def nvme(path: str, stage: int = 3) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": path}}}
+
+
+def zero(**settings: Any) -> dict[str, Any]:
+    return with_zero(zero_optimization={"stage": 2, **settings})
+
+
+def with_zero(**settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": TWO, **settings}
+
+
+def optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return with_zero(optimizer={"type": kind, "params": params})
+
+
+def schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return with_zero(scheduler={"type": kind, "params": params})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
+    # name: (configuration, arguments, field, value, what the message says)
+    "no stage": ({}, {}, "zero_optimization.stage", "0", "replicate the model, remove deepspeed"),
+    "unknown stage": (zero(stage=4), {}, "zero_optimization.stage", "4", "Give 1, 2 or 3"),
+    "misspelt": (with_zero(gradient_clip=1), {}, "gradient_clip", "", 'Did you mean "gradient_clipping"'),
+    "misspelt inside": (zero(overlap_com=True), {}, "zero_optimization.overlap_com", "", '"overlap_comm"'),
+    "apex": (with_zero(amp={"enabled": True, "opt_level": "O1"}), {}, "amp", "O1", "bf16=True"),
+    "monitor": (with_zero(wandb={"enabled": True}), {}, "wandb", "enabled", "report_to"),
+    "batch": (with_zero(train_micro_batch_size_per_gpu=4), {}, "train_micro_batch_size_per_gpu", "4", "size = 8"),
+    "accumulation": (
+        *(with_zero(gradient_accumulation_steps=4), {"gradient_accumulation_steps": 2}),
+        *("gradient_accumulation_steps", "4", "gradient_accumulation_steps = 2"),
+    ),
+    "global batch": (with_zero(train_batch_size=64), {"global_batch_size": 32}, "train_batch_size", "64", "= 32"),
+    "clipping": (
+        with_zero(gradient_clipping=0.5),
+        {"max_grad_norm": 2.0},
+        "gradient_clipping",
+        "0.5",
+        "max_grad_norm = 2.0",
+    ),
+    "rate": (optimizer("AdamW", lr=0.1), {"learning_rate": 0.2}, "optimizer.params.lr", "0.1", "learning_rate = 0.2"),
+    "beta": (
+        optimizer("AdamW", betas=[0.8, 0.9]),
+        {"adam_beta2": 0.95},
+        "optimizer.params.betas",
+        "0.9",
+        "adam_beta2 = 0.95",
+    ),
+    "decay": (optimizer("AdamW", weight_decay=1), {"weight_decay": 2.0}, "optimizer.params.weight_decay", "1", "= 2.0"),
+    "optimizer": (optimizer("SGD"), {"optim": "adam"}, "optimizer.type", "SGD", "optim = adam"),
+    "one-bit": (optimizer("OneBitAdam"), {}, "optimizer.type", "OneBitAdam", "cannot be combined with ZeRO"),
+    "lamb": (optimizer("Lamb"), {}, "optimizer.type", "Lamb", "whole matrices"),
+    "whole matrices": (with_zero(), {"optim": "adafactor"}, "optim", "adafactor", "Choose one of"),
+    "schedule": (schedule("WarmupLR"), {"lr_scheduler_type": "cosine"}, "scheduler.type", "WarmupLR", "= cosine"),
+    "warm-up": (
+        schedule("WarmupLR", warmup_num_steps=5),
+        {"warmup_steps": 7},
+        "scheduler.params.warmup_num_steps",
+        "5",
+        "= 7",
+    ),
+    "length": (
+        schedule("WarmupDecayLR", total_num_steps=5),
+        {"max_steps": 9},
+        "scheduler.params.total_num_steps",
+        "5",
+        "= 9",
+    ),
+    "unknown schedule": (schedule("Warmup"), {}, "scheduler.type", "Warmup", "WarmupLR"),
+    "auto of nothing": (
+        schedule("OneCycle", cycle_min_lr="auto"),
+        {},
+        "scheduler.params.cycle_min_lr",
+        "auto",
+        "Write a value",
+    ),
+    "bf16": (with_zero(bf16={"enabled": False}), {"bf16": True}, "bf16.enabled", "False", "bf16 = True"),
+    "two formats": (with_zero(bf16={"enabled": True}, fp16={"enabled": True}), {}, "fp16.enabled", "True", "Keep one"),
+    "fp16 on the CPU": (with_zero(fp16={"enabled": True}), {"use_cpu": True}, "fp16.enabled", "True", "Use bf16"),
+    "rough masters": (
+        *(with_zero(bf16={"enabled": True, "bf16_master_weights_and_grads": True}), {}),
+        *("bf16.bf16_master_weights_and_grads", "True", "too few digits"),
+    ),
+    "auto of ZeRO": (zero(overlap_comm="auto"), {}, "zero_optimization.overlap_comm", "auto", "Write a value"),
+    "parameters": (
+        zero(offload_param={"device": "cpu"}),
+        {},
+        "zero_optimization.offload_param.device",
+        "cpu",
+        "needs stage 3",
+    ),
+    "drive without folder": (nvme(""), {}, "zero_optimization.offload_optimizer.nvme_path", "", "Name a folder"),
+    "drive in stage 2": (nvme("/x", 2), {}, "zero_optimization.offload_optimizer.device", "nvme", "needs stage 3"),
+    "unknown device": (
+        zero(offload_optimizer={"device": "disk"}),
+        {},
+        "zero_optimization.offload_optimizer.device",
+        "disk",
+        "nvme",
+    ),
+    "two offloads": (
+        *(nvme("/x") | {"zero_optimization": {**nvme("/x")["zero_optimization"], "cpu_offload": True}}, {}),
+        *("zero_optimization.cpu_offload", "True", "= nvme"),
+    ),
+    "quantised": (
+        zero(zero_quantized_gradients=True),
+        {},
+        "zero_optimization.zero_quantized_gradients",
+        "True",
+        "lose digits",
+    ),
+    "no section": (with_zero(optimizer="AdamW"), {}, "optimizer", "AdamW", "must be a section"),
+    "no number": (with_zero(gradient_clipping="much"), {}, "gradient_clipping", "much", "Write a number"),
+}
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp": ({"fsdp": "full_shard"}, "fsdp"),
+    "batches by memory": ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    "compiled": ({"torch_compile": True}, "torch_compile"),
+    "full bf16": ({"bf16_full_eval": True}, "bf16_full_eval"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_wrong_is_refused_before_anything_starts(case: str) -> None:
+    """Field, value and remedy; when a mapping is given already at construction, so that a spec is refused at once."""
+    config, given, field, value, text = REFUSED[case]
+    with pytest.raises(ConfigError) as caught:
+        arguments(config, **given)
+    assert caught.value.field in (f"deepspeed.{field}", field)
+    assert value in str(caught.value)
+    assert text in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_arguments_that_cannot_stand_beside_it(case: str) -> None:
+    given, field = BESIDE[case]
+    with pytest.raises(ConfigError, match="deepspeed") as caught:
+        arguments(with_zero(), **given)
+    assert caught.value.field == field
+
+
+def test_the_number_of_processes_counts_once_it_is_known() -> None:
+    args = arguments(with_zero(train_batch_size=16), per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert plan(args, world_size=2).stage == 2
+    with pytest.raises(ConfigError, match=r"deepspeed.train_batch_size = 16: contradicts .* = 4 x 2 x 4 = 32"):
+        plan(args, world_size=4)
+
+
+@pytest.mark.needs("deepspeed")
+def test_every_key_of_the_installed_version_is_decided_on() -> None:
+    """A key that DeepSpeed gains has to be mapped, passed or refused here."""
+    code = (
+        "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as model\n"
+        "print('KEYS', *(field.alias or name for name, field in model.model_fields.items()))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known = set(next(line for line in ran.stdout.splitlines() if line.startswith("KEYS")).split()[1:])
+    decided = {*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED}
+    assert known - decided - keys.ZERO_REFUSED.keys() == set()
+
+
+def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="is no folder") as caught:
+        zero_config.settle(arguments(nvme(str(file / "swap"))))
+    assert caught.value.field == "deepspeed.zero_optimization.offload_optimizer.nvme_path"
+    if ctypes.util.find_library("aio") is None:
+        with pytest.raises(ConfigError, match="libaio") as caught:
+            zero_config.settle(arguments(nvme(str(tmp_path / "swap"))))
+        assert "device: cpu" in str(caught.value.remedy)
+    assert not (tmp_path / "swap").exists(), "looking changes nothing"
+
+
+def test_a_missing_compiler_and_a_missing_package_are_told_beforehand(tmp_path: Path) -> None:
+    """In a process whose PATH has no compiler, and in one that cannot import the package."""
+    code = """
+import sys
+{before}
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.strategies import zero_config
+config = {{"zero_optimization": {{"stage": 2, "cpu_offload": True}},
+           "optimizer": {{"type": "AdamW", "params": {{"torch_adam": False}}}}}}
+zero_config.settle(TrainingArguments(output_dir="x", deepspeed=config))
+"""
+    hide = (
+        "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: find(n) if n != 'deepspeed' else None"
+    )
+    for before, expected in (("", "there is no g++ here"), (hide, 'pip install "trainflow[deepspeed]"')):
+        ran = subprocess.run(
+            [sys.executable, "-c", code.format(before=before)],
+            env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode != 0
+        assert expected in ran.stderr
+
+
+def test_secrets_are_not_logged() -> None:
+    shown = zero_config.masked({"wandb": {"api_key": "s3cret", "team": "us"}, "aio": {"block_size": 3}})
+    assert shown == {"wandb": {"api_key": "<API_KEY>", "team": "us"}, "aio": {"block_size": 3}}
+
+
+def test_configurations_are_checked_without_torch_and_without_the_package() -> None:
+    code = (
+        "import sys\nfrom trainer_lib.arguments import TrainingArguments\n"
+        "TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
