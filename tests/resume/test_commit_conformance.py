@@ -75,6 +75,6 @@ def test_kill_9_before_each_write_to_the_disk(tmp_path: Path) -> None:
 
 
 def test_kill_9_before_requests_to_s3(s3_url: str, s3_faults: S3Server) -> None:
-    tally = kill_each_write(Store.open(s3_url), s3_faults, every=4)
+    tally = kill_each_write(Store.open(s3_url), s3_faults, every=3)
     assert tally.hit > 4
     assert tally.committed > 0

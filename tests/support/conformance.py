@@ -141,7 +141,8 @@ class Victims:
 
 @dataclass(frozen=True)
 class Tally:
-    """What came of it: writes per save, saves that were hit, and after how many of those the new checkpoint counted."""
+    """What came of it: writes per save (on a disk of which every few are hit, at most so many), saves that were hit,
+    and after how many of those the new checkpoint counted."""
 
     writes: int
     hit: int
@@ -209,7 +210,9 @@ def kill_each_write(root: Store, server: S3Server | None = None, *, every: int =
             if server is not None:
                 server.plan(at, "kill", pid=victim)
             code = victims.run(at)
+            writes = at - 1
             if server is not None:
+                writes = len(server.seen()["writes"])
                 server.plan()
             if code == 0:
                 break
@@ -218,7 +221,7 @@ def kill_each_write(root: Store, server: S3Server | None = None, *, every: int =
             check_again(root, attempted)
             at += every
     assert outcomes == sorted(outcomes)  # the new one counts from one write on, and never before it
-    return Tally(at - 1, len(outcomes), sum(outcomes))
+    return Tally(writes, len(outcomes), sum(outcomes))
 
 
 def _count_system_calls(root: str) -> None:

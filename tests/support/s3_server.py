@@ -91,6 +91,7 @@ class Plan:
         if kind == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._plan["pid"], signal.SIGKILL)
+            start_response("503 Service Unavailable", [])
             return _cut(environ)
         if kind == "slow":
             time.sleep(0.3)
