@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.distributed import run_distributed
 from tests.support.toys import TokenModel, classification_rows, token_rows
 from tests.support.training import trainer
+from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp import parameter_bytes
 
 TOKENS = token_rows(23)
@@ -152,3 +153,62 @@ def test_hybrid_modes_divide_within_a_group_and_copy_between_groups(alone: dict[
             assert sum(held[:2]) == whole
         else:
             assert sum(held) == whole
+
+
+# -------------------------------------------------------------------------------------- optimizers, formats, own values
+NUMERIC: dict[str, dict[str, Any]] = {
+    **{name: {"optim": name} for name in ("sgd", "lion", "adamw_torch_fused", "rmsprop")},
+    "unclipped": {"max_grad_norm": 0.0},
+}
+
+
+def divided(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = several(folder, {name: {"fsdp": "full_shard", **given} for name, given in NUMERIC.items()})
+    found["bf16"] = trained(f"{folder}/bf16", fsdp="full_shard", fsdp_config=BY_SIZE, bf16=True)
+    found["fp16"] = trained(f"{folder}/fp16", fsdp="full_shard", fp16=True)
+    compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
+    found["compiled"] = trained(f"{folder}/compiled", fsdp="full_shard", fsdp_config=BY_SIZE, **compiled)["losses"]
+    # An optimizer that was made for the whole parameters.
+    torch.manual_seed(0)
+    model = Deep()
+    own = torch.optim.SGD(model.parameters(), lr=0.01)
+    one = trainer(f"{folder}/own", TOKENS, model=model, optimizers=(own, None), fsdp="full_shard", **RAGGED)
+    one.train()
+    found["own"] = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    with pytest.raises(ConfigError, match="has stepped on them"):
+        stale = torch.optim.SGD((other := Deep()).parameters(), lr=0.01, momentum=0.9)
+        other.head.weight.grad = torch.ones_like(other.head.weight)
+        stale.step()
+        trainer(f"{folder}/stale", TOKENS, model=other, optimizers=(stale, None), fsdp="full_shard", **RAGGED).train()
+    # Without taking over the first rank's values, each keeps the rows of its own.
+    torch.manual_seed(one.comm.rank)
+    apart = trainer(f"{folder}/apart", TOKENS, model=(kept := Unseeded()), **UNSYNCHRONISED)
+    apart.evaluate(TOKENS[:2])
+    weight: Any = kept.head.weight
+    found["rows"] = (float(weight.to_local().mean()), one.comm.rank)
+    return found
+
+
+class Unseeded(TokenModel):
+    """Every process's own number in every weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for each in self.parameters():
+            nn.init.constant_(each, float(os.environ.get("RANK", "0")))
+
+
+UNSYNCHRONISED: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"sync_module_states": False}}
+
+
+def test_optimizers_formats_and_values_of_ones_own(alone: dict[str, Any], tmp_path: Any) -> None:
+    expected = several(str(tmp_path / "one"), NUMERIC)
+    first, second = run_distributed(divided, 2, str(tmp_path / "two"))
+    for name, found in expected.items():
+        close(first[name], found)
+    assert first["bf16"]["losses"] == pytest.approx(alone["losses"], rel=5e-3)
+    assert first["bf16"]["losses"] != alone["losses"]
+    assert first["fp16"]["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    assert first["compiled"] == pytest.approx(alone["losses"][:1], rel=1e-6)
+    assert first["own"] == pytest.approx(expected["sgd"]["losses"], rel=1e-6)
+    assert [rank["rows"] for rank in (first, second)] == [(0.0, 0), (1.0, 1)]

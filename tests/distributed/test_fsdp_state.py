@@ -101,6 +101,12 @@ def test_one_goes_on_from_what_another_saved(name: str, alone: dict[str, Any], t
         torch.testing.assert_close(ranks[0]["state"][key], value, rtol=1e-4, atol=1e-6)
 
 
+def test_parts_on_s3_are_read_row_by_row(alone: dict[str, Any], s3_url: str) -> None:
+    parts(2, s3_url, 2, SHARDED)
+    [found] = parts(1, s3_url, None, {})
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------- what lies there
 def saving(folder: str) -> dict[str, Any]:
     """Checkpoints in parts, then whole, as the accelerator's plugin is told; the model at the end."""

@@ -162,6 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"bf16_full_eval": True}, "bf16_full_eval = True", "bf16=True"),
     ({"optim": "galore_adamw", "optim_target_modules": "all-linear"}, "optim = galore_adamw", "adamw_torch"),
     ({"optim": "adamw_bnb_8bit"}, "optim = adamw_bnb_8bit", "adamw_torch"),
+    ({"optim": "adafactor"}, "optim = adafactor", "adamw_torch"),
     ({"optim": "lomo"}, "optim = lomo", "adamw_torch"),
     ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "cannot be used together with deepspeed", "Keep one"),
     ({"fsdp": "", "fsdp_config": CLASSES}, "Without fsdp", "auto_wrap"),

@@ -21,7 +21,8 @@ from trainer_lib.errors import ConfigError
 _WHOLE = "Every parameter of it would have to be whole for that."
 _UNSHARDABLE: Mapping[str, str] = {
     **dict.fromkeys(("lomo", "adalomo"), "It steps inside the backward, where gradients are not yet those of all."),
-    **dict.fromkeys(("galore", "apollo"), _WHOLE),
+    **dict.fromkeys(("galore", "apollo", "adafactor"), _WHOLE),
+    **dict.fromkeys(("lion_32bit", "ademamix"), "bitsandbytes does not know pieces."),
     **dict.fromkeys(("_8bit", "paged_", "_4bit", "rmsprop_bnb"), "Its quantised state does not know pieces."),
 }
 

@@ -21,7 +21,7 @@ from trainer_lib.checkpoint.staging import size_of
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.writer import Snapshot, divided, save_checkpoint
 from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError, OutOfMemoryError, StorageError
-from trainer_lib.sharding import is_sharded
+from trainer_lib.sharding import local_rows
 from trainer_lib.state import TrainerState, callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
@@ -325,12 +325,11 @@ class SavingMixin(ReportingMixin):
         return self._frozen[1]
 
     def _state_size(self) -> int:
-        """Bytes of the tensors in a snapshot; 0 where they are divided over ranks: who writes what is not known yet."""
+        """Bytes of the tensors in a snapshot, on this rank."""
         weights = models.trained_state(self.model, self.strategy.local_state(self.model_wrapped))
         states = {} if self.optimizer is None or self.args.save_only_model else self.optimizer.state
         kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
-        tensors = [*weights.values(), *kept]
-        return 0 if any(map(is_sharded, tensors)) else size_of(tensors)
+        return size_of(local_rows(each, rank=self.comm.rank).values for each in (*weights.values(), *kept))
 
     def _training_run(self) -> TrainingRun:
         if self._run is None:
