@@ -204,7 +204,6 @@ class Harness:
         self._draw = draw
         self.kills: collections.Counter[str] = collections.Counter()
         self.crashes: collections.Counter[str] = collections.Counter()
-        self.resumed = 0
         self.lost: list[int] = []
         self.runs = self.equal = self.identical = 0
         self._span = 0.0
@@ -259,7 +258,6 @@ class Harness:
     def _note_start(self, end: End, reached: int, folder: Path) -> None:
         """What became of a start after a kill."""
         if end.facts.resumed >= 0:
-            self.resumed += sum(self.kills.values()) > 0
             self.lost.append(max(0, reached - end.facts.resumed))
         if not end.killed and end.code != 0:
             self.crashes[end.facts.error.partition(":")[0] or f"exit code {end.code}"] += 1
