@@ -188,7 +188,7 @@ def through(folder: str, kinds: tuple[str, ...], save_async: bool) -> dict[str, 
 )
 def test_stopped_in_any_phase(world: int, save_async: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
     with Signaller(tmp_path):
-        ranks = run_distributed(through, world, str(tmp_path), kinds, save_async)
+        ranks = run_distributed(through, world, str(tmp_path), kinds, save_async, timeout_s=180)
     for kind in kinds:
         steps = {one[kind][0] for one in ranks}
         assert len(steps) == 1, f"{kind}: the ranks stopped at {steps}"
