@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from flows.spec import load_spec
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
 from trainer_lib.errors import DataError
@@ -43,6 +44,16 @@ def test_digits_splits_share_no_scan_and_keep_the_classes_proportions(tmp_path: 
     for name, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
         counts = np.bincount([row["label"] for row in splits[name]], minlength=10)
         assert counts == pytest.approx(share * 179.7, rel=0.1)
+
+
+def test_digits_divided_over_processes_are_the_same_digits() -> None:
+    whole = load_spec(ROOT / "examples" / "digits" / "pipeline.yaml").model_dump()
+    divided = load_spec(ROOT / "examples" / "digits" / "fsdp.yaml").model_dump()
+    assert divided["train"]["args"].pop("fsdp") == "full_shard"
+    assert divided["train"]["args"].pop("fsdp_config")
+    assert divided["train"]["launch"].pop("processes") == 2
+    assert whole["train"]["launch"].pop("processes") == "auto"
+    assert {name for name in whole if whole[name] != divided[name]} == {"name"}
 
 
 def test_digits_split_depends_on_the_seed_only(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@
         scheduler.json scaler.json data.json trainer_state.json training_args.json
         rng/rank-00000.json      one per rank
         extra/rank-00000.safetensors    tensors of callbacks and of `past_index`, where there are any
+        shards/rank-00000.safetensors, shards.json    instead of the two .safetensors above, of a model that is divided
+                                 over processes: each one's rows of both, and where the rows of every tensor are
         config.json, ...         what makes the model usable elsewhere
         COMMIT.json              last: the checkpoint exists from here on
 
 `catalogue` finds, verifies and removes them and imports no torch; `writer` and `reader` write and read them;
-`tensors`, `optimizer` and `rng` know the formats. Import from those modules: this one stays empty, for torch's sake.
+`tensors`, `sharded`, `optimizer` and `rng` know the formats. Import from those modules: this one stays empty, for
+torch's sake.
 """
