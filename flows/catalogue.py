@@ -20,9 +20,10 @@ from trainer_lib.checkpoint.catalogue import (
 )
 from trainer_lib.checkpoint.foreign import is_foreign, recognise
 from trainer_lib.checkpoint.parsing import parse_json
+from trainer_lib.checkpoint.readers import readers, withdraw_unread
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.lease import holder_of
-from trainer_lib.manifest import COMMIT, verify, withdraw
+from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import Store
 
 _CHECKPOINTS = "checkpoints"
@@ -44,6 +45,7 @@ class Entry:
         info: its commit, where there is a valid one.
         problems: what is wrong, or what it is, a line each.
         best: whether it is the best of its run, as the newest one says.
+        readers: who is reading it now.
     """
 
     root: Store
@@ -53,6 +55,7 @@ class Entry:
     info: CheckpointInfo | None = None
     problems: tuple[str, ...] = ()
     best: bool = False
+    readers: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -74,6 +77,7 @@ class Entry:
             "url": self.url,
             "state": self.state,
             "best": self.best,
+            "in_use": list(self.readers),
             "created": commit.created if commit else None,
             "files": len(commit.files) if commit else None,
             "bytes": self.bytes,
@@ -132,7 +136,9 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
         info = read_info(root, name)
         if info is not None:
             problems = tuple(verify(store, info.commit, digests=False))
-            return Entry(root, name, info.step, "damaged" if problems else "good", info, problems, info.step == best)
+            using = tuple(map(str, readers(store)))
+            state = "damaged" if problems else "good"
+            return Entry(root, name, info.step, state, info, problems, info.step == best, using)
     except DamagedError as error:
         return Entry(root, name, step, "damaged", problems=(f"{COMMIT}: {error.message}",))
     if store.exists(DAMAGED):
@@ -192,14 +198,15 @@ class Victim:
 def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     """What retention would remove of each run: the oldest beyond `keep`, and what interrupted saves left.
 
-    Never the best, the newest whose every byte is good, one that somebody is writing or whose writer cannot be seen
-    from here, what another program wrote, or what was set aside as damaged.
+    Never the best, the newest whose every byte is good and what is newer, the newest that can be resumed from, one that
+    somebody is reading or writing (or whose writer cannot be seen from here), what another program wrote, or what was
+    set aside as damaged.
     """
     doomed: list[Victim] = []
     for root in {entry.root.url: entry.root for entry in found}.values():
         entries = {entry.name: entry for entry in found if entry.root.url == root.url}
         best = {entry.name for entry in entries.values() if entry.best}
-        old = excess(root, keep=keep, protect=best, digests=True)
+        old = excess(root, keep=keep, protect=best)
         doomed += [Victim(entries[info.name], f"beyond the newest {keep}") for info in old]
         if holder_of(Store.open(root.url.rpartition("/")[0] or "/")) is None:
             left = (entry for entry in entries.values() if entry.state == "uncommitted")
@@ -207,10 +214,12 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     return doomed
 
 
-def remove(doomed: Sequence[Victim]) -> None:
-    """Delete them, commit files first. Raises StorageError."""
-    for victim in doomed:
-        withdraw(victim.entry.root.child(victim.entry.name))
+def remove(doomed: Sequence[Victim]) -> list[Victim]:
+    """Delete them, commit files first, but for what somebody has begun to read; those that are gone.
+
+    Raises StorageError.
+    """
+    return [victim for victim in doomed if withdraw_unread(victim.entry.root.child(victim.entry.name))]
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -226,13 +235,14 @@ def listing(found: Sequence[Entry]) -> list[Text]:
         text = f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:<{widths[3]}}  {row[4]}"
         lines.append(Text(text, "dim" if not place else _COLOURS.get(found[place - 1].state, "")))
     for entry in found:
-        lines += [Text(f"  step {entry.step}: {problem}", "dim") for problem in entry.problems]
+        notes = [*entry.problems, *(f"read by {reader}" for reader in entry.readers)]
+        lines += [Text(f"  step {entry.step}: {note}", "dim") for note in notes]
     return lines
 
 
 def _row(entry: Entry) -> tuple[str, str, str, str, str]:
     when = entry.info.commit.created if entry.info is not None else "-"
-    state = f"{entry.state}, best" if entry.best else entry.state
+    state = ", ".join([entry.state, *(["best"] if entry.best else []), *(["in use"] if entry.readers else [])])
     return str(entry.step), when, size(entry.bytes), state, shown(entry.url)
 
 
@@ -253,15 +263,12 @@ def verdict(problems: Mapping[str, Sequence[str]]) -> list[Text]:
     return [Text(f"intact  {shown(url)}", "green") for url in problems] or [Text("Nothing is committed there.")]
 
 
-def pruned(doomed: Sequence[Victim], *, dry_run: bool) -> list[Text]:
+def pruned(removed: Sequence[Mapping[str, Any]], *, dry_run: bool) -> list[Text]:
     """A line per checkpoint that was (or would be) removed, and what that frees."""
-    verb = "would remove" if dry_run else "removed"
-    lines = [Text(f"{verb}  {shown(each.entry.url)}  {size(each.entry.bytes)}  {each.why}") for each in doomed]
-    total = size(sum(each.entry.bytes for each in doomed))
-    return [
-        *lines,
-        Text(f"{total} {'would be freed' if dry_run else 'freed'}" if doomed else "Nothing has to go.", "bold"),
-    ]
+    verb, freed = ("would remove", "would be freed") if dry_run else ("removed", "freed")
+    lines = [Text(f"{verb}  {shown(each['url'])}  {size(each['bytes'])}  {each['why']}") for each in removed]
+    total = f"{size(sum(each['bytes'] for each in removed))} {freed}" if removed else "Nothing has to go."
+    return [*lines, Text(total, "bold")]
 
 
 def size(count: float) -> str:

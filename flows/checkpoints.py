@@ -61,21 +61,21 @@ def prune(
 ) -> None:
     """Remove the oldest checkpoints beyond N, and what interrupted saves left.
 
-    Never the best, the newest good one (every byte of it is read), one being written, or another program's. Those that
-    were set aside as damaged stay for you to look at.
+    Never the best, the newest good one (every byte of it is read), one being read or written, or another program's.
+    Those that were set aside as damaged stay for you to look at.
     """
     from flows import catalogue
 
     doomed = catalogue.victims(catalogue.find(url), keep)
-    lines = catalogue.pruned(doomed, dry_run=dry_run)
-    records = [victim.to_dict() for victim in doomed]
+    records = {victim.entry.url: victim.to_dict() for victim in doomed}  # while they can still be measured
     if not dry_run:
-        catalogue.remove(doomed)
+        doomed = catalogue.remove(doomed)
+    removed = [records[victim.entry.url] for victim in doomed]
     if as_json:
-        freed = sum(record["bytes"] for record in records)
-        print_json({"ok": True, "exit_code": 0, "dry_run": dry_run, "removed": records, "bytes": freed})
+        freed = sum(record["bytes"] for record in removed)
+        print_json({"ok": True, "exit_code": 0, "dry_run": dry_run, "removed": removed, "bytes": freed})
     else:
-        terminal.show(lines)
+        terminal.show(catalogue.pruned(removed, dry_run=dry_run))
 
 
 @app.command("import")
