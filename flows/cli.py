@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flows import checkpoints, presentation, terminal
+from flows import checkpoints, joining, presentation, terminal
 from flows._options import Debug, Json, print_json
 from flows.engine import prefect_api, quiet_environment
 from flows.results import STAGES, PipelineResult, stage_name
@@ -42,6 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command()(joining.join)
 
 Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
 Overrides = Annotated[
@@ -107,6 +108,9 @@ def run(
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [])
+    if (follower := joining.follower(parsed)) is not None:
+        joining.follow(follower, terminal.console(stderr=as_json))
+        return
     stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
     from trainer_lib.storage import Store

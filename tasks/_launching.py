@@ -11,7 +11,7 @@ from tasks._mlflow import RunHandle
 from tasks._stage import StageContext
 from tasks.configs import LaunchSettings
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.launch import from_settings, launch
+from trainer_lib.launch import check, from_settings, launch, nodes
 from trainer_lib.storage import FileEntry
 
 _ASK_EVERY_S = 3.0
@@ -58,6 +58,13 @@ def run_verb(
         on_event=context.progress.event,
         should_cancel=_any(context.is_lost, _cancelled_in_prefect()),
     )
+
+
+def dismiss(settings: LaunchSettings) -> None:
+    """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
+    config = from_settings(settings.model_dump())
+    if config.kind in ("accelerate", "environment") or config.several_nodes:
+        nodes.dismiss(check(config, use_cpu=True))
 
 
 def entries(files: list[Mapping[str, Any]]) -> list[FileEntry]:

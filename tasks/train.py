@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tasks._keys import train_key, world_size
-from tasks._launching import data_request, entries, run_verb
+from tasks._launching import data_request, dismiss, entries, run_verb
 from tasks._retry import lower_training, rungs_of
 from tasks._stage import StageContext, StageManifest, StageOutput, run_stage
 from tasks._task import stage_task
@@ -43,29 +43,44 @@ def train(
     StageManifest.from_dict(data)
     config = config.with_launchers_arguments()
     parsed = TrainingArguments.from_dict(config.args, prefix="train.args")
+    attempts: list[int] = []
 
     def work(context: StageContext) -> StageOutput:
-        result = run_verb(
-            "train",
-            context,
-            config.launch,
-            recipe=config.recipe or recipe,
-            root=root,
-            options=config.options,
-            tracking=tracking,
-            debug=debug,
-            data=data_request(data),
-            model=config.model,
-            args=_arguments(config, context.rung, parsed),
-            train_split=config.train_split,
-            eval_split=config.eval_split,
-        )
-        origin = None if tracking is None else tracking["run_id"]
-        facts = {name: result.get(name) for name in _FACTS} | {"model": config.model, "mlflow_run_id": origin}
-        return StageOutput(entries(result["files"]), metrics=result["metrics"], meta=facts)
+        attempts.append(context.attempt)
+        where = {"recipe": config.recipe or recipe, "root": root, "debug": debug}
+        return _attempt(context, config, parsed, data, tracking, **where)
 
     key, rungs = train_key(config, recipe, root, data["content_digest"]), rungs_of(parsed.per_device_train_batch_size)
-    return run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs)
+    manifest = run_stage(key, storage, work, retries=config.retries, force=force, rungs=rungs)
+    if not attempts:
+        dismiss(config.launch)
+    return manifest
+
+
+def _attempt(
+    context: StageContext,
+    config: TrainConfig,
+    parsed: TrainingArguments,
+    data: dict[str, Any],
+    tracking: dict[str, Any] | None,
+    **where: Any,
+) -> StageOutput:
+    result = run_verb(
+        "train",
+        context,
+        config.launch,
+        options=config.options,
+        tracking=tracking,
+        data=data_request(data),
+        model=config.model,
+        args=_arguments(config, context.rung, parsed),
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+        **where,
+    )
+    origin = None if tracking is None else tracking["run_id"]
+    facts = {name: result.get(name) for name in _FACTS} | {"model": config.model, "mlflow_run_id": origin}
+    return StageOutput(entries(result["files"]), metrics=result["metrics"], meta=facts)
 
 
 def _arguments(config: TrainConfig, rung: int, parsed: TrainingArguments) -> dict[str, Any]:

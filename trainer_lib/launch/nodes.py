@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
-from trainer_lib.launch.config import LaunchConfig, check, from_settings
+from trainer_lib.launch.config import LaunchConfig, check, check_rendezvous, from_settings
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import worker_environment
 
 SETTINGS = "launch.json"
+NOTHING = "nothing"  # the verb of a launch that only tells the others so
 
 
 def command(run_dir: Path) -> list[str]:
@@ -85,6 +86,21 @@ def follow(
         )
     if verdict["record"] is not None:
         raise from_record(verdict["record"])
+
+
+def dismiss(config: LaunchConfig) -> None:
+    """Tell the machines that wait at the rendezvous that there is nothing to do. Waits a few seconds for them."""
+    if not config.several_nodes:
+        return
+    check_rendezvous(config)
+    run_dir = RunDir.create({"output": f"dismiss {config.rendezvous}", "verb": NOTHING}, 0.0, lambda: False)
+    try:
+        write_settings(run_dir, config)
+        environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
+        listener = Listener(lambda line: None, lambda event: None, lambda: False)
+        Supervisor(command(run_dir.path), environment, run_dir, 0.0, None, listener).run()
+    finally:
+        run_dir.remove()
 
 
 def settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:

@@ -53,9 +53,12 @@ def _lead(run_dir: RunDir, config: LaunchConfig, request: dict[str, Any]) -> int
     host, port = config.endpoint
     store = open_store(host, port)
     meeting = Meeting(store)
+    least, most = config.node_range
+    if request["verb"] == nodes.NOTHING:
+        _say_verdict(meeting, None, most - 1, HEARD_S)
+        return 0
     _use_interface(config)
     meeting.say("request", request)
-    least, most = config.node_range
     followers: list[dict[str, Any]] = []
     try:
         followers = gather(
@@ -138,9 +141,9 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
 def _attempt(run_dir: RunDir, config: LaunchConfig, meeting: Meeting, watch: FollowerWatch) -> dict[str, Any] | None:
     """Take part in one attempt; the verdict, None when it was not said. Raises Lost when nobody leads any more."""
     run_dir.clear_attempt()
-    request = meeting.wait("request", VERDICT_S)
+    request = _decided(meeting, "request", VERDICT_S)
     if request is None:
-        return None
+        return _verdict(meeting)
     run_dir.write_json("request.json", request)
     problem, processes = None, 0
     try:
@@ -166,13 +169,20 @@ def _attempt(run_dir: RunDir, config: LaunchConfig, meeting: Meeting, watch: Fol
             )
             watch.check()
             meeting.say(f"account/{number}", watch.account(endings, oom))
-        verdict: dict[str, Any] | None = _decided(meeting, "verdict", VERDICT_S if world and number in world else None)
+        _decided(meeting, "verdict", VERDICT_S if world and number in world else None)
         watch.close()  # a word of its own under way would have the store's end break the connection, not close it
-        with contextlib.suppress(Lost):
-            meeting.count("heard")
-        return verdict
+        return _verdict(meeting)
     finally:
         watch.close()
+
+
+def _verdict(meeting: Meeting) -> dict[str, Any] | None:
+    """The verdict, if it is out; the leading machine is told that it was heard."""
+    verdict: dict[str, Any] | None = meeting.heard("verdict")
+    if verdict is not None:
+        with contextlib.suppress(Lost):
+            meeting.count("heard")
+    return verdict
 
 
 def _decided(meeting: Meeting, key: str, seconds: float | None = None) -> Any:
