@@ -168,6 +168,10 @@ def divided(folder: str) -> dict[str, Any]:
     found["fp16"] = trained(f"{folder}/fp16", fsdp="full_shard", fp16=True)
     compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 1}
     found["compiled"] = trained(f"{folder}/compiled", fsdp="full_shard", fsdp_config=BY_SIZE, **compiled)["losses"]
+    # A layer that one rank does not use: it counts as zero there, as among replicas.
+    for name, given in (("replicas", {}), ("divided", {"fsdp": "full_shard", "ddp_find_unused_parameters": True})):
+        torch.manual_seed(0)
+        found[name] = trained(f"{folder}/{name}", model=Conditional(), **given)["losses"]
     # An optimizer that was made for the whole parameters.
     torch.manual_seed(0)
     model = Deep()
@@ -187,6 +191,20 @@ def divided(folder: str) -> dict[str, Any]:
     weight: Any = kept.head.weight
     found["rows"] = (float(weight.to_local().mean()), one.comm.rank)
     return found
+
+
+class Conditional(TokenModel):
+    """The first rank alone uses all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        logits = self.head(self.extra(hidden) if os.environ["RANK"] == "0" else hidden)
+        assert labels is not None
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
 class Unseeded(TokenModel):
@@ -209,6 +227,7 @@ def test_optimizers_formats_and_values_of_ones_own(alone: dict[str, Any], tmp_pa
     assert first["bf16"]["losses"] == pytest.approx(alone["losses"], rel=5e-3)
     assert first["bf16"]["losses"] != alone["losses"]
     assert first["fp16"]["losses"] == pytest.approx(alone["losses"], rel=1e-3)
+    assert first["divided"] == pytest.approx(first["replicas"], rel=1e-6)
     assert first["compiled"] == pytest.approx(alone["losses"][:1], rel=1e-6)
     assert first["own"] == pytest.approx(expected["sgd"]["losses"], rel=1e-6)
     assert [rank["rows"] for rank in (first, second)] == [(0.0, 0), (1.0, 1)]

@@ -180,6 +180,25 @@ def test_rows_are_compared_with_their_digests(sharded: Path, tmp_path: Path) -> 
     assert "rank-00001.safetensors" in told[0]
 
 
+def damaged(folder: str) -> list[int]:
+    """Three saves; a byte of the newest one's second part changes; then on to step four."""
+    one = trainer(folder, TOKENS, model=Deep(), max_steps=3, save_strategy="steps", save_steps=1, **SHARDED)
+    one.train()
+    if one.comm.rank == 1:
+        file = Path(folder) / "checkpoint-3" / "shards" / "rank-00001.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+    one.comm.barrier()
+    other = trainer(folder, TOKENS, model=Deep(), max_steps=4, **LOGGED, **SHARDED)
+    other.train(resume_from_checkpoint=True)
+    return [entry["step"] for entry in other.state.log_history if "loss" in entry]
+
+
+def test_a_damaged_part_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    assert run_distributed(damaged, 2, str(tmp_path)) == [[3, 4], [3, 4]]
+
+
 Edit = Any
 HOSTILE: dict[str, Edit] = {
     "a file that is not committed": lambda index: first_chunk(index).__setitem__(0, "../../etc/passwd"),
