@@ -128,6 +128,11 @@ def shown(place: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
+def printable(text: str) -> str:
+    """A text that says nothing to the terminal: it may quote a file that came from anywhere."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+
+
 def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
     """What is wrong, where, why, and what to do; the details only with `debug`, else a file that holds them."""
     place = error.field or ""
@@ -139,7 +144,7 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
         saved = save_details(error.details)
         rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."
     lines = [Text(f"✗ {error.title}", "bold red")]
-    lines += [Text.assemble((f"  {name:<6} ", "dim"), text) for name, text in rows.items() if text]
+    lines += [Text.assemble((f"  {name:<6} ", "dim"), printable(text)) for name, text in rows.items() if text]
     if error.details and debug:
         lines += [Text(), Text(error.details.rstrip(), "dim")]
     return lines

@@ -211,6 +211,7 @@ HOSTILE: dict[str, Edit] = {
     "an unknown type": lambda index: tensor(index).__setitem__("dtype", "OBJECT"),
     "tied to nothing": lambda index: index["tied"].__setitem__("model/other", "model/none"),
     "no tensors": lambda index: index.__delitem__("tensors"),
+    "a digest that is none": lambda index: first_chunk(index).__setitem__(4, []),
     "a chunk that is none": lambda index: tensor(index)["chunks"].__setitem__(0, 7),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows import catalogue, cli
+from flows import catalogue, cli, presentation
 from tests.support.checkpoints import save
 from tests.support.command import trainflow
 from tests.support.hostile import Evil, saved
@@ -114,6 +114,14 @@ def test_every_damaged_byte_is_found_by_verify(root: Path, capsys: pytest.Captur
     assert url.endswith("checkpoint-2")
     assert problems[0].startswith("optimizer.safetensors: digest")
     assert told(capsys, "checkpoints", "verify", root / "checkpoint-1")[0] == 0
+
+
+def test_a_name_in_a_file_cannot_speak_to_the_terminal() -> None:
+    error = ConfigError("It has \x1b[2J\x07 and \ud800.", field="a\x9b", remedy="None.")
+    told = "".join(line.plain for line in presentation.failure(error, debug=False))
+    assert "\x1b" not in told
+    assert "\\x1b[2J\\x07" in told
+    told.encode()
 
 
 # -------------------------------------------------------------------------------------------------------------- prune

@@ -24,13 +24,17 @@ from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.foreign import recognise
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.parameters import derived, slots_of
+from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.checkpoint.readers import readers
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
+from trainer_lib.checkpoint.sharded import Parts, ShardedTensors, index_of, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.torch_files import read_torch_file
+from trainer_lib.errors import DamagedError
 from trainer_lib.lease import Holder, holder_of
 from trainer_lib.manifest import COMMIT, Commit, content_digest, read_commit, verify, write_commit
+from trainer_lib.sharding import Rows
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.history import StepHistory
@@ -51,6 +55,8 @@ def targets(folder: Path) -> dict[str, Target]:
         ),
         "marks": Target(_marks(folder / "marks"), [Holder.this_process(5.0).to_bytes()], in_json),
     }
+    read, index = _sharded(folder / "sharded")
+    found["shards"] = Target(read, [index], in_json)
     for name in ("optimizer", "scheduler", "scaler", "data", "trainer_state", "training_args", "rng/rank-00000"):
         data = (whole / f"{name}.json").read_bytes()
         read = _loaded(folder / name.replace("/", "-"), whole, f"{name}.json")
@@ -117,6 +123,27 @@ def _marks(folder: Path) -> Read:
         return catalogue.read_claim(store), readers(store), holder_of(store), recognise(store)
 
     return read
+
+
+def _sharded(folder: Path) -> tuple[Read, bytes]:
+    """The index of a checkpoint whose tensors every rank wrote its rows of."""
+    store, entries, shards = Store.open(folder), {}, []
+    for rank in range(2):
+        values = {f"model/{number}": torch.randn(3, 4) for number in range(3)}
+        rows = {name: Rows(value, (6, 4), 3 * rank, True) for name, value in values.items()}
+        entry, said = write_shard(store, Parts(rows, {"model/tied": "model/0"}), rank)
+        entries[entry.path] = entry
+        shards.append(said)
+
+    def read(data: bytes) -> object:
+        try:
+            index = parse_json(data)
+        except ValueError as error:
+            raise DamagedError(str(error), remedy="none") from error
+        tensors = ShardedTensors(store, "model", index, entries)
+        return [tensors[name] for name in tensors]
+
+    return read, json.dumps(index_of(shards)).encode()
 
 
 def _loaded(folder: Path, whole: Path, name: str) -> Read:

@@ -189,8 +189,12 @@ HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "beyond the end": (lambda: safetensors({"a": TENSOR}, b"\0" * 4), "promises 8 bytes, there are 4"),
     "bytes left over": (lambda: safetensors({"a": TENSOR}, b"\0" * 12), "promises 8 bytes, there are 12"),
     "a negative shape": (lambda: safetensors({"a": {**TENSOR, "shape": [-2]}}, b"\0" * 8), "malformed"),
-    "a huge shape": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61, 2**61]}}, b"\0" * 8), "contradicts"),
+    "a huge shape": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61, 2**61]}}, b"\0" * 8), "malformed"),
     "shapes beyond numbers": (lambda: safetensors({"a": {**TENSOR, "shape": [2**70]}}, b"\0" * 8), "malformed"),
+    "nothing of a huge shape": (
+        lambda: safetensors({"a": {**TENSOR, "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}),
+        "malformed",
+    ),
     "a fraction": (lambda: safetensors({"a": {**TENSOR, "shape": [2.0]}}, b"\0" * 8), "malformed"),
     "truth for a number": (lambda: safetensors({"a": {**TENSOR, "shape": [True]}}, b"\0" * 8), "malformed"),
     "a million dimensions": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61] * 10**6}}), "malformed"),
@@ -289,6 +293,7 @@ def test_json_of_a_wrong_shape_is_refused(name: str, root: Path) -> None:
         ("trainer_state.json", {"stateful_callbacks": {"Anything": 5}}),
         ("data.json", {"epoch": "one"}),
         ("data.json", {"epoch": None}),
+        ("data.json", {"source": "text"}),
         ("data.json", {"history": {"since_log": [[1]]}}),
         ("optimizer.json", {"scalars": {"state": {"body.weight": {"step": {"__tensor__": "absent"}}}}}),
         ("scheduler.json", {"lr_lambdas": 5}),
@@ -302,7 +307,7 @@ def test_a_state_that_training_cannot_take_up_is_refused_by_file(
     folder = Store.open(tmp_path / "checkpoint-1")
     with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
     with pytest.raises(DamagedError) as caught:
-        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=True)
+        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
     assert name in str(caught.value.field)
     assert caught.value.remedy
 
@@ -340,3 +345,24 @@ def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str
     if what != "transformers Trainer":
         with pytest.raises(ConfigError, match=what):
             read_source(Store.open(tmp_path / "run" / "checkpoint-2"))
+
+
+def test_another_programs_checkpoints_in_the_output_folder_are_spared(tmp_path: Path) -> None:
+    """A user of transformers changes the import and nothing else."""
+    theirs = tmp_path / "checkpoint-1"
+    theirs.mkdir()
+    (theirs / "optimizer.pt").write_bytes(b"weeks of work")
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
+
+    def made(**more: Any) -> Any:
+        return trainer(tmp_path, rows, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **more})
+
+    with pytest.raises(ConfigError, match="another program wrote") as caught:
+        made().train(resume_from_checkpoint=True)
+    assert "import" in str(caught.value.remedy)
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match="another program wrote") as caught:
+            made().train(resume_from_checkpoint=resume)
+        assert caught.value.field == "output_dir"
+    made(save_strategy="no").train()
+    assert (theirs / "optimizer.pt").read_bytes() == b"weeks of work"

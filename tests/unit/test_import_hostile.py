@@ -154,6 +154,7 @@ def test_a_malicious_file_stops_the_import_and_is_not_run(name: str, peers: Path
 
 CHANGES: dict[str, tuple[str, Any, str]] = {
     "a step that is text": ("trainer_state.json", {"global_step": "2"}, "whole number"),
+    "an endless epoch": ("trainer_state.json", {"global_step": 2, "epoch": float("inf")}, "finite number"),
     "a log of numbers": ("trainer_state.json", {"global_step": 2, "epoch": 0.5, "log_history": [1]}, "list of entries"),
     "no optimizer": ("optimizer.pt", {"a": 1}, "no optimizer's state"),
     "numbers that repeat": ("optimizer.pt", {"state": {}, "param_groups": [{"params": [0, 0]}]}, "from 0 on"),
@@ -186,6 +187,7 @@ def test_a_file_of_another_shape_stops_the_import(kind: str, peers: Path, tmp_pa
         ({"a": "/etc/passwd"}, "not in the folder"),
         ({"a": "absent.safetensors"}, "not in the folder"),
         ({"a": 5}, "not in the folder"),
+        ({"a": ["one.bin"]}, "not in the folder"),
         ({"a": "one.bin", "b": "one.bin", "c": "one.bin"}, "no file holds 'c'"),
         ({"a": "one.bin"}, "elsewhere"),
         ([], "no dictionary"),

@@ -15,6 +15,7 @@
         COMMIT.json              last: the checkpoint exists from here on
 
 `catalogue` finds, verifies and removes them and imports no torch; `writer` and `reader` write and read them;
-`tensors`, `sharded`, `optimizer` and `rng` know the formats. Import from those modules: this one stays empty, for
-torch's sake.
+`tensors`, `sharded`, `optimizer` and `rng` know the formats; `foreign` recognises other programs' folders, `importing`
+(with `torch_files` and `parameters`) reads those of the transformers Trainer. Import from those modules: this one stays
+empty, for torch's sake.
 """

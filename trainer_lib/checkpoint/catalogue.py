@@ -209,6 +209,11 @@ def uncommitted(root: Store) -> list[str]:
     return found
 
 
+def foreign_checkpoints(root: Store) -> list[str]:
+    """Folders named like a checkpoint that another program wrote, newest step first."""
+    return [name for _, name in _named(root) if is_foreign(root.child(name).children())]
+
+
 def is_link(root: Store, name: str) -> bool:
     """Whether a symbolic link stands there, wherever it leads; only local stores have them."""
     return root.is_local and root.local_path(name).is_symlink()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.checkpoint.tensors import DTYPES, bytes_of, damaged, dtype_name, write_safetensors
+from trainer_lib.checkpoint.tensors import DTYPES, bytes_of, damaged, dtype_name, is_shape, write_safetensors
 from trainer_lib.sharding import Rows, is_sharded, local_rows
 from trainer_lib.storage import FileEntry, Store
 
@@ -211,7 +211,7 @@ def _length(spec: _Spec) -> int:
 def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
     """One tensor of an index; ValueError and the like unless its chunks are its rows, one after another."""
     shape = record["shape"]
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**62 for size in shape):
+    if not is_shape(shape):
         raise TypeError("shape")
     spec = _Spec(DTYPES[record["dtype"]], tuple(shape), tuple(_Chunk(*chunk) for chunk in record["chunks"]))
     row = 0
@@ -219,6 +219,8 @@ def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
         numbers = (chunk.start, chunk.rows, chunk.position)
         if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or chunk.start != row:
             raise ValueError("rows")
+        if not isinstance(chunk.sha256, str):
+            raise TypeError("digest")
         if chunk.position + chunk.rows * spec.row_bytes > files[chunk.file].size:
             raise ValueError("position")
         row += chunk.rows

@@ -172,13 +172,17 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
 
 def _entry(value: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
     begin, end = value["data_offsets"]
-    shape = value["shape"]
-    if not isinstance(shape, list) or len(shape) > _DIMENSIONS:
-        raise TypeError("shape")
-    numbers = [begin, end, *shape]
-    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+    if not is_shape(value["shape"]) or not is_shape([begin]) or not is_shape([end]):
         raise TypeError("numbers")
-    return DTYPES[value["dtype"]], shape, begin, end
+    return DTYPES[value["dtype"]], value["shape"], begin, end
+
+
+def is_shape(value: Any) -> bool:
+    """Whether torch can make a tensor of that shape, also where a size is 0 and the others only make its strides."""
+    if not isinstance(value, list) or len(value) > _DIMENSIONS:
+        return False
+    sizes = all(type(size) is int and 0 <= size < 2**62 for size in value)
+    return sizes and math.prod(max(size, 1) for size in value) < 2**62
 
 
 def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

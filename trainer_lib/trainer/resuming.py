@@ -11,7 +11,13 @@ from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.ahead import ReadAhead
-from trainer_lib.checkpoint.catalogue import clean_leftovers, list_checkpoints, newest_good, set_aside
+from trainer_lib.checkpoint.catalogue import (
+    clean_leftovers,
+    foreign_checkpoints,
+    list_checkpoints,
+    newest_good,
+    set_aside,
+)
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
@@ -33,6 +39,7 @@ from trainer_lib.trainer.saving import SavingMixin
 from trainer_lib.trainer.seeding import set_seed
 
 _log = logging.getLogger(__name__)
+_IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed."
 
 
 class ResumingMixin(SavingMixin):
@@ -58,11 +65,14 @@ class ResumingMixin(SavingMixin):
         else:
             url = self._newest_whole()
         if url is None and asked is True:
+            foreign = foreign_checkpoints(self._checkpoint_root())
+            but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
+            remedy = 'Give "auto" to start anew when there is none, or the URL of one.'
             raise ConfigError(
-                f"There is no checkpoint in {self._get_output_dir(self._trial)}.",
+                f"There is no checkpoint in {self._get_output_dir(self._trial)}{but}.",
                 field="resume_from_checkpoint",
                 value=True,
-                remedy='Give "auto" to start anew when there is none, or the URL of one.',
+                remedy=_IMPORT if foreign else remedy,
             )
         return url
 
@@ -302,11 +312,23 @@ class ResumingMixin(SavingMixin):
 
         def claim() -> None:
             root = self._checkpoint_root()
+            self._spare_foreign(root)
             if resumed_from is None:
                 self._clear_earlier_run(root)
             clean_leftovers(root)
 
         self._on_main_process(claim)
+
+    def _spare_foreign(self, root: Store) -> None:
+        """A checkpoint of ours would take the place of another program's of the same step."""
+        foreign = foreign_checkpoints(root)
+        if foreign and self.args.save_strategy != "no" and not self.args.overwrite_output_dir:
+            raise ConfigError(
+                f"holds checkpoints that another program wrote ({foreign[0]}).",
+                field="output_dir",
+                value=root.url,
+                remedy=f"Choose another. {_IMPORT}",
+            )
 
     def _clear_earlier_run(self, root: Store) -> None:
         present = list_checkpoints(root)
