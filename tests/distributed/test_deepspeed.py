@@ -134,12 +134,14 @@ MOVES = {
     "stage 3 to one process": ("stage 3", None),
     "stage 2 to one process": ("stage 2", None),
     "one process to stage 3": (None, "stage 3"),
+    "fsdp to stage 3": ("fsdp", "stage 3"),
+    "stage 3 to fsdp": ("stage 3", "fsdp"),
 }
 
 
 def moves(folder: str) -> dict[str, Any]:
     """Stop at step 3 in one way, go on in another; what one process begins or ends is left to `alone`."""
-    ways = {**WAYS, "replicas": {}}
+    ways = {**WAYS, "replicas": {}, "fsdp": {"fsdp": "full_shard"}}
     found: dict[str, Any] = {}
     for name, (first, then) in MOVES.items():
         if first:
@@ -171,7 +173,10 @@ def test_it_goes_on_in_another_way(tmp_path: Path) -> None:
         assert run["position"] == whole["position"], name
         for mine, theirs in zip(whole["logs"], run["logs"], strict=True):
             assert mine.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=1e-6), name
-            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7), name
+            for key in mine.keys() - {"total_flos"}:  # fillers are work, too
+                assert mine[key] == pytest.approx(theirs[key], rel=2e-5, abs=1e-7), (name, key)
         for key, value in whole["tensors"].items():
-            if not key.startswith("optimizer/unused") and not key.endswith("/step"):
+            # What nobody uses is left alone by torch's optimizers; under ZeRO it decays, with a gradient of zero. The
+            # buffer is of what the first process saw.
+            if "/unused" not in key and key != "model/seen" and not key.endswith("/step"):
                 np.testing.assert_allclose(run["tensors"][key], value, rtol=1e-4, atol=3e-6, err_msg=f"{name}: {key}")

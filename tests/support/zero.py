@@ -41,7 +41,7 @@ class Awkward(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         if self.training:
-            self.seen += len(x)
+            self.seen += int(x.sum() * 1000)  # another number on every process
         hidden = self.norm(torch.relu(self.frozen(self.inside(x))))
         logits = self.head(self.dropout(self.second(torch.relu(self.first(hidden)))))
         if labels is None:
@@ -65,8 +65,8 @@ def state_of(one: Trainer) -> dict[str, Any]:
     assert one.optimizer is not None
     strategy, model = one.strategy, one.model_wrapped
     optimizer = snapshot_optimizer(one.optimizer, strategy.named_parameters(model))
-    tensors = {f"model/{name}": each for name, each in strategy.checkpoint_tensors(strategy.local_state(model)).items()}
-    tensors |= {f"optimizer/{name}": value for name, value in optimizer.tensors.items()}
+    tensors = {f"model/{name}": each for name, each in strategy.gathered(strategy.local_state(model)).items()}
+    tensors |= {f"optimizer/{name}": value for name, value in strategy.gathered(optimizer.tensors).items()}
     return {
         "tensors": {name: value.clone() for name, value in tensors.items() if not value.is_meta},
         "groups": [{key: value for key, value in group.items() if key != "fused"} for group in optimizer.groups],

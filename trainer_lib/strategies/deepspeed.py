@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -63,6 +64,7 @@ class DeepSpeedStrategy(ZeroWeights):
         self._engine: Any = None
         self._inference: Any = None
         self._hf_config: Any = None
+        self._buffers: list[torch.Tensor] = []
         distributed.form_alone(device)
         self._deepspeed = _start(device, self.plan)
         self._gathering = self._deepspeed.zero.GatheredParameters
@@ -154,6 +156,8 @@ class DeepSpeedStrategy(ZeroWeights):
         self._trained = {id(each) for each in self._partitions.parameters()}
         self._cast_inputs(inner)
         self._take_masters(inner)
+        if self._args.ddp_broadcast_buffers is not False:
+            self._buffers = [each for each in self.local_state(inner).values() if not isinstance(each, nn.Parameter)]
         return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
 
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -225,7 +229,7 @@ class DeepSpeedStrategy(ZeroWeights):
             if engine is not None:
                 engine.destroy()
         self._engine = self._inference = self._partitions = None
-        self._trained = set()
+        self._trained, self._buffers = set(), []
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
@@ -281,6 +285,8 @@ class DeepSpeedStrategy(ZeroWeights):
     def _step(self) -> bool:
         engine = self._running()
         engine.step()
+        for buffer in self._buffers if self.comm.world_size > 1 else ():  # the engine leaves them to each process
+            torch.distributed.broadcast(buffer, src=0)
         return bool(engine.was_step_applied())
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -332,6 +338,8 @@ def _start(device: torch.device, plan: ZeroPlan) -> Any:
         # An exchange through shared memory that takes minutes to compile at its first use; gloo serves without.
         exchange: Any = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
         exchange.build_shm_op = lambda: None
+    # torch's word to DeepSpeed, in every process and nothing that a user could act on.
+    warnings.filterwarnings("ignore", message="`torch.distributed.[a-z_]+` is deprecated", category=FutureWarning)
     if "log_level" not in plan.sections:
         deepspeed.utils.logger.setLevel(max(logging.WARNING, _log.getEffectiveLevel()))
     backend = torch.distributed.get_backend() if device.type == "cpu" else accelerator.communication_backend_name()
