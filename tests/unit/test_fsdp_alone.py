@@ -1,0 +1,49 @@
+"""FSDP on the one process that a launcher started: served, for a machine with one device, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from tests.support.toys import classification_rows
+from tests.support.training import trainer
+from trainer_lib import distributed
+
+ROWS = classification_rows(8)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    yield
+    distributed.shutdown()
+
+
+def test_one_process_trains_and_says_that_nothing_is_divided(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = trainer(tmp_path, ROWS, fsdp="full_shard", max_steps=1)
+    one.train()
+    assert all(isinstance(each, DTensor) for each in one.model.parameters())
+    assert "FSDP with one process: nothing is divided" in caplog.text
+
+
+def test_parts_are_not_pushed_but_the_whole_model_is_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = tmp_path / "hub"
+    given = {"push_to_hub": True, "hub_model_id": hub.as_uri(), "hub_strategy": "every_save"}
+    torch.manual_seed(0)
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    one = trainer(tmp_path / "out", ROWS, fsdp="full_shard", max_steps=1, **given, **saved)  # type: ignore[arg-type]
+    one.train()
+    assert "holds the model in parts" in caplog.text
+    assert "FULL_STATE_DICT" in caplog.text
+    [pushed] = hub.rglob("model.safetensors")
+    whole = one.strategy.model_state(one.model)
+    assert all(torch.equal(value, whole[name]) for name, value in load_file(pushed).items())
+    assert not list(hub.rglob("shards*"))
