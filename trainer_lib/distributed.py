@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
@@ -166,6 +167,8 @@ class ProcessGroup:
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
         self._ranks, self._group = ranks, group
         self._twin: Communicator | None = None
+        self.waited_s = 0.0
+        "Seconds in `sum_ints`, which ranks call in every step: mostly waiting for the others."
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -225,8 +228,10 @@ class ProcessGroup:
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Element-wise sum over ranks, on the CPU side of the group."""
+        begun = time.perf_counter()
         total = np.array(values, dtype=np.int64)
         dist.all_reduce(torch.from_numpy(total), group=self._group)
+        self.waited_s += time.perf_counter() - begun
         return [int(value) for value in total]
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import numeric_fields, total_batch_size
+from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.recipes import DataInfo
@@ -37,7 +38,8 @@ def run(work: Work) -> dict[str, Any]:
     eval_set = ArrowSplit(request["data"], request["eval_split"]) if request.get("eval_split") else None
     events = events_callback(work, args)
     model = build_model(work, args, data)
-    callbacks = [*proving(request.get("proof")), events]
+    slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
+    callbacks = [*proving(request.get("proof")), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     trained = trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(output.child(MODEL).url)
