@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.support.imported import SETTINGS, import_here, losses, peer_run
@@ -225,6 +225,35 @@ def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
     ours = go_on(tmp_path / "ours", llama(seed=5, tie_word_embeddings=True), lm_rows(40))
     assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
     same(ours, peer)
+
+
+def experts(seed: int = 0) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+def test_experts_that_lie_apart_in_the_file_are_joined_again(tmp_path: Path) -> None:
+    peer = peer_run(tmp_path / "peer", experts(), lm_rows(40), **BUILT)
+    source = tmp_path / "peer" / "checkpoint-6"
+    assert any("experts.0" in name for name in load_file(source / "model.safetensors"))
+    import_here(source, tmp_path / "ours")
+    same(go_on(tmp_path / "ours", experts(seed=5), lm_rows(40)), peer)
+
+
+def test_weights_of_another_model_are_refused(language_model: tuple[Path, Any], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(language_model[0] / "checkpoint-6", source)
+    weights = load_file(source / "model.safetensors")
+    first = next(iter(weights))
+    for other in ({**weights, "other": torch.ones(2)}, {name: each for name, each in weights.items() if name != first}):
+        save_file(other, source / "model.safetensors")
+        with pytest.raises(ConfigError, match="not this model's") as caught:
+            import_here(source, tmp_path / "ours")
+        assert "--model" in str(caught.value.remedy)
 
 
 ADAPTED = """

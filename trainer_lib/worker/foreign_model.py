@@ -49,12 +49,31 @@ def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module
             model: nn.Module = found(description)
         return model
     except Exception as error:  # anything that a strange configuration may lead to
-        raise ConfigError(
-            f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}",
-            field="model",
-            value=names[0],
-            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
-        ) from error
+        raise _unbuildable(names[0], error) from error
+
+
+def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+    """Weights under the names that a model of transformers has in memory, where its files use others (experts that are
+    joined when they are loaded); None when they are not that model's weights.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return None
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    if not isinstance(model, transformers.PreTrainedModel) or len(dtypes) != 1:
+        return None
+    kind: Any = type(model)
+    try:
+        # Without a path nothing is read: what transformers does with names is all that is wanted.
+        made, said = kind.from_pretrained(
+            None, config=model.config, state_dict=dict(tensors), dtype=dtypes.pop(), output_loading_info=True
+        )
+    except Exception as error:
+        raise _unbuildable(kind.__name__, error) from error
+    odd = any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    state: Mapping[str, Tensor] = made.state_dict()
+    return None if odd else state
 
 
 def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -73,6 +92,15 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if expected.keys() != tensors.keys() or any(expected[name].shape != tensors[name].shape for name in tensors):
         raise _no_adapter(f"the model's adapter has other weights ({len(expected)}, the folder {len(tensors)})")
     peft.set_peft_model_state_dict(model, dict(tensors))
+
+
+def _unbuildable(name: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}",
+        field="model",
+        value=name,
+        remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
+    )
 
 
 def _no_adapter(why: str) -> ConfigError:

@@ -19,7 +19,7 @@ from trainer_lib.optim.decay import get_decay_parameter_names
 from trainer_lib.storage import Store
 from trainer_lib.strategies.single import SingleStrategy
 from trainer_lib.trainer import models
-from trainer_lib.worker.foreign_model import from_config, load_adapter
+from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
 from trainer_lib.worker.session import Work
 
 _PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -137,13 +137,18 @@ def _weights(source: importing.Source, model: nn.Module | None) -> tuple[dict[st
 def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """All names of the model's state; tied weights, which the file has once, under each of theirs."""
     objects = model.state_dict(keep_vars=True)
+    if not tensors.keys() <= objects.keys():
+        tensors = converted(model, tensors) or tensors
     present = {id(objects[name]): tensor for name, tensor in tensors.items() if name in objects}
     complete = {name: tensors.get(name, present.get(id(each))) for name, each in objects.items()}
     missing = [name for name, tensor in complete.items() if tensor is None]
     unknown = [name for name in tensors if name not in objects]
-    if missing or unknown:
+    reshaped = [name for name, tensor in complete.items() if tensor is not None and tensor.shape != objects[name].shape]
+    if missing or unknown or reshaped:
+        parts = (("missing", missing), ("unknown", unknown), ("of another shape", reshaped))
+        what = ", ".join(f"{problem} {names[:5]}" for problem, names in parts if names)
         raise ConfigError(
-            f"The weights are not this model's: missing {missing[:5] or 'none'}, unknown {unknown[:5] or 'none'}.",
+            f"The weights are not this model's: {what}.",
             field="model",
             remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
         )
