@@ -31,7 +31,8 @@ from trainer_lib.errors import CodeError, TrainflowError
 MEMORY = 1536 * 2**20
 SECONDS = 20
 
-NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**61, 2**63, 2**64, -(2**63), 10**30, 1e308, float("inf"), float("nan"), 0.5, True]
+INFINITY, NAN = float("inf"), float("nan")
+NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**61, 2**63, 2**64, -(2**63), 10**30, 1e308, INFINITY, NAN, 0.5, True]
 TEXTS = ["", "a", "\0", "../x", "/etc/passwd", "__tensor__", "__tuple__", "__dict__", "x" * 5000, "\ud800", "NaN", "-1"]
 VALUES = [*NUMBERS, *TEXTS, None, [], {}, [[]], [None] * 3, {"": ""}, {"__tensor__": "a"}, {"__tuple__": [1]}]
 

@@ -30,7 +30,7 @@ ENV_ALLOWED = {
     "PREFECT__SERVER_WEBSERVER_ONLY": "set by Prefect for its own server process",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch.compile's first call",
     "TRITON_CACHE_DIR": "set by torch.compile's first call",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "set by DeepSpeed when it is imported, which transformers does when it loads weights",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "set by importing DeepSpeed, which transformers does when it loads weights",
 }
 # Threads of other people's libraries that live as long as the process, by the start of their name.
 THREADS_ALLOWED = {
