@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import police
+from tests.support import memory_group, police
 
 pytest_plugins = ("tests.support.s3", "tests.support.stores")
 
@@ -135,6 +135,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
     "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
+    "cgroup": memory_group.available,
     "namespaces": _has_namespaces,
 }
 

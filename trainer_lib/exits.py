@@ -42,5 +42,8 @@ def _tell_torchrun(error: BaseException) -> None:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    with contextlib.suppress(OSError):
-        get_error_handler().record_exception(error)
+    try:
+        raise error  # it records the exception that is being handled
+    except BaseException:
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)

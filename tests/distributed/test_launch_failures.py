@@ -1,0 +1,164 @@
+"""The failure table of docs/distributed.md: what was done to a real process, and what the user sees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support import tiny
+from tests.support.launched import Owner, request
+from tests.support.memory_group import limited
+from trainer_lib.errors import (
+    CodeError,
+    DataError,
+    InfrastructureError,
+    OutOfMemoryError,
+    StorageFullError,
+    TrainflowError,
+)
+from trainer_lib.launch import LaunchConfig, launch
+
+# Rank 1 does something; rank 0 waits for it in vain. Every process leaves a line, so that attempts can be counted.
+RECIPE = """
+import ctypes, os, sys, time
+from pathlib import Path
+
+rank = os.environ["RANK"]
+with Path(__file__).with_name("started").open("a") as file:
+    file.write(f"{{rank}}\\n")
+
+def done_to_rank_one():
+    {what}
+
+if rank == "1":
+    done_to_rank_one()
+time.sleep(300)
+
+def prepare(options, out):
+    return {{}}
+
+build_model = prepare
+"""
+
+
+class Row(NamedTuple):
+    """One row of the table."""
+
+    what: str
+    error: type[TrainflowError]
+    says: str
+    retried: bool
+
+
+TABLE = {
+    "raises": Row("raise KeyError('gone')", CodeError, "KeyError: 'gone'", False),
+    "finds bad data": Row(
+        "from trainer_lib.errors import DataError; raise DataError('Row 7 is empty.', field='train', remedy='Fix it.')",
+        DataError,
+        "Row 7 is empty.",
+        False,
+    ),
+    "sys.exit(3)": Row("sys.exit(3)", CodeError, "the recipe ended the process: sys.exit(3).", False),
+    "os._exit(3)": Row("os._exit(3)", InfrastructureError, "rank 1 ended with exit code 3 and left no reason.", True),
+    "SIGKILL": Row("os.kill(os.getpid(), 9)", InfrastructureError, "rank 1 was killed by SIGKILL (9).", True),
+    "segmentation fault": Row("ctypes.string_at(0)", InfrastructureError, "rank 1 was killed by SIGSEGV (11).", True),
+    "abort": Row("os.abort()", InfrastructureError, "rank 1 was killed by SIGABRT (6).", True),
+    "MemoryError": Row("bytearray(1 << 60)", OutOfMemoryError, "Memory ran out: MemoryError", False),
+    "disk full": Row(
+        "raise OSError(28, 'No space left on device')",
+        StorageFullError,
+        "No space left: [Errno 28] No space left on device",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_is_done_to_one_rank_comes_back_typed(name: str, tmp_path: Path) -> None:
+    row = TABLE[name]
+    warnings: list[str] = []
+    asked = request(tmp_path, RECIPE.format(what=row.what))
+    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=1)
+    with pytest.raises(row.error) as caught:
+        launch(
+            asked,
+            config,
+            env={},
+            on_line=lambda line: None,
+            on_event=lambda event: warnings.append(event["message"]) if event["event"] == "warning" else None,
+        )
+    error = caught.value
+    assert error.message == row.says
+    assert error.rank == 1
+    assert error.remedy
+    assert type(error) is row.error
+    started = (tmp_path / "started").read_text().split()
+    assert started.count("1") == (2 if row.retried else 1)
+    assert warnings == ([f"{row.says} Starting again (1 of 1)."] if row.retried else [])
+
+
+def test_a_hang_shows_the_stack_of_every_rank(tmp_path: Path) -> None:
+    asked = request(tmp_path, RECIPE.format(what="time.sleep(300)"))
+    with pytest.raises(InfrastructureError, match=r"no progress for \d+ s; all workers were ended") as caught:
+        config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=6.0)
+        launch(asked, config, env={}, on_line=lambda line: None, on_event=lambda event: None)
+    details = caught.value.details or ""
+    first, second = details.partition("--- rank 1")[::2]
+    assert "in done_to_rank_one" in second
+    assert "--- rank 0" in first
+    assert "in <module>" in first
+    assert "done_to_rank_one" not in first
+
+
+@pytest.mark.needs("cgroup")
+def test_a_kill_by_the_kernel_for_memory_is_told_from_any_other(tmp_path: Path) -> None:
+    hungry = RECIPE.format(what="kept = [bytearray(1 << 20) for _ in range(1 << 20)]")
+    with limited(700 << 20) as prefix:
+        owner = Owner(tmp_path, request(tmp_path, hungry), prefix, kind="torchrun", processes=2, grace_s=2.0)
+        try:
+            owner.process.wait(timeout=60)
+            outcome = owner.outcome()
+        finally:
+            owner.close()
+    assert outcome["class"] == "OutOfMemoryError", outcome
+    assert outcome["message"] == ("rank 1 was killed by the kernel: the machine's (or container's) memory ran out.")
+    assert "per_device_train_batch_size" in outcome["remedy"]
+
+
+def test_ranks_in_the_middle_of_a_collective_leave_it(tmp_path: Path) -> None:
+    """The others are not left waiting for `ddp_timeout`: they notice, agree on nothing more, and rank 1 is blamed."""
+    data = tiny.prepared(tmp_path / "prepared")
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"), ddp_timeout=1800)
+    begun = time.monotonic()
+    with pytest.raises(CodeError, match="this rank cannot collate") as caught:
+        tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
+    assert caught.value.rank == 1
+    assert time.monotonic() - begun < 60
+
+
+def test_a_script_under_torchrun_is_told_what_failed_not_only_that_it_did(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "from tests.support.toys import classification_rows\n"
+        "from tests.support.training import trainer\n"
+        "from trainer_lib.errors import DataError\n"
+        "one = trainer('out', classification_rows(16), max_steps=2, save_strategy='no')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise DataError('Row 7 is empty.', field='train', value=7, remedy='Repair it.')\n"
+        "one.train()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(tmp_path / "logs"), "script.py"]
+    variables: dict[str, Any] = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    summary = done.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in summary
+    assert "DataError: train = 7: Row 7 is empty. Repair it." in summary
