@@ -1,0 +1,134 @@
+"""A notebook's function on one process or several: forked, so it need not be importable; failures come back typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.launch import notebook_launcher
+
+NOTEBOOK = """
+import os
+from tests.support.toys import classification_rows
+from tests.support.training import final_state, trainer
+from trainer_lib.launch import notebook_launcher
+
+ROWS = classification_rows(26)  # a notebook's own data, made before, and found by what is forked
+
+def train(folder):
+    one = trainer(folder, ROWS, max_steps=4, per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True)
+    one.train()
+    return {"world": one.comm.world_size, "loss": one.state.log_history[-1]["train_loss"]}
+
+if __name__ == "__main__":
+    print("here", notebook_launcher(train, (os.environ["OUT"],), num_processes=2))
+    print("left", "RANK" in os.environ, __import__("torch").distributed.is_initialized())
+"""
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+
+
+def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
+    """In a process of its own: forking this one, with all its threads, would prove nothing about a notebook."""
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    root = str(Path(__file__).resolve().parents[2])
+    environ = {**os.environ, "PYTHONPATH": root, "OUT": str(tmp_path / "out")}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    [here] = [line for line in done.stdout.splitlines() if line.startswith("here")]
+    assert here.startswith("here {'world': 2, 'loss': ")
+    assert "left False False" in done.stdout
+
+
+FORKED = """
+import os, sys, time
+from trainer_lib.launch import notebook_launcher
+from trainer_lib.errors import TrainflowError
+
+def main():
+    rank = os.environ["RANK"]
+    {what}
+
+try:
+    print("value", notebook_launcher(main, num_processes=2))
+except TrainflowError as error:
+    print(type(error).__name__, error.rank, error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("return {'rank': rank, 'of': os.environ['WORLD_SIZE']}", "value {'rank': '0', 'of': '2'}"),
+        ("return object()", "value None"),
+        (
+            "if rank == '1': raise KeyError('gone')\n    time.sleep(300)",
+            "CodeError 1 KeyError: 'gone'",
+        ),
+        (
+            "if rank == '1': os.kill(os.getpid(), 9)\n    time.sleep(300)",
+            "InfrastructureError 1 rank 1 was killed by SIGKILL (9).",
+        ),
+        (
+            "if rank == '1': os._exit(3)\n    time.sleep(300)",
+            "InfrastructureError 1 rank 1 ended with exit code 3 and left no reason.",
+        ),
+    ],
+)
+def test_what_comes_back_from_forked_processes(what: str, said: str) -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    command = [sys.executable, "-c", FORKED.format(what=what)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == said, done.stderr
+
+
+def test_children_end_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, time\nfrom pathlib import Path\nfrom trainer_lib.launch import notebook_launcher\n"
+        "def main():\n    Path(os.environ['OUT'], os.environ['RANK']).write_text(str(os.getpid())); time.sleep(300)\n"
+        "notebook_launcher(main, num_processes=2)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OUT": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ) as notebook:
+        from tests.support.launched import wait_until
+
+        wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), 30)
+        notebook.send_signal(signal.SIGKILL)
+    pids = [int((tmp_path / rank).read_text()) for rank in "01"]
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids), 10)
+
+
+def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(number: int) -> Any:
+        return number, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"]
+
+    assert notebook_launcher(here, (7,), mixed_precision="bf16") == (7, os.getpid(), "bf16")
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+    def raises() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        notebook_launcher(raises)
+
+
+def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"processes = 3: this process may use 2 CPU core"):
+        notebook_launcher(print, num_processes=3)
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="num_processes = 2: this process has used a GPU already") as caught:
+        notebook_launcher(print, num_processes=2)
+    assert caught.value.remedy is not None
