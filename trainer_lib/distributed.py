@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,9 +22,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainer_lib import exits
+from trainer_lib import devices, exits
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.environment import ALONE, Ranks
+from trainer_lib.arguments.environment import Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
 
 _log = logging.getLogger(__name__)
@@ -253,52 +252,11 @@ def _to_tensor(data: bytes) -> torch.Tensor:
 
 
 ranks_from_environment = environment.ranks
+choose_device = devices.choose_device
+mention_idle_gpus = devices.mention_idle_gpus
 
 _current: Communicator | None = None
 _owned = False  # whether the process group is ours to end
-
-
-def choose_device(*, use_cpu: bool) -> torch.device:
-    """The device of this process: its own GPU, MPS when alone, else the CPU.
-
-    The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them);
-    where Slurm or Kubernetes shows every process just its own, that one.
-
-    Raises ConfigError when there are more local ranks than GPUs, or several ranks would share MPS.
-    """
-    ranks = ranks_from_environment()
-    if use_cpu:
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if count == 1 and ranks.source not in ("RANK", ALONE.source):
-            return torch.device("cuda", 0)
-        if ranks.local_rank >= count:
-            raise ConfigError(
-                f"there are only {count} GPUs on this machine.",
-                field="LOCAL_RANK",
-                value=ranks.local_rank,
-                remedy=f"Start at most {count} processes here, or set use_cpu=True.",
-            )
-        return torch.device("cuda", ranks.local_rank)
-    if torch.backends.mps.is_available():
-        if ranks.world_size > 1:
-            raise ConfigError(
-                "MPS serves one process only.",
-                field="WORLD_SIZE",
-                value=ranks.world_size,
-                remedy="Start one process, or set use_cpu=True.",
-            )
-        return torch.device("mps")
-    return torch.device("cpu")
-
-
-def mention_idle_gpus(device: torch.device, world_size: int) -> None:
-    """A process uses one GPU: say how the others of this machine are put to work."""
-    count = torch.cuda.device_count() if device.type == "cuda" and world_size == 1 else 1
-    if count > 1:
-        script = sys.argv[0] or "script.py"
-        _log.warning("One of %d GPUs is used. For all: torchrun --nproc-per-node %d %s", count, count, script)
 
 
 def init(args: DistributedSettings) -> Communicator:

@@ -18,7 +18,7 @@ from trainer_lib.errors import ConfigError
 
 _FIELD = "train.launch.config_file"
 _SHARDED = ("FSDP", "DEEPSPEED")
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "XLA", *_SHARDED)
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", *_SHARDED)
 # Keys of its `deepspeed_config` whose variable has another name than the key in capitals.
 _DEEPSPEED = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
@@ -110,7 +110,7 @@ def command(verb: str, run_dir: Path, processes: int, threads: str, path: str | 
         own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         Path(path).write_text(json.dumps({**own, "num_machines": 1, "num_processes": processes, "use_cpu": False}))
     # So it is called on a CPU, too: with --cpu, `accelerate launch` starts one process whatever number it is given.
-    several = ["--multi_gpu"] if processes > 1 and kind not in (*_SHARDED, "XLA") else []
+    several = ["--multi_gpu"] if processes > 1 and kind not in _SHARDED else []
     return [
         *(sys.executable, "-u", "-m", "trainer_lib.worker.accelerated", str(run_dir), "--config_file", path),
         *("--num_processes", str(processes), "--num_machines", "1", "--main_process_port", str(port), *several),

@@ -1,0 +1,74 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+
+import torch
+
+from trainer_lib.arguments import environment
+from trainer_lib.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def choose_device(*, use_cpu: bool) -> torch.device:
+    """The device of this process: its own GPU, an XLA device or MPS when alone, else the CPU.
+
+    The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them);
+    where Slurm or Kubernetes shows every process just its own, that one.
+
+    Raises ConfigError when there are more local ranks than GPUs, or several ranks would share XLA or MPS.
+    """
+    ranks = environment.ranks()
+    if use_cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if count == 1 and ranks.source not in ("RANK", environment.ALONE.source):
+            return torch.device("cuda", 0)
+        if ranks.local_rank >= count:
+            raise ConfigError(
+                f"there are only {count} GPUs on this machine.",
+                field="LOCAL_RANK",
+                value=ranks.local_rank,
+                remedy=f"Start at most {count} processes here, or set use_cpu=True.",
+            )
+        return torch.device("cuda", ranks.local_rank)
+    if "PJRT_DEVICE" in os.environ and importlib.util.find_spec("torch_xla") is not None:
+        _refuse_several("XLA", ranks)
+        return _xla_device()
+    if torch.backends.mps.is_available():
+        _refuse_several("MPS", ranks)
+        return torch.device("mps")
+    return torch.device("cpu")
+
+
+def _refuse_several(name: str, ranks: environment.Ranks) -> None:
+    if ranks.world_size > 1:
+        raise ConfigError(
+            f"{name} serves one process only.",
+            field="WORLD_SIZE",
+            value=ranks.world_size,
+            remedy="Start one process, or set use_cpu=True.",
+        )
+
+
+def _xla_device() -> torch.device:
+    """The device of torch_xla, operation by operation: nothing here marks the ends of its lazy graphs. Untested."""
+    xla = importlib.import_module("torch_xla")
+    importlib.import_module("torch_xla.experimental").eager_mode(True)
+    device: torch.device = xla.device()
+    return device
+
+
+def mention_idle_gpus(device: torch.device, world_size: int) -> None:
+    """A process uses one GPU: say how the others of this machine are put to work."""
+    count = torch.cuda.device_count() if device.type == "cuda" and world_size == 1 else 1
+    if count > 1:
+        script = sys.argv[0] or "script.py"
+        _log.warning("One of %d GPUs is used. For all: torchrun --nproc-per-node %d %s", count, count, script)
