@@ -33,10 +33,12 @@ TRANSLATED: list[tuple[str, Any, str, Any]] = [
     ("sharded_ddp", "zero_dp_2", "fsdp", "shard_grad_op"),
     ("sharded_ddp", "zero_dp_3 offload auto_wrap", "fsdp", "full_shard offload auto_wrap"),
     ("sharded_ddp", ["zero_dp_3", "offload"], "fsdp", "full_shard offload"),
-    ("fsdp_min_num_params", 1000, "fsdp_config", {"min_num_params": 1000}),
-    ("fsdp_transformer_layer_cls_to_wrap", "Block", "fsdp_config", {"transformer_layer_cls_to_wrap": ["Block"]}),
     ("dispatch_batches", True, "accelerator_config", {"dispatch_batches": True}),
     ("split_batches", True, "accelerator_config", {"split_batches": True}),
+]
+OF_FSDP: list[tuple[str, Any, Any]] = [
+    ("fsdp_min_num_params", 1000, {"min_num_params": 1000}),
+    ("fsdp_transformer_layer_cls_to_wrap", "Block", {"transformer_layer_cls_to_wrap": ["Block"]}),
 ]
 NEUTRAL: list[tuple[str, Any]] = [
     *[("fp16_backend", value) for value in ("auto", "amp", "cuda_amp")],
@@ -90,6 +92,16 @@ def test_an_old_name_does_what_the_new_one_does_and_says_so_once(old: str, value
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize(("old", "value", "expected"), OF_FSDP)
+def test_an_old_name_of_fsdps_configuration_goes_with_fsdp(old: str, value: Any, expected: Any) -> None:
+    args, caught = _build(fsdp="full_shard auto_wrap", **{old: value})
+    assert args.fsdp_config == expected
+    assert [warning.category for warning in caught] == [DeprecationWarning]
+    assert old in str(caught[0].message)
+    with pytest.raises(ConfigError, match="Without fsdp"):
+        _build(**{old: value})
+
+
 @pytest.mark.parametrize(("old", "value"), NEUTRAL)
 def test_a_value_that_asks_for_nothing_is_dropped_with_a_warning(old: str, value: Any) -> None:
     args, caught = _build(**{old: value})
@@ -108,7 +120,7 @@ def test_what_cannot_be_served_names_the_way_out(old: str, value: Any, way_out: 
 
 
 def test_every_old_name_is_tested_here() -> None:
-    tested = {case[0] for case in (*TRANSLATED, *NEUTRAL, *REFUSED)} | {"push_to_hub_organization"}
+    tested = {case[0] for case in (*TRANSLATED, *OF_FSDP, *NEUTRAL, *REFUSED)} | {"push_to_hub_organization"}
     assert tested == set(OLD_NAMES)
 
 
