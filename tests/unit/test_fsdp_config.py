@@ -56,7 +56,7 @@ MAPPED: list[tuple[Any, Any, dict[str, Any]]] = [
     ("full_shard", {"cpu_offload": "true"}, {"offload": True}),
     ("full_shard", {"backward_prefetch": "backward_pre"}, {"backward_prefetch": True}),
     ("full_shard", {"backward_prefetch": "BACKWARD_POST"}, {"backward_prefetch": False}),
-    ("full_shard", {"backward_prefetch": "backward_pos"}, {"backward_prefetch": False}),  # as document 002 spells it
+    ("full_shard", {"backward_prefetch": "backward_pos"}, {"backward_prefetch": False}),  # as the reference spells it
     ("full_shard", {"backward_prefetch_policy": "NO_PREFETCH"}, {"backward_prefetch": False}),
     ("full_shard", {"forward_prefetch": "True"}, {"forward_prefetch": True}),
     ("full_shard", {"sync_module_states": False}, {"sync_module_states": False}),
