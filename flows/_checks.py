@@ -152,11 +152,12 @@ def _check_launch(field: str, settings: LaunchSettings, args: Mapping[str, Any])
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.launch import check, from_settings
 
-    if field != "train.launch" and str(settings.nodes) != "1":
+    if field != "train.launch" and (str(settings.nodes) != "1" or settings.kind == "environment"):
+        name = "nodes" if str(settings.nodes) != "1" else "kind"
         raise ConfigError(
             "Several machines train; the other stages run on one.",
-            field=f"{field}.nodes",
-            value=settings.nodes,
+            field=f"{field}.{name}",
+            value=getattr(settings, name),
             remedy="Remove it here.",
         )
     use_cpu = TrainingArguments.from_dict(args).use_cpu

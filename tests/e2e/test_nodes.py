@@ -7,6 +7,8 @@ import socket
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.command import TRAINFLOW, trainflow
 from tests.support.toy import project
 
@@ -57,8 +59,9 @@ def test_join_says_that_nobody_leads(tmp_path: Path) -> None:
     assert "nobody leads there" in done.out + done.err
 
 
-def test_several_machines_are_for_training_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["nodes=2", "kind=environment"])
+def test_several_machines_are_for_training_only(setting: str, tmp_path: Path) -> None:
     project(tmp_path)
-    done = trainflow("run", tmp_path / "pipeline.yaml", "prepare.launch.nodes=2", cwd=tmp_path)
+    done = trainflow("run", tmp_path / "pipeline.yaml", f"prepare.launch.{setting}", cwd=tmp_path)
     assert done.code == 2
-    assert "prepare.launch.nodes" in done.err
+    assert f"prepare.launch.{setting.partition('=')[0]}" in done.err

@@ -255,3 +255,10 @@ def test_deepspeeds_launcher_names_the_rank_that_was_killed(heard: Heard, tmp_pa
         heard.launch(request(tmp_path, killed), kind="deepspeed", processes=2)
     assert {"0 2 0 1", "[rank 1] 1 2 1 1"} <= set(heard.lines)
     assert nothing_left()
+
+
+def test_one_of_several_tasks_on_a_machine_keeps_its_local_rank(heard: Heard, tmp_path: Path) -> None:
+    """Each has an agent of its own, which would call its one worker the first here: it would take the first GPU."""
+    says = "import os\nprint(os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n" + ROWS
+    heard.launch(request(tmp_path, says), kind="torchrun", processes=1, env={"TRAINFLOW_LOCAL_RANK": "1/2"})
+    assert heard.lines == ["1 2"]

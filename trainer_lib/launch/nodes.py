@@ -14,6 +14,7 @@ for the next launch (the leading machine starts again after a lost worker) until
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +64,9 @@ def follow(
             "says not whom to follow.", field="train.launch.rendezvous", value="none", remedy="Give host:port."
         )
     nodes = config.nodes if config.several_nodes else "1:2"  # how many there are, the leading machine decides
-    config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None)
+    threads = {**os.environ, **config.env}.get("OMP_NUM_THREADS", "")
+    asked = int(threads) if config.threads is None and threads.isdigit() else config.threads
+    config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None, threads=asked)
     # How many workers fit here is seen once the request says whether they use the CPU, and told to both sides.
     checked = check(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))

@@ -200,7 +200,7 @@ def _processes(config: LaunchConfig, request: dict[str, Any]) -> int:
     """How many workers this machine starts; their threads follow from it."""
     use_cpu = bool(request.get("args", {}).get("use_cpu"))
     resolved = check(config, use_cpu=use_cpu)
-    os.environ.update(thread_variables(threads_of(resolved, {} if config.threads is None else os.environ)))
+    os.environ.update(thread_variables(threads_of(resolved, {})))
     return int(resolved.processes)
 
 
