@@ -6,18 +6,20 @@ processes, and repeated over the others. A plain tensor is whole on every proces
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:  # importing it takes 0.7 s, for which only who divides a model should wait
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,19 @@ class RowReader(Protocol):
         """Its element type and shape, without reading it."""
 
 
-def is_sharded(tensor: object) -> bool:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether its rows are divided over processes (or could be: a mesh of one counts)."""
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # as long as nobody has imported it there is none
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_rows(tensor: Tensor, *, rank: int) -> Rows:
     """This process's rows, without a message; `rank` decides who is the first to hold a whole tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return Rows(tensor.detach(), tuple(tensor.shape), 0, rank == 0)
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     first = coordinate is not None
     for placement, position in zip(tensor.placements, coordinate or (), strict=True):
@@ -78,7 +84,7 @@ def whole(tensor: Tensor, *, keep: bool) -> Tensor:
 
     One tensor at a time is whole on each process's device.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         value = tensor.detach()
         return value if keep else value.to("meta")
     gathered: Tensor = tensor.full_tensor().detach()
@@ -88,7 +94,7 @@ def whole(tensor: Tensor, *, keep: bool) -> Tensor:
 def fill(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
     """Copy this process's rows of a whole tensor into `target`."""
     local, start = target.detach(), 0
-    if isinstance(target, DTensor):
+    if is_sharded(target):
         held = local_rows(target, rank=0)
         local, start = held.values, held.start
     if isinstance(source, RowReader) and local.ndim:

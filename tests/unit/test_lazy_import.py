@@ -28,6 +28,12 @@ def test_importing_the_library_imports_nothing_heavy(tmp_path: Path) -> None:
     assert _run(f"import sys, trainer_lib; print([n for n in {heavy} if n in sys.modules])", tmp_path) == "[]"
 
 
+def test_the_trainer_comes_without_what_few_trainings_need(tmp_path: Path) -> None:
+    few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna')"
+    code = f"import sys; from trainer_lib import Trainer; print([n for n in {few} if n in sys.modules])"
+    assert _run(code, tmp_path) == "[]"
+
+
 def test_names_that_need_no_torch_come_without_it(tmp_path: Path) -> None:
     names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
     code = f"import sys, trainer_lib\nfor n in {names}: getattr(trainer_lib, n)\nprint('torch' in sys.modules)"
