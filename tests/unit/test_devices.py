@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -51,21 +52,20 @@ def test_mps_is_taken_alone_only(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(use_cpu=False)
 
 
-def test_xla_is_asked_for_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xla_is_asked_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no XLA device here: this shows what is called, not that it trains."""
-    package = tmp_path / "torch_xla"
-    package.mkdir()
-    (package / "__init__.py").write_text("import torch\ndef device():\n    return torch.device('meta')\n")
-    (package / "experimental.py").write_text("eager = []\ndef eager_mode(on):\n    eager.append(on)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    eager: list[bool] = []
+    package, experimental = (types.ModuleType(name) for name in ("torch_xla", "torch_xla.experimental"))
+    package.__dict__.update(device=lambda: torch.device("meta"), __spec__=ModuleSpec("torch_xla", None))
+    experimental.__dict__.update(eager_mode=eager.append)
+    for module in (package, experimental):  # gone again afterwards: others look whether there is one
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(use_cpu=False) == torch.device("cpu")  # installed, but not asked for
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert choose_device(use_cpu=False) == torch.device("meta")
-    assert sys.modules["torch_xla.experimental"].eager == [True]
+    assert eager == [True]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="XLA serves one process"):
         choose_device(use_cpu=False)
-    for name in ("torch_xla", "torch_xla.experimental"):
-        monkeypatch.delitem(sys.modules, name)
