@@ -75,6 +75,12 @@ def test_a_killed_rank_comes_before_those_that_only_noticed(run_dir: RunDir) -> 
     assert (error.rank, error.step, error.details) == (1, 120, "last words")
 
 
+def test_a_rank_that_the_launcher_ended_is_not_the_cause(run_dir: RunDir) -> None:
+    """It was asked to stop while it was still starting, so it left no record, and may well have gone first."""
+    ranks_ended(run_dir, (0, -15), (1, -11))
+    assert fail(run_dir, ending()).message == "rank 1 was killed by SIGSEGV (11) at step 120."
+
+
 def test_a_kill_by_the_kernel_for_memory(run_dir: RunDir) -> None:
     ranks_ended(run_dir, (1, -9))
     error = fail(run_dir, ending(out_of_memory=True))

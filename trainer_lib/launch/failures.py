@@ -78,7 +78,8 @@ def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int], *, di
     guard = run_dir.read_json("guard.json")
     if agent is not None:
         silent = [rank for rank in agent["failures"] if rank["rank"] not in spoke]
-        silent.sort(key=lambda rank: (rank["time"], rank["rank"]))
+        # A rank that was asked to stop before it could say so is a consequence, whatever the clocks say.
+        silent.sort(key=lambda rank: (rank["exitcode"] == -signal.SIGTERM, rank["time"], rank["rank"]))
     elif guard is not None and direct and not spoke:
         silent = [{"rank": 0, "exitcode": guard["code"]}]
     elif guard is not None and not direct:

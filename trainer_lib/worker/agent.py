@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.guard import alive
+from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.worker.meeting import open_store
 
 LOOPBACK = "127.0.0.1"
+LOOK_S = 0.05
 
 
 def main(argv: list[str]) -> int:
@@ -59,16 +63,45 @@ def run_workers(
             *("-m", "trainer_lib.worker", verb, str(run_dir.path)),
         ]
     )
+    deaths = Deaths(run_dir)
+    deaths.start()
     try:
         run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        return [ending(rank, end) for rank, end in error.failures.items()]
+        return deaths.endings(error)
+    finally:
+        deaths.close()
     return []
 
 
-def ending(rank: int, end: Any) -> dict[str, Any]:
-    """How a rank ended, as torchrun tells it."""
-    return {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": end.timestamp}
+class Deaths(threading.Thread):
+    """Notes when each worker died. torchrun gives all the time at which it noticed the first, those included that it
+    then ended itself, so from its account alone the one to blame cannot be told."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        super().__init__(name="trainflow-deaths", daemon=True)
+        self._run_dir = run_dir
+        self._closed = threading.Event()
+        self._died: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Look twenty times a second, for torchrun looks ten times."""
+        while not self._closed.wait(LOOK_S):
+            for path in self._run_dir.path.glob("worker-*.pid"):
+                process = read_process(path)
+                if process is not None and not alive(process):
+                    self._died.setdefault(process.pid, time.time())
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+
+    def endings(self, error: ChildFailedError) -> list[dict[str, Any]]:
+        """How each rank ended that torchrun's failure names."""
+        return [
+            {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": self._died.get(end.pid, end.timestamp)}
+            for rank, end in error.failures.items()
+        ]
 
 
 if __name__ == "__main__":
