@@ -24,6 +24,7 @@ import collections
 import contextlib
 import hashlib
 import logging
+import os
 import random
 import shutil
 import sys
@@ -330,6 +331,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
     chosen = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != "1":  # NumPy and torch made threads when they were imported; forks must not
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "OMP_NUM_THREADS": "1"})
     count = SIZES[chosen.size][0] if chosen.count is None else chosen.count
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     peer_count = count // 5 if chosen.peer_count is None else chosen.peer_count
