@@ -24,7 +24,8 @@ trainer = Trainer(Classifier(), args, train_dataset=classification_rows(16))
 trainer.train()
 comm = trainer.comm
 seen = [comm.rank, comm.world_size, comm.local_rank, trainer.strategy.name, trainer.precision.name, args.fsdp or ""]
-print("seen", json.dumps([*seen, trainer.state.global_step]), flush=True)
+line = "seen " + json.dumps([*seen, trainer.state.global_step]) + chr(10)
+os.write(1, line.encode())  # at once: with python -u a print goes out in pieces, between those of the other process
 """
 ARGUMENTS = ("--output_dir", "out", "--max_steps", "2", "--save_strategy", "no", "--use_cpu", "--disable_tqdm", "True")
 ROOT = Path(__file__).resolve().parents[2]
