@@ -10,15 +10,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, BinaryIO, cast
-
-import fsspec
-from fsspec.registry import known_implementations
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.storage.ahead import AheadReader, Buffer, Range, windowed
 from trainer_lib.storage.failures import vendor_code
 from trainer_lib.storage.files import FileInfo
+
+if TYPE_CHECKING:  # a tenth of a second that local disks do not need
+    import fsspec
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
@@ -39,6 +39,8 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
         MissingExtraError: its package is not installed.
         ConfigError: it cannot be constructed from the environment.
     """
+    import fsspec
+
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
@@ -62,6 +64,8 @@ def _missing(scheme: str, field: str) -> MissingExtraError:
     message, value = "It needs a package that is not installed.", f"{scheme}://"
     if scheme in _EXTRAS:
         return MissingExtraError(message, extra=_EXTRAS[scheme], field=field, value=value)
+    from fsspec.registry import known_implementations
+
     remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it")
     return MissingExtraError(message, field=field, value=value, remedy=f"{remedy.rstrip('.')}.")
 

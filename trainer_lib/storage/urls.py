@@ -7,8 +7,6 @@ import os
 import re
 from pathlib import Path
 
-from fsspec.registry import known_implementations, registry
-
 from trainer_lib.errors import ConfigError
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -41,6 +39,8 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
             )
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
         return "file", str(Path(rest).expanduser().absolute())
+    from fsspec.registry import known_implementations, registry
+
     if scheme not in known_implementations and scheme not in registry:
         raise ConfigError(f"Unknown URL scheme {scheme!r}.", field=field, value=text, remedy=_nearest(scheme))
     _refuse_secrets(scheme, rest, field)
@@ -66,6 +66,8 @@ def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
 
 
 def _nearest(scheme: str) -> str:
+    from fsspec.registry import known_implementations
+
     near = difflib.get_close_matches(scheme, sorted(known_implementations), n=1)
     hint = f"Did you mean {near[0]}://? " if near else ""
     return f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
