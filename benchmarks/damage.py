@@ -29,9 +29,9 @@ from benchmarks._result import arguments, publish
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.checkpoint.catalogue import DAMAGED, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.commit import COMMIT
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import DamagedError
-from trainer_lib.manifest import COMMIT
 from trainer_lib.storage import Store
 
 SIZES = {"smallest": (40, 10, 10, 5), "mid": (250, 50, 60, 20), "full": (1_000, 200, 300, 60)}

@@ -17,14 +17,14 @@ from prefect import flow
 from prefect.exceptions import CancelledRun
 from prefect.states import Cancelled
 
-from flows._run import Run, collect_result
 from flows.results import PipelineResult
-from flows.spec import PipelineSpec
-from tasks._progress import quiet_failures
+from flows.run_record import Run, collect_result
+from flows.spec.spec import PipelineSpec
 from tasks.evaluate import evaluate
 from tasks.predict import predict
 from tasks.prepare_data import prepare_data
 from tasks.push_to_hub import push_to_hub
+from tasks.stage.progress import quiet_failures
 from tasks.train import train
 from trainer_lib.errors import Interrupted, TrainflowError
 
@@ -71,7 +71,7 @@ def run_pipeline(
     force: Sequence[str] = (),
     debug: bool = False,
 ) -> PipelineResult:
-    """Run the flow in this process and tell how it went. Prefect needs an API: see `flows.engine.prefect_api`.
+    """Run the flow in this process and tell how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
 
     A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
     `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers were stopped and MLflow was told.

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.results import STAGES
-from flows.spec import PipelineSpec
-from tasks import _keys, _manifests, _sources
-from tasks._keys import Difference, StageKey
-from tasks._manifests import StageManifest
+from flows.spec.spec import PipelineSpec
+from tasks.stage import keys as _keys
+from tasks.stage import manifest as _manifests
+from tasks.stage import sources as _sources
+from tasks.stage.keys import Difference, StageKey
+from tasks.stage.manifest import StageManifest
 
 INPUTS = {
     "prepare-data": (),

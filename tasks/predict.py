@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks._keys import predict_key
-from tasks._launching import data_request, entries, model_request, run_verb
-from tasks._retry import lower_evaluation, rungs_of
-from tasks._stage import StageContext, StageManifest, StageOutput, run_stage
-from tasks._task import stage_task
 from tasks.configs import LaunchSettings, PredictConfig
+from tasks.stage.keys import predict_key
+from tasks.stage.retry import lower_evaluation, rungs_of
+from tasks.stage.runner import StageContext, StageManifest, StageOutput, run_stage
+from tasks.stage.task import stage_task
+from tasks.stage.worker import data_request, entries, model_request, run_verb
 from trainer_lib.arguments import TrainingArguments
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks._keys import prepare_key
-from tasks._launching import entries, run_verb
-from tasks._sources import memory
-from tasks._stage import StageContext, StageOutput, run_stage
-from tasks._task import stage_task
 from tasks.configs import PrepareConfig
+from tasks.stage.keys import prepare_key
+from tasks.stage.runner import StageContext, StageOutput, run_stage
+from tasks.stage.sources import memory
+from tasks.stage.task import stage_task
+from tasks.stage.worker import entries, run_verb
 
 
 @stage_task("prepare-data")

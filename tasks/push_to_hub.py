@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tasks import _progress
-from tasks._keys import StageKey, stage_key, versions
-from tasks._manifests import KEY_FILE, StageManifest
-from tasks._stage import StageContext, StageOutput, run_stage
-from tasks._task import stage_task
 from tasks.configs import PublishConfig
+from tasks.stage import progress as _progress
+from tasks.stage.keys import StageKey, stage_key, versions
+from tasks.stage.manifest import KEY_FILE, StageManifest
+from tasks.stage.runner import StageContext, StageOutput, run_stage
+from tasks.stage.task import stage_task
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, model_card, tidy_metrics

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks._keys import train_key, world_size
-from tasks._launching import data_request, dismiss, entries, run_verb
-from tasks._retry import lower_training, rungs_of
-from tasks._stage import StageContext, StageManifest, StageOutput, run_stage
-from tasks._task import stage_task
 from tasks.configs import TrainConfig
+from tasks.stage.keys import train_key, world_size
+from tasks.stage.retry import lower_training, rungs_of
+from tasks.stage.runner import StageContext, StageManifest, StageOutput, run_stage
+from tasks.stage.task import stage_task
+from tasks.stage.worker import data_request, dismiss, entries, run_verb
 from trainer_lib.arguments import TrainingArguments
 
 _FACTS = ("global_step", "global_samples", "world_size", "resumed_from", "checkpoints", "parameters")

@@ -15,10 +15,16 @@ from tests.support.repository import ROOT
 
 HEAVY = ("torch", "accelerate", "deepspeed", "transformers")
 ENGINES = ("prefect", "mlflow")
-BEFORE_ENGINES = ("trainer_lib.errors", "trainer_lib.arguments", "trainer_lib.storage", "tasks.configs", "flows.spec")
+BEFORE_ENGINES = (
+    "trainer_lib.errors",
+    "trainer_lib.arguments",
+    "trainer_lib.storage",
+    "tasks.configs",
+    "flows.spec.spec",
+)
 WITHOUT_TORCH = (
-    *("trainer_lib.errors", "trainer_lib.arguments", "trainer_lib.storage", "trainer_lib.manifest"),
-    *("trainer_lib.lease", "trainer_lib.launch", "trainer_lib.checkpoint.catalogue", "trainer_lib.hub.transport"),
+    *("trainer_lib.errors", "trainer_lib.arguments", "trainer_lib.storage", "trainer_lib.commit"),
+    *("trainer_lib.locks.lease", "trainer_lib.launch", "trainer_lib.checkpoint.catalogue", "trainer_lib.hub.transport"),
 )
 
 
@@ -56,7 +62,7 @@ def test_a_spec_is_read_before_any_engine_is_imported() -> None:
 
 
 def test_the_command_line_starts_without_engines() -> None:
-    assert not _imported(["flows.cli"]) & {*HEAVY, *ENGINES}
+    assert not _imported(["flows.cli.main"]) & {*HEAVY, *ENGINES}
 
 
 def test_importing_trainer_lib_leaves_torch_out() -> None:

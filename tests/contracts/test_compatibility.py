@@ -29,9 +29,9 @@ from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Train
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.seq2seq import Seq2SeqArguments
-from trainer_lib.callbacks.reporting import OURS, VENDORS
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import build_optimizer
+from trainer_lib.trackers.vendors import OURS, VENDORS
 
 SECTIONS = compatibility.expected()
 TOKENS = token_rows(8)

@@ -71,7 +71,7 @@ def _commands(program: str) -> set[str]:
 def test_documented_commands_exist() -> None:
     from typer.main import get_command
 
-    from flows.cli import app
+    from flows.cli.main import app
 
     known = set(getattr(get_command(app), "commands", {}))
     assert _commands("trainflow") <= known
@@ -84,7 +84,7 @@ def test_documented_make_targets_exist() -> None:
 
 
 def test_every_field_of_a_spec_is_documented() -> None:
-    from flows.spec import PipelineSpec
+    from flows.spec.spec import PipelineSpec
     from tasks import configs
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from flows.spec import load_spec
+from flows.spec.spec import load_spec
 from tests.support.distributed import run_distributed
 from tests.support.repository import ROOT
 from tests.support.toys import Classifier, classification_rows, token_rows
 from tests.support.training import trainer
 from tests.support.zero import StopAfter, zero
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed import adopt
+from trainer_lib.arguments.deepspeed.deepspeed_config import adopt
 from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
-from trainer_lib.strategies import zero_partitions
+from trainer_lib.strategies.deepspeed import zero_partitions
 
 pytestmark = pytest.mark.needs("deepspeed")
 TOKENS = token_rows(23)

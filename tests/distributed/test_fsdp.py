@@ -16,7 +16,7 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import TokenModel, classification_rows, token_rows
 from tests.support.training import trainer
 from trainer_lib.errors import ConfigError
-from trainer_lib.strategies.fsdp import parameter_bytes
+from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)

@@ -20,7 +20,7 @@ from tests.support.training import trainer
 from trainer_lib import Trainer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.storage import Store
-from trainer_lib.strategies.fsdp import parameter_bytes
+from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 RAGGED = lm_rows(11)
 RUN: dict[str, Any] = {

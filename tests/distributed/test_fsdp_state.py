@@ -19,9 +19,9 @@ from tests.support.training import trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.commit import verify
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.manifest import verify
 from trainer_lib.storage import Store
 
 SHARDED: dict[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 60}}
@@ -229,7 +229,7 @@ def first_chunk(index: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_an_index_that_lies_is_refused(name: str, sharded: Path, tmp_path: Path) -> None:
     from trainer_lib.checkpoint.sharded import ShardedTensors
-    from trainer_lib.manifest import read_commit
+    from trainer_lib.commit import read_commit
 
     index = json.loads((sharded / "shards.json").read_text())
     HOSTILE[name](index)

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from flows.spec import load_spec, parse_spec
+from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import running, trainflow
 

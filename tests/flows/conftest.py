@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec import load_spec
-from tasks import _manifests
+from flows.spec.spec import load_spec
+from tasks.stage import manifest as _manifests
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 
@@ -17,7 +17,7 @@ from tests.support.toy import project
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[str]:
     """The URL of Prefect's API, in place for the rest of the session."""
-    from flows.engine import prefect_api, quiet_environment
+    from flows.server.api import prefect_api, quiet_environment
 
     quiet_environment()
     with prefect_api() as url:

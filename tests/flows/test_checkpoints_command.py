@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from flows import catalogue, cli, presentation
+from flows.cli import inventory as catalogue
+from flows.cli import main as cli
+from flows.cli import presentation
 from tests.support.checkpoints import save
 from tests.support.command import trainflow
 from tests.support.hostile import Evil, saved
 from tests.support.imported import peer_run
 from tests.support.tiny_models import llama, lm_rows
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.checkpoint.claim import WRITING
-from trainer_lib.checkpoint.readers import reading
 from trainer_lib.errors import ConfigError
-from trainer_lib.lease import Holder, acquire
+from trainer_lib.locks.claim import WRITING
+from trainer_lib.locks.lease import Holder, acquire
+from trainer_lib.locks.readers import reading
 from trainer_lib.storage import Store
 
 

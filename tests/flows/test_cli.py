@@ -47,7 +47,7 @@ def refused(done: Done) -> str:
 def test_a_bad_spec_is_refused_before_any_engine_is_imported(spec: Path) -> None:
     program = (
         "import sys\n"
-        "from flows.cli import main\n"
+        "from flows.cli.main import main\n"
         "try:\n"
         f"    main(['run', {str(spec)!r}, 'train.lauch=2'])\n"
         "except SystemExit as end:\n"
@@ -99,7 +99,7 @@ def test_json_reports_bad_input_as_one_object(spec: Path) -> None:
 
 def test_a_failure_of_our_own_is_one_line_and_a_file(spec: Path, tmp_path: Path) -> None:
     program = (
-        "import flows.cli as cli\n"
+        "import flows.cli.main as cli\n"
         "def broken(*_): raise RuntimeError('the sky fell')\n"
         "cli.load_spec = broken\n"
         f"cli.main(['run', {str(spec)!r}, *EXTRA])\n"

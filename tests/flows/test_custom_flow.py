@@ -7,12 +7,12 @@ from typing import Any
 
 from prefect import flow
 
-from flows.spec import load_spec
-from tasks import _manifests
-from tasks._stage import StageContext, StageOutput, run_stage, stage_key
-from tasks._task import stage_task
+from flows.spec.spec import load_spec
 from tasks.evaluate import evaluate
 from tasks.prepare_data import prepare_data
+from tasks.stage import manifest as _manifests
+from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
+from tasks.stage.task import stage_task
 from tasks.train import train
 from tests.support.toy import project
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.engine import prefect_api, quiet_environment
+from flows.server.api import prefect_api, quiet_environment
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 
 # A command that runs a flow of three tasks inside prefect_api, then stays until its standard input ends.
 COMMAND = """
 import sys
-from flows.engine import prefect_api, quiet_environment
+from flows.server.api import prefect_api, quiet_environment
 quiet_environment()
 with prefect_api() as url:
     from prefect import flow, task
@@ -98,7 +98,7 @@ def servers() -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if any("_server.py" in part for part in process.info["cmdline"] or [])
+        if any("server/embedded.py" in part for part in process.info["cmdline"] or [])
         and any(home in part for part in process.info["cmdline"])
     ]
 

@@ -36,7 +36,9 @@ def test_no_module_of_flows_or_tasks_imports_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["flows.spec", "flows.results", "tasks.configs", "tasks._keys", "tasks._stage"])
+@pytest.mark.parametrize(
+    "module", ["flows.spec.spec", "flows.results", "tasks.configs", "tasks.stage.keys", "tasks.stage.runner"]
+)
 def test_what_runs_before_the_engines_imports_none_of_them(module: str) -> None:
     done = run(f"import {module}, sys; print(sorted({{'prefect', 'mlflow', 'torch'}} & set(sys.modules)))")
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

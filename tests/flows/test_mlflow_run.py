@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tasks import _mlflow
-from tasks._mlflow import RunHandle, finish, log_dataset, log_file, log_folder, log_metrics, open_run, set_tags
+from tasks import tracking as _mlflow
 from tasks.configs import TrackingConfig
+from tasks.tracking import RunHandle, finish, log_dataset, log_file, log_folder, log_metrics, open_run, set_tags
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
@@ -195,7 +195,7 @@ def test_a_server_that_is_down_is_said_once_and_fails_nothing(
     log_metrics(handle, {"accuracy": 0.5}, 10)
     log_file(handle, "x", "report.html")
     finish(handle, "FINISHED")
-    warnings = [record for record in caplog.records if record.name == "tasks._mlflow"]
+    warnings = [record for record in caplog.records if record.name == "tasks.tracking"]
     assert [record.levelno for record in warnings] == [logging.WARNING]
     assert "s3cret" not in caplog.text + repr(handle)
     assert handle.ui_url() == f"http://***@127.0.0.1:9/#/experiments/1/runs/{'r' * 32}"
@@ -251,16 +251,16 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "storage" / "model" / "model.safetensors").write_bytes(b"x")
     code = """
         import sys
-        from tasks import _mlflow
+        from tasks import tracking
         from tasks.configs import TrackingConfig
         from trainer_lib.storage import Store
         assert "mlflow" not in sys.modules
         storage = Store.open(sys.argv[1])
-        handle = _mlflow.open_run(TrackingConfig(), storage, name="d", pipeline_key="k", params={"a": 1}, resume=True)
-        _mlflow.log_metrics(handle, {"a": 1.0}, 1)
-        _mlflow.log_folder(handle, storage.child("model"), "model")
-        _mlflow.log_dataset(handle, name="d", url="u", digest="d" * 64)
-        _mlflow.finish(handle, "FINISHED")
+        handle = tracking.open_run(TrackingConfig(), storage, name="d", pipeline_key="k", params={"a": 1}, resume=True)
+        tracking.log_metrics(handle, {"a": 1.0}, 1)
+        tracking.log_folder(handle, storage.child("model"), "model")
+        tracking.log_dataset(handle, name="d", url="u", digest="d" * 64)
+        tracking.finish(handle, "FINISHED")
         assert "mlflow" in sys.modules and "torch" not in sys.modules
     """
     done = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 
 from flows.results import STAGES
 from flows.why import explain
-from tasks import _progress
+from tasks.stage import progress as _progress
 from tests.support.runs import ALL, ran, reason, run, spec_of
 from tests.support.toy import RECIPE
 from trainer_lib.errors import ConfigError

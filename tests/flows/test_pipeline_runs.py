@@ -12,9 +12,11 @@ import pytest
 
 from flows.pipeline import run_pipeline
 from flows.results import STAGES, PipelineResult
-from flows.spec import load_spec
-from tasks import _launching, _manifests, _progress
-from tasks._manifests import StageManifest
+from flows.spec.spec import load_spec
+from tasks.stage import manifest as _manifests
+from tasks.stage import progress as _progress
+from tasks.stage import worker as _launching
+from tasks.stage.manifest import StageManifest
 from tests.support.runs import ALL, IN_PROCESS, broken, ran, run, spec_of
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
 

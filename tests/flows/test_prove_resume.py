@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.proof import seal_holds
+from flows.prove_resume import seal_holds
 from tests.support import toy
 from tests.support.command import trainflow
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard, snapshot_download
 
-from tasks._keys import stage_key
-from tasks._stage import StageContext, StageOutput, run_stage
 from tasks.configs import PublishConfig
 from tasks.push_to_hub import publish_key, push_to_hub
+from tasks.stage.keys import stage_key
+from tasks.stage.runner import StageContext, StageOutput, run_stage
 from tests.support.hub_server import HubServer, ImpatientTime
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub

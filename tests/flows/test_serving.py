@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from flows._server import SERVED_TAG
-from flows.engine import prefect_api, server_folder
-from flows.serving import Schedule, _deployment, _forget_planned_runs
-from flows.spec import PipelineSpec, load_spec
+from flows.server.api import prefect_api, server_folder
+from flows.server.embedded import SERVED_TAG
+from flows.server.serving import Schedule, _deployment, _forget_planned_runs
+from flows.spec.spec import PipelineSpec, load_spec
 from tests.support import toy
 
 ROOT = Path(__file__).resolve().parents[2]

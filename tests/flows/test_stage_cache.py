@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from tasks import _manifests, _progress
-from tasks._manifests import StageManifest, explain_miss, look_up, stage_store
-from tasks._stage import StageContext, StageOutput, stage_key
+from tasks.stage import manifest as _manifests
+from tasks.stage import progress as _progress
+from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
+from tasks.stage.runner import StageContext, StageOutput, stage_key
 from tests.support.stage import KEY, Toy, run
 from trainer_lib.errors import (
     CodeError,
@@ -189,7 +190,7 @@ def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -
 
 CRASH = """
 import os, signal, sys
-from tasks._stage import StageOutput, run_stage, stage_key
+from tasks.stage.runner import StageOutput, run_stage, stage_key
 
 def work(context):
     context.store.write_bytes("checkpoints/c1", b"kept")
@@ -213,7 +214,7 @@ def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
 
 
 def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
-    from trainer_lib.lease import _take
+    from trainer_lib.locks.lease import _take
 
     def overtaken(context: StageContext) -> StageOutput:
         _take(context.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # another process, a moment ago

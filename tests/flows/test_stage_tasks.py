@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tasks import _progress, _task
-from tasks._stage import StageContext, StageOutput, run_stage, stage_key
-from tasks._task import stage_task
+from tasks.stage import progress as _progress
+from tasks.stage import task as _task
+from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
+from tasks.stage.task import stage_task
 from tests.support.stage import KEY, Toy, run
 from trainer_lib.errors import (
     CodeError,

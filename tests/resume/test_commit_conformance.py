@@ -23,7 +23,7 @@ from tests.support.conformance import (
 from tests.support.faulty import Faults, Kind
 from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import list_checkpoints, rotate
-from trainer_lib.manifest import withdraw
+from trainer_lib.commit import withdraw
 from trainer_lib.storage import Store, s3
 
 

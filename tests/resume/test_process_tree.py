@@ -76,7 +76,7 @@ def test_second_ctrl_c_waits_no_longer(start: Start, tmp_path: Path) -> None:
 def test_torchrun_killed(start: Start, tmp_path: Path) -> None:
     owner = start()
     owner.wait_for(*both(tmp_path))
-    owner.named("trainer_lib.worker.agent").kill()
+    owner.named("trainer_lib.machines.agent").kill()
     assert owner.gone() == []
     assert owner.outcome()["message"] == "the launcher was killed by SIGKILL (9)."
 

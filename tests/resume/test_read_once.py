@@ -14,8 +14,8 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.commit import COMMIT
 from trainer_lib.errors import DamagedError, Preempted
-from trainer_lib.manifest import COMMIT
 from trainer_lib.storage.remote import RemoteBackend
 
 ROWS = classification_rows(22)

@@ -16,7 +16,7 @@ import pytest
 from tests.support.conformance import ROOT, check_holds, damage, save, state
 from trainer_lib.checkpoint.catalogue import WRITING, newest_good
 from trainer_lib.errors import LeaseLostError, StorageError
-from trainer_lib.lease import Holder
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 ROUNDS = 4

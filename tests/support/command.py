@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TRAINFLOW = [sys.executable, "-c", "from flows.cli import main; main()"]
+TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def engine(home: Path) -> Iterator[dict[str, str]]:
     """
     program = (
         "import sys\n"
-        "from flows.engine import prefect_api, quiet_environment\n"
+        "from flows.server.api import prefect_api, quiet_environment\n"
         "quiet_environment()\n"
         "with prefect_api():\n"
         "    print('up', flush=True)\n"

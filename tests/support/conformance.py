@@ -23,9 +23,9 @@ from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.commit import verify, withdraw
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import StorageFullError, TrainflowError
-from trainer_lib.manifest import verify, withdraw
 from trainer_lib.storage import Store, s3
 
 ROOT = Path(__file__).resolve().parents[2]

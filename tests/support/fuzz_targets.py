@@ -19,21 +19,22 @@ from torch import nn
 from tests.support.checkpoints import save, trained
 from tests.support.fuzz import Target, in_json, in_safetensors, in_torch_file
 from tests.support.hostile import saved
-from trainer_lib.checkpoint import catalogue, importing
+from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.foreign import recognise
+from trainer_lib.checkpoint.foreign import source as importing
+from trainer_lib.checkpoint.foreign.parameters import derived, slots_of
+from trainer_lib.checkpoint.foreign.recognise import recognise
+from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.parameters import derived, slots_of
 from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.checkpoint.reader import Loaded
-from trainer_lib.checkpoint.readers import readers
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.sharded import Parts, ShardedTensors, index_of, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.checkpoint.torch_files import read_torch_file
+from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify, write_commit
 from trainer_lib.errors import DamagedError
-from trainer_lib.lease import Holder, holder_of
-from trainer_lib.manifest import COMMIT, Commit, content_digest, read_commit, verify, write_commit
+from trainer_lib.locks.lease import Holder, holder_of
+from trainer_lib.locks.readers import readers
 from trainer_lib.sharding import Rows
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store

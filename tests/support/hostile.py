@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.manifest import COMMIT, read_commit, write_commit
+from trainer_lib.commit import COMMIT, read_commit, write_commit
 from trainer_lib.storage import Store
 
 

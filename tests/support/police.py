@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer_lib.launch.guard import start_time  # in ticks since boot: the system's clock may step
+from trainer_lib.guard import start_time  # in ticks since boot: the system's clock may step
 
 TOKEN = "TRAINFLOW_TEST_SESSION"
 SETTLE_S = 5.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.results import STAGES, PipelineResult
-from flows.spec import PipelineSpec, load_spec
+from flows.spec.spec import PipelineSpec, load_spec
 
 # Prefect, and with it flows.pipeline, reads the environment when it is imported: only inside functions, after the
 # sandbox of tests/conftest.py is in place.

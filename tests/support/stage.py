@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tasks._stage import StageContext, StageOutput, run_stage, stage_key
+from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
 
 Work = Callable[[StageContext], StageOutput]
 

@@ -17,7 +17,7 @@ from trainer_lib.callbacks import base
 from trainer_lib.callbacks.base import EVENTS, CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
-from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
 
@@ -327,7 +327,7 @@ def test_a_loader_without_length_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -
 def test_callbacks_import_no_torch(tmp_path: Path) -> None:
     import subprocess
 
-    modules = "trainer_lib.callbacks.progress, trainer_lib.callbacks.early_stopping"
+    modules = "trainer_lib.callbacks.progress_bar, trainer_lib.callbacks.early_stopping"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout.strip() == "False"

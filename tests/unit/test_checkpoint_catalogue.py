@@ -23,9 +23,9 @@ from trainer_lib.checkpoint.catalogue import (
     read_info,
     rotate,
 )
+from trainer_lib.commit import COMMIT, write_commit
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, write_commit
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 

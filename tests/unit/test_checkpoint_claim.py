@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainer_lib.checkpoint import claim
-from trainer_lib.lease import Holder
+from trainer_lib.locks import claim
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 

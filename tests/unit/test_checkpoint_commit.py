@@ -17,13 +17,13 @@ from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_g
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import bytes_needed, save_checkpoint
+from trainer_lib.commit import COMMIT, verify
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (
     ConfigError,
     StorageFullError,
     TrainflowError,
 )
-from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,9 @@ import pytest
 from tests.support.checkpoints import save
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.commit import COMMIT, read_commit, write_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import DamagedError
-from trainer_lib.manifest import COMMIT, read_commit, write_commit
 from trainer_lib.storage import Store
 
 FILES = [

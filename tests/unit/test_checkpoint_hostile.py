@@ -15,12 +15,12 @@ from tests.support.checkpoints import save
 from tests.support.hostile import bounded, safetensors, saved, with_file
 from tests.support.training import trainer
 from trainer_lib.checkpoint import catalogue
-from trainer_lib.checkpoint.importing import read_source
+from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.commit import COMMIT, FileEntry, read_commit, write_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
-from trainer_lib.manifest import COMMIT, FileEntry, read_commit, write_commit
 from trainer_lib.storage import Store
 
 TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -19,12 +19,12 @@ from tests.support.imported import SETTINGS, import_here, losses, peer_run
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
-from trainer_lib.checkpoint.importing import position
-from trainer_lib.checkpoint.parameters import Slot, derived
+from trainer_lib.checkpoint.foreign.parameters import Slot, derived
+from trainer_lib.checkpoint.foreign.source import position
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.commit import read_commit, verify
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.manifest import read_commit, verify
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 

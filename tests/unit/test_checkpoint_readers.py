@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import untrained
-from trainer_lib.checkpoint import readers as module
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good, rotate
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.readers import reading, withdraw_unread
 from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.commit import COMMIT, read_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError
-from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, read_commit
+from trainer_lib.locks import readers as module
+from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.readers import reading, withdraw_unread
 from trainer_lib.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_a_reader_that_comes_after_the_deletion_finds_nothing(any_store: Store) 
 
 READER = """
 import sys
-from trainer_lib.checkpoint.readers import reading
+from trainer_lib.locks.readers import reading
 from trainer_lib.storage import Store
 
 with reading(Store.open(sys.argv[1])):

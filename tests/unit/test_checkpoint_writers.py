@@ -22,7 +22,7 @@ from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import CodeError, LeaseLostError, StorageError, TrainflowError
-from trainer_lib.lease import Holder
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]

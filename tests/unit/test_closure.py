@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks._closure import closure, find_root
+from tasks.stage.closure import closure, find_root
 from trainer_lib.errors import ConfigError
 
 

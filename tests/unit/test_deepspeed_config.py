@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments import deepspeed_keys as keys
-from trainer_lib.arguments.deepspeed import adopt, plan
+from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
+from trainer_lib.arguments.deepspeed.deepspeed_config import adopt, plan
 from trainer_lib.errors import ConfigError
-from trainer_lib.strategies import zero_config
+from trainer_lib.strategies.deepspeed import zero_config
 
 TWO = {"stage": 2}
 # The oldest reference document's first example, and the arguments that mean the same.
@@ -366,7 +366,7 @@ def test_a_missing_compiler_and_a_missing_package_are_told_beforehand(tmp_path: 
 import sys
 {before}
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.strategies import zero_config
+from trainer_lib.strategies.deepspeed import zero_config
 config = {{"zero_optimization": {{"stage": 2, "cpu_offload": True}},
            "optimizer": {{"type": "AdamW", "params": {{"torch_adam": False}}}}}}
 zero_config.settle(TrainingArguments(output_dir="x", deepspeed=config))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from flows.spec import load_spec
+from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
 from trainer_lib.errors import DataError

@@ -13,8 +13,8 @@ import pytest
 
 from tests.support.repository import ROOT
 from trainer_lib import TrainingArguments
-from trainer_lib.arguments.fsdp import FsdpSettings, read_settings
-from trainer_lib.arguments.fsdp_keys import KEYS
+from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings, read_settings
+from trainer_lib.arguments.fsdp.fsdp_keys import KEYS
 from trainer_lib.errors import ConfigError
 
 CLASSES = {"transformer_layer_cls_to_wrap": ["Block"]}
@@ -186,5 +186,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_the_settings_takes_no_torch() -> None:
-    code = "import sys, trainer_lib.arguments.fsdp; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer_lib.arguments.fsdp.fsdp_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from trainer_lib.commit import read_commit, verify
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.transport import open_hub, publish
-from trainer_lib.manifest import read_commit, verify
 from trainer_lib.storage import Store
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.hostile import Evil, bounded, program_of, rezipped, saved
 from tests.support.imported import import_here
-from trainer_lib.checkpoint.torch_files import read_torch_file
+from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
 from trainer_lib.worker.foreign_model import from_config

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tasks import _keys
-from tasks._keys import Difference, differences, stage_key
 from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, PrepareConfig, TrainConfig
+from tasks.stage import keys as _keys
+from tasks.stage.keys import Difference, differences, stage_key
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 

@@ -18,7 +18,7 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.launch.failures import failure
-from trainer_lib.launch.memory import OomWatch
+from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
 

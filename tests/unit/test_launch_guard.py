@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer_lib.launch import guard
-from trainer_lib.launch.guard import Process, alive, descendants, send, start_time
+from trainer_lib import guard
+from trainer_lib.guard import Process, alive, descendants, send, start_time
 
 GUARD = [sys.executable, "-I", "-S", guard.__file__]
 

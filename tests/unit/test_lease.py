@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty import Faults
+from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import LeaseLostError, StorageError
-from trainer_lib.lease import Holder, acquire
-from trainer_lib.manifest import read_commit, write_commit
+from trainer_lib.locks.lease import Holder, acquire
 from trainer_lib.storage import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from trainer_lib.errors import TrainflowError
-from trainer_lib.lease import acquire
-from trainer_lib.manifest import write_commit
+from trainer_lib.locks.lease import acquire
+from trainer_lib.commit import write_commit
 from trainer_lib.storage import Store
 
 store = Store.open(sys.argv[1])
@@ -42,7 +42,7 @@ with acquire(store, ttl_s=float(sys.argv[2]), poll_s=0.02) as lease:
 
 COUNT = """
 import sys
-from trainer_lib.lease import acquire
+from trainer_lib.locks.lease import acquire
 from trainer_lib.storage import Store
 
 store = Store.open(sys.argv[1])
@@ -221,7 +221,7 @@ def test_an_unreadable_record_is_waited_out(record: bytes, tmp_path: Path) -> No
 def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer_lib import lease as module
+    from trainer_lib.locks import lease as module
 
     store = Store.open(tmp_path / "s")
     with acquire(store), acquire(store.child("other")):  # type: ignore[union-attr]

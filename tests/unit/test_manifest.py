@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.faulty import Died, Faults, Kind
-from trainer_lib import manifest
-from trainer_lib.errors import DamagedError, LeaseLostError, StorageError, TrainflowError
-from trainer_lib.manifest import (
+from trainer_lib import commit as manifest
+from trainer_lib.commit import (
     COMMIT,
     Commit,
     FileEntry,
@@ -27,6 +26,7 @@ from trainer_lib.manifest import (
     withdraw,
     write_commit,
 )
+from trainer_lib.errors import DamagedError, LeaseLostError, StorageError, TrainflowError
 from trainer_lib.storage import Store
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tasks import _retry
-from tasks._retry import DELAYS_S, Ledger, decide, lower_evaluation, lower_training, rungs_of
+from tasks.stage import retry as _retry
+from tasks.stage.retry import DELAYS_S, Ledger, decide, lower_evaluation, lower_training, rungs_of
 from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.storage import Store

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from tasks._sources import check, fingerprints
+from tasks.stage.sources import check, fingerprints
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.storage import Store
 

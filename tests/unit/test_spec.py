@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flows._checks import check_splits
-from flows.spec import PipelineSpec, load_spec, parse_spec
+from flows.spec.checks import check_splits
+from flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, MissingExtraError
 
@@ -303,7 +303,7 @@ def test_every_field_is_described_for_the_form() -> None:
 def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(spec_file: Path) -> None:
     code = (
         "import sys\n"
-        "from flows.spec import load_spec\n"
+        "from flows.spec.spec import load_spec\n"
         "load_spec(sys.argv[1])\n"
         "try:\n"
         "    load_spec(sys.argv[1], ['train.args.lerning_rate=1'])\n"

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.storage import Store, ahead
+from trainer_lib.storage import Store
+from trainer_lib.storage import ranges as ahead
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.s3 import PART, S3Server
 from trainer_lib.errors import StorageError, StorageFullError
-from trainer_lib.storage import Store, ahead, s3
+from trainer_lib.storage import Store, s3
+from trainer_lib.storage import ranges as ahead
 
 PIECE = 16 * 2**10
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_lib.callbacks.tracking import TrackingCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.base import create_trackers, numbers_only, tracker_names
+from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.jsonl import JsonlTracker
 from trainer_lib.trackers.params import flatten_params, mask
 
@@ -264,7 +264,7 @@ def test_a_training_that_follows_a_failed_one_closes_that_first() -> None:
 def test_a_process_that_ends_in_the_middle_says_how(ending: str, status: str) -> None:
     code = f"""if 1:
         from types import SimpleNamespace
-        from trainer_lib.callbacks.tracking import TrackingCallback
+        from trainer_lib.trackers.callback import TrackingCallback
         class Telling:
             def start(self, **kwargs): pass
             def close(self, status): print(status)

@@ -15,8 +15,8 @@ import trainer_lib
 from tests.support.toys import classification_rows
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import JsonlCallback, MLflowCallback, PrinterCallback, ProgressCallback, TensorBoardCallback
-from trainer_lib.callbacks.reporting import OURS, VENDORS, VendorCallback, reporters
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback, reporters
 
 ROWS = classification_rows(12)
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "num_train_epochs": 1}

@@ -12,8 +12,8 @@ from torch import nn
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import TokenModel, classification_rows, token_rows
 from tests.support.training import assert_equal, final_state, logged, trainer
-from trainer_lib.callbacks.tracking import TrackingCallback
 from trainer_lib.errors import ConfigError
+from trainer_lib.trackers.callback import TrackingCallback
 
 ROWS = lm_rows(16)
 

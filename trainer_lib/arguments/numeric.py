@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments.deepspeed import read
+from trainer_lib.arguments.deepspeed.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.io import plain

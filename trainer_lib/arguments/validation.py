@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments import deepspeed
 from trainer_lib.arguments.coerce import coerce
-from trainer_lib.arguments.deepspeed_settle import AUTO
+from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
+from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_hints, field_map, suggestion
-from trainer_lib.arguments.fsdp import read_settings
+from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from trainer_lib.checkpoint import claim
-from trainer_lib.checkpoint.foreign import is_foreign
-from trainer_lib.checkpoint.readers import readers, withdraw_unread
+from trainer_lib.checkpoint.foreign.recognise import is_foreign
+from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.manifest import COMMIT, LIMIT, Commit, read_commit, verify
+from trainer_lib.locks import claim
+from trainer_lib.locks.readers import readers, withdraw_unread
 from trainer_lib.storage import Store
 
 KIND = "checkpoint"

@@ -12,14 +12,14 @@ from torch import Tensor
 from trainer_lib.checkpoint import writer as files
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info
 from trainer_lib.checkpoint.collective import together
-from trainer_lib.checkpoint.foreign import recognise
+from trainer_lib.checkpoint.foreign.recognise import recognise
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.checkpoint.sharded import INDEX, ShardedTensors
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
+from trainer_lib.commit import COMMIT, verify
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.manifest import COMMIT, verify
 from trainer_lib.storage import FileEntry, Store
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint import claim as claims
 from trainer_lib.checkpoint.catalogue import (
     DAMAGED,
     KIND,
@@ -35,6 +34,7 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import INDEX, Parts, divide, index_of, is_divided, write_shard
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import to_json
+from trainer_lib.commit import COMMIT, Commit, FileEntry, write_commit
 from trainer_lib.errors import (
     ConfigError,
     LeaseLostError,
@@ -42,8 +42,8 @@ from trainer_lib.errors import (
     StorageFullError,
     TrainflowError,
 )
-from trainer_lib.lease import Holder
-from trainer_lib.manifest import COMMIT, Commit, FileEntry, write_commit
+from trainer_lib.locks import claim as claims
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store, relative_problem
 
 if TYPE_CHECKING:

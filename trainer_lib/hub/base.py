@@ -1,6 +1,6 @@
 """What is published, where it went, and what a hub can do.
 
-A *publication* is a set of files under repository paths. Its content digest is that of `trainer_lib.manifest`: SHA-256
+A *publication* is a set of files under repository paths. Its content digest is that of `trainer_lib.commit`: SHA-256
 over the sorted (path, size, sha256) lines; no times, no run ids. A hub holds one history of revisions per target;
 publishing what its newest revision already holds makes none.
 """
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from trainer_lib.manifest import content_digest
+from trainer_lib.commit import content_digest
 from trainer_lib.storage import FileEntry, Store
 
 

@@ -2,7 +2,7 @@
 
     <target>/revisions/<00001>-<content digest[:16]>/{README.md, model.safetensors, …, COMMIT.json}
 
-The commit protocol of `trainer_lib.manifest` makes a revision committed or absent. The newest is the one with the
+The commit protocol of `trainer_lib.commit` makes a revision committed or absent. The newest is the one with the
 highest number: history stays, nothing is renamed or overwritten, and there is no pointer file a reader would have to
 trust. A lease on the target keeps two publishers apart; what a killed one left without COMMIT.json is removed by the
 next.
@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_lib.commit import Commit, read_commit, verify, withdraw, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
-from trainer_lib.lease import acquire
-from trainer_lib.manifest import Commit, read_commit, verify, withdraw, write_commit
+from trainer_lib.locks.lease import acquire
 from trainer_lib.storage import FileEntry, Store
 
 REVISIONS = "revisions"

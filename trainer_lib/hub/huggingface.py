@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from trainer_lib.commit import content_digest
 from trainer_lib.errors import ConfigError, DamagedError, StorageError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
-from trainer_lib.manifest import content_digest
 from trainer_lib.storage import FileEntry
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Several machines: one leads, the others follow. Torch-free; what meets whom is `trainer_lib.worker.meeting`.
+"""Several machines: one leads, the others follow. Torch-free; what meets whom is `trainer_lib.machines.rendezvous`.
 
 ::
 
@@ -32,7 +32,7 @@ NOTHING = "nothing"  # the verb of a launch that only tells the others so
 
 def command(run_dir: Path) -> list[str]:
     """The command line of a machine's agent; whether it leads is among the settings."""
-    return [sys.executable, "-u", "-m", "trainer_lib.worker.node", str(run_dir)]
+    return [sys.executable, "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
 
 
 def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:

@@ -19,9 +19,9 @@ from typing import Any
 
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
+from trainer_lib.guard import PR_SET_PDEATHSIG, prctl
 from trainer_lib.launch.config import LaunchConfig, check
 from trainer_lib.launch.failures import signal_name
-from trainer_lib.launch.guard import PR_SET_PDEATHSIG, prctl
 from trainer_lib.launch.in_process import environment
 from trainer_lib.launch.variables import free_port, thread_variables, threads_of
 

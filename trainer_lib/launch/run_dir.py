@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.launch.guard import Process, alive, send, start_time
+from trainer_lib.guard import Process, alive, send, start_time
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a folder without an owner is young, or was left by a crash in the very moment

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer_lib.launch import guard
-from trainer_lib.launch.memory import OomWatch
+from trainer_lib import guard
+from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
 
 T = TypeVar("T")

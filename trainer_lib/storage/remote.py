@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.storage.ahead import AheadReader, Buffer, Range, windowed
-from trainer_lib.storage.failures import vendor_code
 from trainer_lib.storage.files import FileInfo
+from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
+from trainer_lib.storage.translation import vendor_code
 
 if TYPE_CHECKING:  # a tenth of a second that local disks do not need
     import fsspec

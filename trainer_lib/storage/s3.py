@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, BinaryIO, cast
 
-from trainer_lib.storage.ahead import AheadReader, Buffer
+from trainer_lib.storage.ranges import AheadReader, Buffer
 from trainer_lib.storage.remote import RemoteBackend
 
 PART = 16 * 2**20

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageFullError, TrainflowError
-from trainer_lib.storage.ahead import scatter
-from trainer_lib.storage.failures import absent, is_of_a_store, typed_error
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend
+from trainer_lib.storage.ranges import scatter
 from trainer_lib.storage.remote import RemoteBackend
 from trainer_lib.storage.s3 import S3Backend
+from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import checked, split_url
 
 CHUNK = 8 * 2**20

@@ -14,14 +14,14 @@ from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
-from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
-from trainer_lib.callbacks.reporting import reporters
+from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.errors import ConfigError
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.precision import apply_tf32
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
+from trainer_lib.trackers.vendors import reporters
 from trainer_lib.trainer import checks, models
 from trainer_lib.trainer.batching import BatchSettings
 from trainer_lib.trainer.facade import AcceleratorFacade
@@ -43,11 +43,11 @@ _log = logging.getLogger(__name__)
 def create_strategy(args: TrainingArguments, device: torch.device, comm: distributed.Communicator) -> Strategy:
     """The strategy for these arguments and this world; its own file is imported only when it is the one."""
     if args.deepspeed is not None:
-        from trainer_lib.strategies.deepspeed import DeepSpeedStrategy
+        from trainer_lib.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
         return DeepSpeedStrategy(device, comm, args)
     if args.fsdp:
-        from trainer_lib.strategies.fsdp import FsdpStrategy
+        from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 
         return FsdpStrategy(device, comm, args)
     if comm.world_size > 1:
@@ -62,7 +62,7 @@ def create_strategy(args: TrainingArguments, device: torch.device, comm: distrib
 def settle_arguments(args: TrainingArguments) -> None:
     """Bring what a strategy's own configuration decides into `args`; refuse what this machine cannot serve of it."""
     if args.deepspeed is not None:
-        from trainer_lib.strategies.zero_config import settle
+        from trainer_lib.strategies.deepspeed.zero_config import settle
 
         settle(args)
 

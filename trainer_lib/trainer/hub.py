@@ -24,15 +24,15 @@ from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
 from trainer_lib.checkpoint.collective import together
-from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.sharded import INDEX
+from trainer_lib.commit import COMMIT, read_commit
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.background import Background
 from trainer_lib.hub.base import Content, Hub, Source
 from trainer_lib.hub.card import Card, card_metadata, model_card, tidy_metrics
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.transport import SCHEME
-from trainer_lib.manifest import COMMIT, read_commit
+from trainer_lib.locks.readers import reading
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trackers.params import mask
 from trainer_lib.trainer import models

@@ -14,9 +14,9 @@ import torch
 
 from trainer_lib.checkpoint.catalogue import checkpoint_name, is_resumable, list_checkpoints
 from trainer_lib.checkpoint.collective import together
+from trainer_lib.commit import verify
 from trainer_lib.distributed import Communicator, Pending
 from trainer_lib.errors import TrainflowError
-from trainer_lib.manifest import verify
 from trainer_lib.storage import Store
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from trainer_lib import distributed
-from trainer_lib.callbacks.tracking import TrackingCallback
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.storage import Store
+from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 

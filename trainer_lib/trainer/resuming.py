@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.checkpoint.ahead import ReadAhead
 from trainer_lib.checkpoint.catalogue import (
     clean_leftovers,
     foreign_checkpoints,
@@ -20,14 +19,15 @@ from trainer_lib.checkpoint.catalogue import (
 )
 from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer
+from trainer_lib.checkpoint.preload import ReadAhead
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
-from trainer_lib.checkpoint.readers import reading
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
+from trainer_lib.commit import COMMIT, withdraw
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.manifest import COMMIT, withdraw
+from trainer_lib.locks.readers import reading
 from trainer_lib.sharding import FromFirst, specs_of
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store

@@ -9,7 +9,6 @@ from typing import Any
 
 from trainer_lib.arguments import compat
 from trainer_lib.arguments.fields import field_map, suggestion
-from trainer_lib.callbacks.reporting import ReporterCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import (
@@ -20,6 +19,7 @@ from trainer_lib.search.base import (
     default_hp_space,
 )
 from trainer_lib.state import BestRun
+from trainer_lib.trackers.vendors import ReporterCallback
 from trainer_lib.trainer.inspecting import takes_trial
 from trainer_lib.trainer.loop import LoopMixin
 

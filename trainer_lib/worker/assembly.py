@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import total_batch_size
-from trainer_lib.callbacks.progress import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes import DataInfo

@@ -15,8 +15,8 @@ import torch
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.writer import TRAINER_STATE, TRAINING_ARGS
+from trainer_lib.commit import verify
 from trainer_lib.errors import DamagedError
-from trainer_lib.manifest import verify
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.session import Work
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpoint import importing
 from trainer_lib.checkpoint.catalogue import checkpoint_name, read_info
-from trainer_lib.checkpoint.parameters import Names, chosen, derived, slots_of
+from trainer_lib.checkpoint.foreign import source as importing
+from trainer_lib.checkpoint.foreign.parameters import Names, chosen, derived, slots_of
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from trainer_lib import recipes
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
-from trainer_lib.launch.guard import descendants, send
+from trainer_lib.guard import descendants, send
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.worker.watch import ParentWatch
+from trainer_lib.machines.watch import ParentWatch
 
 FORMAT = 1
 VERBS = ("prepare", "train", "evaluate", "predict", "compare", "import_checkpoint")

@@ -1,0 +1,1 @@
+"""The `trainflow` command: one file per group of commands, and what they share."""

@@ -1,0 +1,149 @@
+"""The commands `trainflow checkpoints list | verify | prune | import`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from flows.cli import terminal
+from flows.cli.options import Debug, Json, print_json
+from flows.cli.presentation import shown
+from flows.cli.signals import stoppable
+from trainer_lib.errors import ConfigError, DamagedError
+
+app = typer.Typer(help="List, verify, prune and import checkpoints, wherever they are.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a stage's folder, or a storage.")]
+_VERB = "import_checkpoint"
+
+
+@app.command("list")
+def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
+    """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
+    from flows.cli import inventory as catalogue
+
+    found = catalogue.find(url)
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, "checkpoints": [entry.to_dict() for entry in found]})
+    else:
+        terminal.show(catalogue.listing(found))
+
+
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
+    from flows.cli import inventory as catalogue
+
+    problems = catalogue.damage(catalogue.find(url))
+    if as_json:
+        code = DamagedError.exit_code if any(problems.values()) else 0
+        print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
+        raise typer.Exit(code)
+    terminal.show(catalogue.verdict(problems))
+
+
+@app.command()
+def prune(
+    url: Url,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="How many committed ones stay.", show_default=False)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Remove the oldest checkpoints beyond N, and what interrupted saves left.
+
+    Never the best, the newest good one (every byte of it is read), one being read or written, or another program's.
+    Those that were set aside as damaged stay for you to look at.
+    """
+    from flows.cli import inventory as catalogue
+
+    doomed = catalogue.victims(catalogue.find(url), keep)
+    records = {victim.entry.url: victim.to_dict() for victim in doomed}  # while they can still be measured
+    if not dry_run:
+        doomed = catalogue.remove(doomed)
+    removed = [records[victim.entry.url] for victim in doomed]
+    if as_json:
+        freed = sum(record["bytes"] for record in removed)
+        print_json({"ok": True, "exit_code": 0, "dry_run": dry_run, "removed": removed, "bytes": freed})
+    else:
+        terminal.show(catalogue.pruned(removed, dry_run=dry_run))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint-N folder of the transformers Trainer.")],
+    destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The folder of checkpoints to resume in.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:FUNCTION", help="A function of yours that returns the model as it was trained."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a committed checkpoint of one that the transformers Trainer wrote: weights, optimizer, schedule, log.
+
+    No code in it is run: pickles are read by a reader that only makes tensors and numbers, training_args.bin is never
+    opened. Resume with output_dir=DESTINATION and resume_from_checkpoint=True.
+    """
+    from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.storage import Store
+
+    request = {
+        "format": 1,
+        "verb": _VERB,
+        "recipe": None,
+        "model": None,
+        "source": Store.open(source, field="source").url,
+        "output": Store.open(destination, field="destination").url,
+        "debug": debug,
+        **(_function(model) if model is not None else {}),
+    }
+    out = terminal.console(stderr=True)
+    with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
+        result = launch(
+            request,
+            LaunchConfig(kind="process", processes=1),
+            env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # nothing that a folder says is fetched
+            on_line=lambda line: out.print(line, style="dim"),
+            on_event=lambda event: None,
+        )
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, **result})
+    else:
+        terminal.show(_imported(result, destination))
+
+
+def _function(text: str) -> dict[str, Any]:
+    """The request's part for ``FILE.py:FUNCTION``."""
+    path, _, name = text.rpartition(":")
+    file = Path(path).expanduser().absolute()
+    if not name.isidentifier() or not file.is_file():
+        raise ConfigError(
+            "There is no such file." if name.isidentifier() and path else "is not FILE.py:FUNCTION.",
+            field="--model",
+            value=text,
+            remedy="Write for example --model train.py:build_model, a function without arguments.",
+        )
+    return {"recipe": {"path": str(file), "root": str(file.parent)}, "model": name}
+
+
+def _imported(result: Mapping[str, Any], destination: str) -> list[Text]:
+    from flows.cli.inventory import size
+
+    left_out = ", ".join(result["left_out"]) or "nothing"
+    return [
+        Text(f"imported  step {result['step']}, {result['parameters']} parameters, {size(result['bytes'])}", "green"),
+        Text(f"  where     {shown(result['url'])}"),
+        Text(f"  left out  {left_out}"),
+        *(Text(f"  note      {note}") for note in result["notes"]),
+        Text(f"  resume    output_dir={shlex.quote(destination)} resume_from_checkpoint=True"),
+    ]

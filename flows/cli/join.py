@@ -1,0 +1,62 @@
+"""`trainflow join`: this machine takes part in the training that another one leads. It runs no pipeline of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flows.cli import terminal
+from flows.cli.signals import stoppable
+from flows.spec.spec import PipelineSpec
+from trainer_lib.launch.config import LaunchConfig
+
+Place = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the leading machine is met: its rendezvous.")]
+
+
+def join(
+    rendezvous: Place,
+    node_rank: Annotated[int | None, typer.Option(min=1, help="Place of this machine; as they come if unset.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Workers here; one per GPU, or two, if unset.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per worker; shared out if unset.")] = None,
+    interface: Annotated[str | None, typer.Option(help="Network interface of the workers' messages.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the leading machine.")] = 600.0,
+) -> None:
+    """Take part in a training on several machines, until it is done. Another machine runs the pipeline and leads.
+
+    The recipe and the storage have to be found here under the same names.
+    """
+    config = LaunchConfig(
+        rendezvous=rendezvous,
+        node_rank=node_rank,
+        processes=processes or "auto",
+        threads=threads,
+        interface=interface,
+        join_timeout_s=timeout,
+    )
+    follow(config, terminal.console(stderr=False))
+
+
+def follow(config: LaunchConfig, out: Console) -> None:
+    """Follow the leading machine to the end.
+
+    Raises:
+        TrainflowError: what ended the training, or nobody led.
+    """
+    from trainer_lib.launch import follow
+
+    with stoppable(out.print, remedy="The same command takes part again."):
+        out.print(f"taking part in what {config.rendezvous} leads")
+        follow(config, on_line=lambda line: out.print(line, markup=False, highlight=False))
+        out.print("done")
+
+
+def follower(spec: PipelineSpec) -> LaunchConfig | None:
+    """How this machine takes part, when the spec (or what has started us) says that another one leads; else None."""
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.launch import check, from_settings
+
+    use_cpu = TrainingArguments.from_dict(spec.train.args).use_cpu
+    config = check(from_settings(spec.train.launch.model_dump()), use_cpu=use_cpu)
+    return config if config.follows else None

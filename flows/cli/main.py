@@ -1,0 +1,296 @@
+"""The `trainflow` command: the front door.
+
+A bad spec is refused before Prefect, MLflow or torch is imported, so everything heavy is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flows.cli import checkpoints, presentation, terminal
+from flows.cli import join as joining
+from flows.cli.options import Debug, Json, print_json
+from flows.cli.signals import stoppable
+from flows.results import STAGES, PipelineResult, stage_name
+from flows.server.api import prefect_api, quiet_environment
+from flows.spec.spec import PipelineSpec, load_spec
+from trainer_lib.errors import (
+    ConfigError,
+    Interrupted,
+    NotReproducibleError,
+    Preempted,
+    TrainflowError,
+)
+
+app = typer.Typer(
+    name="trainflow",
+    help="From data and a model to a published, tracked, reproducible model: one resumable pipeline.",
+    epilog="Exit codes: 0 done, 2 bad input, 130 Ctrl-C, others by the kind of failure (docs/failures.md).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(checkpoints.app, name="checkpoints")
+app.command()(joining.join)
+
+Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
+]
+Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
+Interval = Annotated[float | None, typer.Option(min=1.0, help="Seconds from one scheduled run to the next.")]
+Timezone = Annotated[str | None, typer.Option(help="The time zone --cron is meant in (Europe/Berlin); UTC if unset.")]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with the failure's documented code; no traceback unless ``--debug``."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug, as_json = "--debug" in given, "--json" in given
+    try:
+        app(args=given, prog_name="trainflow")
+    except TrainflowError as error:
+        if as_json:
+            print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
+        terminal.show(presentation.failure(error, debug=debug), stderr=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        sys.exit(1)
+    except Exception as error:
+        details = traceback.format_exc()
+        if as_json:
+            record = {"class": type(error).__name__, "message": str(error)}
+            print_json({"ok": False, "exit_code": 1, "error": record})
+        terminal.show(presentation.unexpected(error, details, debug=debug), stderr=True)
+        sys.exit(1)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trainflow {metadata.version('trainflow')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Exists for the options of the command itself."""
+
+
+@app.command()
+def run(
+    spec: Spec,
+    overrides: Overrides = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
+    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")] = None,
+    force: Annotated[list[str] | None, typer.Option(metavar="STAGE", help="Run this stage anew; repeatable.")] = None,
+    debug: Debug = False,
+    as_json: Json = False,
+) -> None:
+    """Run a pipeline: prepare, train, evaluate, predict, publish. What is committed already is not done again.
+
+    Interrupt it, kill it, pull the plug: the same command continues from the last commit.
+    """
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    if (follower := joining.follower(parsed)) is not None:
+        joining.follow(follower, terminal.console(stderr=as_json))
+        return
+    stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
+    forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
+    from trainer_lib.storage import Store
+
+    Store.open(parsed.storage).ensure_writable()  # before an engine is started in vain
+    out = terminal.console(stderr=as_json)
+    given = [str(spec), *(overrides or [])]
+    again = ["trainflow", "run", *given, *(["--only", only] if only else []), *(["--from", start] if start else [])]
+    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
+        out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
+        with _engine(out):
+            result = _followed(parsed, out, debug=debug, force=forced, **stages)
+            _tell(result, _ui_command(spec, overrides or []), as_json=as_json)  # the engine takes a second to end
+    if result.error is not None:
+        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
+        raise typer.Exit(result.error.exit_code)
+
+
+@contextlib.contextmanager
+def _engine(out: Console) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with out.status("starting the workflow engine"):
+            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
+        yield
+
+
+def _followed(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+    from flows.pipeline import run_pipeline
+    from tasks.stage.progress import subscribe
+
+    with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
+        return run_pipeline(spec, debug=debug, **choice)
+
+
+def _tell(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
+    if not as_json:
+        terminal.show(presentation.summary(result, ui))
+        return
+    code = result.error.exit_code if result.error is not None else 0
+    plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
+    print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
+
+
+def _stage(name: str | None, option: str) -> str | None:
+    if name is None:
+        return None
+    if found := stage_name(name):
+        return found
+    near = get_close_matches(name, STAGES, n=1)
+    raise ConfigError(
+        f"There is no such stage; there are {', '.join(STAGES)}.",
+        field=option,
+        value=name,
+        remedy=f"Did you mean '{near[0]}'?" if near else "Name one of them.",
+    )
+
+
+def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
+    """The command that opens the UI on the store this run used: only overrides that decide where that is."""
+    deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in ("storage", "tracking", "name")]
+    return ["trainflow", "ui", str(spec), *deciding]
+
+
+@app.command()
+def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+    """Say, stage by stage, whether its result is there and intact, and if not, what is different. Runs nothing."""
+    parsed = load_spec(spec, overrides or [])
+    from flows.why import explain
+
+    reasons = explain(parsed)
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
+    else:
+        terminal.show(presentation.reasons(reasons))
+
+
+@app.command("prove-resume")
+def prove_resume(
+    spec: Spec,
+    overrides: Overrides = None,
+    at: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; unset: amid saves.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
+    kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
+    keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the verdict.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
+
+    Uses a storage of its own; the pipeline's storage, MLflow and hubs are left alone.
+    """
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows import prove_resume as proof
+
+    out = terminal.console(stderr=as_json)
+    question = proof.Question(at=at, steps=steps, kill=kill, keep=keep)
+    with stoppable(out.print, remedy="Nothing was committed; run it again."):
+        verdict = proof.prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
+    if output is not None:
+        proof.write(verdict, output)
+    if as_json:
+        print_json(verdict)
+        raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
+    terminal.show(proof.lines(verdict))
+
+
+@app.command()
+def ui(
+    spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
+    overrides: Overrides = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; unset: a free one.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Browse the runs in MLflow's UI, on this machine only, until Ctrl-C."""
+    quiet_environment()
+    from flows.cli import ui as mlflow_ui
+
+    place = mlflow_ui.find_place(spec, overrides or [], storage)
+    out = terminal.console()
+    with _until_stopped(), contextlib.ExitStack() as stack:
+        with out.status("starting MLflow"):
+            address = stack.enter_context(mlflow_ui.served(place, port))
+        out.print(f"MLflow: {mlflow_ui.page(address, place.experiment)}")
+        if place.server is None:
+            out.print("Ctrl-C ends it.")
+            mlflow_ui.wait_forever()
+
+
+@app.command()
+def serve(
+    spec: Spec,
+    overrides: Overrides = None,
+    cron: Cron = None,
+    interval: Interval = None,
+    timezone: Timezone = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a pipeline on a schedule, in this process, on this machine, until Ctrl-C."""
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows.server import serving
+
+    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
+    serving.serve(parsed, schedule, name=name, say=terminal.console().print)
+
+
+@app.command()
+def deploy(
+    spec: Spec,
+    overrides: Overrides = None,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
+    create_pool: Annotated[bool, typer.Option("--create-pool", help="Make the pool if there is none.")] = False,
+    cron: Cron = None,
+    interval: Interval = None,
+    timezone: Timezone = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Hand a pipeline to a process work pool of a Prefect server, with or without a schedule."""
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows.server import serving
+
+    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
+    terminal.show(serving.deploy(parsed, schedule, pool=pool, create_pool=create_pool, name=name))
+
+
+@contextlib.contextmanager
+def _until_stopped() -> Iterator[None]:
+    """For commands whose proper end is Ctrl-C or SIGTERM."""
+    with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The words around a run: its closing summary, why a stage would run, failures as what, where, why and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from rich.text import Text
+
+from flows.cli.terminal import STYLES, readable
+from flows.results import PipelineResult, StageOutcome
+from tasks.stage.progress import duration
+from trainer_lib.errors import TrainflowError, first_line
+
+if TYPE_CHECKING:
+    from flows.why import StageReason
+
+_KEPT_FAILURES = 50
+
+
+def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
+    """The stages (what ran and why), the measured quality, and where everything is."""
+    if not result.stages:  # refused before the first
+        return []
+    lines = [Text(), *_stage_table(result.stages)]
+    if metrics := _metrics(result):
+        lines += [Text(), *metrics]
+    places = where(result)
+    if places:
+        lines.append(Text())
+        lines += [Text.assemble((f"  {name:<12} ", "dim"), place) for name, place in places.items()]
+    if result.tracking_uri:
+        lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui_command), "bold")))
+    return [*lines, Text()]
+
+
+def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
+    rows = [("stage", "", "time", "why")] + [
+        (outcome.stage, outcome.status, duration(outcome.seconds) if outcome.seconds >= 0.5 else "", _why(outcome))
+        for outcome in stages
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = []
+    for stage, status, seconds, why in rows:
+        style = "dim" if stage == "stage" else STYLES.get(status, "")
+        lines.append(
+            Text.assemble(
+                ("  " + stage.ljust(widths[0]), "dim" if stage == "stage" else "bold"),
+                ("  " + status.ljust(widths[1]), style),
+                ("  " + seconds.rjust(widths[2]), "dim" if stage == "stage" else ""),
+                ("  " + why, "dim"),
+            )
+        )
+    return lines
+
+
+def _why(outcome: StageOutcome) -> str:
+    return "see below" if outcome.status == "failed" else readable(outcome.reason)
+
+
+def _metrics(result: PipelineResult) -> list[Text]:
+    """One line per evaluated split."""
+    evaluated = result.outcome("evaluate")
+    manifest = (evaluated.manifest or {}) if evaluated is not None else {}
+    lines = []
+    for split, values in manifest.get("metrics", {}).items():
+        if isinstance(values, Mapping):
+            names = [name for name, value in values.items() if isinstance(value, int | float) and not _is_timing(name)]
+            text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
+            lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
+    return lines
+
+
+def _is_timing(name: str) -> bool:
+    return name == "epoch" or name.endswith(("runtime", "_per_second"))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def where(result: PipelineResult) -> dict[str, str]:
+    """Name -> place of what the run left: model, predictions, publication, report, MLflow run."""
+    places: dict[str, str | None] = {}
+    if model := _manifest(result, "train"):
+        places["model"] = f"{model['url']}/model"
+    if predictions := _manifest(result, "predict"):
+        places["predictions"] = _predictions(predictions)
+    if published := _manifest(result, "push-to-hub"):
+        places["published"] = _published(published)
+    places["report"] = result.report_url
+    if result.mlflow_run_id:
+        places["MLflow run"] = result.run_url or f"{result.mlflow_run_id} in {shown(result.tracking_uri or '')}"
+    return {name: shown(place) for name, place in places.items() if place}
+
+
+def _manifest(result: PipelineResult, stage: str) -> dict[str, Any]:
+    outcome = result.outcome(stage)
+    return (outcome.manifest or {}) if outcome is not None and outcome.status in ("ran", "cached") else {}
+
+
+def _predictions(manifest: Mapping[str, Any]) -> str:
+    folders = {str(file["path"]).rpartition("/")[0] for file in manifest.get("files", ()) if "/" in str(file["path"])}
+    folder = min(folders, key=len, default="")
+    return f"{manifest['url']}/{folder}".rstrip("/")
+
+
+def _published(manifest: Mapping[str, Any]) -> str:
+    meta = manifest.get("meta", {})
+    return str(meta.get("url") or meta.get("target") or manifest["url"])
+
+
+def shown(place: str) -> str:
+    """A place as people write it: below the working directory relative, other local files as paths, the rest as is."""
+    text = unquote(urlsplit(place).path) if place.startswith("file://") else place
+    if not text.startswith("/"):
+        return text
+    relative = os.path.relpath(text)
+    return relative if not relative.startswith("..") and len(relative) < len(text) else text
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+def printable(text: str) -> str:
+    """A text that says nothing to the terminal: it may quote a file that came from anywhere."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+
+
+def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
+    """What is wrong, where, why, and what to do; the details only with `debug`, else a file that holds them."""
+    place = error.field or ""
+    if error.value is not None:
+        place = f"{place} = {error.value}" if place else error.value
+    who = [f"{name} {value}" for name, value in (("rank", error.rank), ("step", error.step)) if value is not None]
+    rows = {"where": ", ".join(filter(None, [place, *who])), "why": error.message, "do": error.remedy or ""}
+    if error.details and not debug and error.exit_code != 2:
+        saved = save_details(error.details)
+        rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."
+    lines = [Text(f"✗ {error.title}", "bold red")]
+    lines += [Text.assemble((f"  {name:<6} ", "dim"), printable(text)) for name, text in rows.items() if text]
+    if error.details and debug:
+        lines += [Text(), Text(error.details.rstrip(), "dim")]
+    return lines
+
+
+def unexpected(error: BaseException, details: str, *, debug: bool) -> list[Text]:
+    """A failure that is ours: one line, where the details are, how to report it."""
+    lines = [Text(f"✗ unexpected failure: {type(error).__name__}: {first_line(error)}", "bold red")]
+    if debug:
+        return [*lines, Text(details.rstrip(), "dim")]
+    saved = save_details(details)
+    more = str(saved) if saved else "Run again with --debug."
+    lines.append(Text.assemble(("  more   ", "dim"), more))
+    do = "This is a mistake in trainflow. Please report it, with that file, where you got trainflow from."
+    return [*lines, Text.assemble(("  do     ", "dim"), do)]
+
+
+def save_details(details: str) -> Path | None:
+    """Keep a failure's details in this user's state folder; None when it cannot be written."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = state / "trainflow" / "failures"
+    path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.txt"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in sorted(folder.glob("*.txt"))[: -_KEPT_FAILURES + 1]:
+            old.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+            file.write(f"{_versions()}\n\n{details.rstrip()}\n")
+    except OSError:
+        return None
+    return path
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()} on {platform.platform()}"]
+    for package in ("trainflow", "prefect", "mlflow", "torch", "fsspec"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
+
+
+def reasons(found: Sequence[StageReason]) -> list[Text]:
+    """For each stage: kept or run, and why: the one field that differs, or all of them below."""
+    lines: list[Text] = [Text()]
+    width = max((len(reason.stage) for reason in found), default=0)
+    for reason in found:
+        word, style = ("kept", STYLES["cached"]) if reason.hit else ("runs", STYLES["ran"])
+        several = reason.differences if len(reason.differences) > 1 else ()
+        why = f"{len(several)} fields differ from its nearest earlier run" if several else readable(reason.reason)
+        lines.append(Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {why}", "dim")))
+        lines += [Text.assemble(" " * (width + 10), str(change)) for change in several]
+    return [*lines, Text()]

@@ -1,0 +1,282 @@
+"""How a run is followed: live progress on a terminal, plain lines elsewhere.
+
+Nothing here imports an engine, so a bad spec is shown before any is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from tasks.stage.progress import Event, describe, duration, measured
+
+# Seconds between two lines about one stage's progress in plain output.
+_PLAIN_EVERY_S = 5.0
+# The first steps are slow; an estimate made from them only frightens.
+_WARM_UP_STEPS = 3
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d:.]+(?:\+00:00|Z)")
+STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "dim"}
+_MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that never breaks a line: paths and commands are there to be copied."""
+    return Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+class Display(Protocol):
+    """Shows the events of `tasks.stage.progress` as they come."""
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+
+    def say(self, text: str) -> None:
+        """Show one line of our own."""
+
+
+@dataclass
+class _Stage:
+    """What is known of one stage."""
+
+    status: str = ""
+    since: float | None = None
+    """When it started; None if it did not."""
+    seconds: float | None = None
+    """How long it took; None while it runs, or when it did not."""
+    loss: float | None = None
+    step: float = 0.0
+    max_steps: float | None = None
+    text: str = ""
+    """Where it is."""
+    measured: str = ""
+    """What was evaluated last."""
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the last step was reported."""
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    def take(self, event: Event) -> None:
+        """Keep what an event says."""
+        if event.get("event") == "stage":
+            self.status = str(event.get("status"))
+            if self.status == "started":
+                self.since, self.seconds = time.monotonic(), None
+                self.max_steps, self.text, self.measured = None, "", ""
+            elif self.since is not None:
+                self.seconds = time.monotonic() - self.since
+            return
+        if event.get("event") == "start":
+            return
+        if isinstance(event.get("loss"), int | float):
+            self.loss = event["loss"]
+        self.step = event.get("step") or self.step
+        self.max_steps = event.get("max_steps") or self.max_steps
+        self.measured = measured(event) or self.measured
+        told = {name: value for name, value in event.items() if value is not None}
+        if self.step <= _WARM_UP_STEPS:
+            told = {name: value for name, value in told.items() if name not in ("eta_s", "samples_per_second")}
+        self.text = str(event.get("message") or describe({"loss": self.loss, **told}) or self.text)
+
+
+class PlainDisplay:
+    """One line per thing worth knowing; a stage's progress every few seconds."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._stages: dict[str, _Stage] = defaultdict(_Stage)
+        self._printed: dict[str, tuple[float, str]] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        name, kind = str(event.get("stage", "")), event.get("event")
+        if kind == "line":
+            self._print(name, f"| {event.get('message', '')}")
+        elif kind in ("warning", "resume"):
+            self._print(name, f"{'warning: ' if kind == 'warning' else ''}{event.get('message', '')}")
+        elif kind == "stage":
+            self._change(name, event)
+        else:
+            self._stages[name].take(event)
+            if kind == "log" and event.get("step") and (text := measured(event)):
+                self._print(name, text)
+            elif kind in ("progress", "log"):
+                self._progress(name)
+
+    def say(self, text: str) -> None:
+        """Show one line of our own."""
+        self._out.print(text)
+
+    def _change(self, name: str, event: Event) -> None:
+        stage = self._stages[name]
+        if stage.is_through and self._printed.get(name, (0.0, ""))[1] != stage.text:
+            self._print(name, stage.text)
+        stage.take(event)
+        self._printed[name] = (time.monotonic(), "")
+        if stage.status != "skipped":  # the summary says so
+            self._print(name, stage_sentence(event, stage.seconds))
+
+    def _progress(self, name: str) -> None:
+        text = self._stages[name].text
+        if text and time.monotonic() - self._printed.get(name, (0.0, ""))[0] >= _PLAIN_EVERY_S:
+            self._printed[name] = (time.monotonic(), text)
+            self._print(name, text)
+
+    def _print(self, name: str, text: str) -> None:
+        self._out.print(f"{name:<13} {text}")
+
+
+def readable(reason: str) -> str:
+    """A reason with its times to the minute: ``committed 2026-11-21 08:39 UTC``."""
+    return _TIMESTAMP.sub(r"\1 \2 UTC", reason)
+
+
+def stage_sentence(event: Event, seconds: float | None) -> str:
+    """What a stage event says, in words."""
+    status, reason = str(event.get("status")), readable(str(event.get("reason") or ""))
+    took = f" in {duration(seconds)}" if seconds is not None else ""
+    match status:
+        case "started":
+            return f"starts: {reason}"
+        case "committed":
+            return f"done{took}"
+        case "cached":
+            return f"cached: {reason}"
+        case "retrying" | "failed":
+            message = str(event.get("message") or "")
+            return f"failed{took}: {message} ({reason})" if reason else f"failed{took}: {message}"
+        case _:
+            return f"{status}: {reason}" if reason else status
+
+
+class LiveDisplay:
+    """The stages with a bar for what is running, redrawn in place; what workers print scrolls by above."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._stages: dict[str, _Stage] = defaultdict(_Stage)
+        self._live = Live(console=out, get_renderable=self._render, refresh_per_second=8, transient=True)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[LiveDisplay]:
+        """Draw inside the block; at its end the drawing is removed, and the summary takes its place."""
+        with self._live:
+            yield self
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        name, kind = str(event.get("stage", "")), event.get("event")
+        if kind == "line":
+            self._above(name, str(event.get("message", "")), "dim")
+        elif kind in ("warning", "resume"):
+            self._above(name, str(event.get("message", "")), "yellow" if kind == "warning" else "")
+        else:
+            self._stages[name].take(event)
+            if kind == "stage" and event.get("status") in ("retrying", "waiting"):
+                self._above(name, stage_sentence(event, self._stages[name].seconds), "yellow")
+
+    def say(self, text: str) -> None:
+        """Show one line of our own."""
+        self._out.print(text)
+
+    def _above(self, name: str, text: str, style: str) -> None:
+        self._out.print(Text.assemble((f"{name} │ ", "dim cyan"), (text, style)))
+
+    def _render(self) -> RenderableType:
+        if not self._stages:
+            return Columns([_SPINNER, Text("looking at what is there", "dim")])
+        table = Table.grid(padding=(0, 1))
+        for name, stage in list(self._stages.items()):
+            table.add_row(*(_running_row(name, stage) if stage.status == "started" else _other_row(name, stage)))
+        return table
+
+
+def _running_row(name: str, stage: _Stage) -> list[RenderableType]:
+    elapsed = Text(duration(time.monotonic() - stage.since) if stage.since is not None else "", "dim")
+    text = Text(stage.text, no_wrap=True)
+    if stage.max_steps is None:
+        return [_SPINNER, Text(name, "bold"), elapsed, text]
+    bar = ProgressBar(total=stage.max_steps, completed=stage.step, width=24)
+    lines = [text, Text(stage.measured, "dim", no_wrap=True)] if stage.measured else [text]
+    return [_SPINNER, Text(name, "bold"), bar, Group(*lines)]
+
+
+def _other_row(name: str, stage: _Stage) -> list[RenderableType]:
+    status = {"committed": "ran"}.get(stage.status, stage.status)
+    style = STYLES.get(status, "")
+    took = duration(stage.seconds) if stage.seconds is not None else ""
+    return [Text(_MARKS.get(status, " "), style), Text(name), Text(status, style), Text(took, "dim")]
+
+
+_SPINNER = Spinner("dots", style="cyan")
+
+
+@contextlib.contextmanager
+def progress(out: Console, *, plain: bool = False) -> Iterator[Display]:
+    """The display that fits `out`, for the length of the block; with `plain` lines in any case."""
+    if out.is_terminal and not out.is_dumb_terminal and not plain:
+        with LiveDisplay(out).shown() as display:
+            yield display
+    else:
+        yield PlainDisplay(out)
+
+
+class _Warnings(logging.Handler):
+    """Shows warnings through the display. Prefect's own accounts of failures are left out: the summary tells them."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        if record.name.startswith("prefect"):
+            return
+        with contextlib.suppress(Exception):
+            self._display.say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def logs(display: Display, *, debug: bool) -> Iterator[None]:
+    """Inside the block warnings go to the display and Prefect's log to its API only; with `debug` it stays visible."""
+    from prefect.logging.configuration import PROCESS_LOGGING_CONFIG, setup_logging
+
+    if not PROCESS_LOGGING_CONFIG:
+        setup_logging()
+    root = logging.getLogger()
+    before = list(root.handlers)
+    own = _Warnings(display)
+    if not debug:
+        for handler in before:
+            root.removeHandler(handler)
+    root.addHandler(own)
+    try:
+        yield
+    finally:
+        root.removeHandler(own)
+        for handler in before:
+            if handler not in root.handlers:
+                root.addHandler(handler)
+
+
+def show(lines: Sequence[Text], *, stderr: bool = False) -> None:
+    """Print lines, unbroken."""
+    out = console(stderr=stderr)
+    sys.stdout.flush()
+    for line in lines:
+        out.print(line)

@@ -1,0 +1,233 @@
+"""`trainflow ui`: MLflow's pages for the runs of a storage, on this machine only, for as long as the command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+from flows.spec.spec import PipelineSpec, load_spec
+from tasks.tracking import default_tracking_uri
+from trainer_lib import guard
+from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.storage import Store
+from trainer_lib.trackers.params import mask
+
+HOST = "127.0.0.1"
+# MLflow opens in its view for language-model applications; this asks for the one with curves.
+TRAINING_VIEW = "workflowType=machine_learning"
+_START_S = 90.0
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class TrackingPlace:
+    """Where runs are recorded, and the experiment asked for (None: any)."""
+
+    uri: str
+    experiment: str | None = None
+
+    @property
+    def server(self) -> str | None:
+        """The address, without credentials, when it is a server that runs already."""
+        return mask(self.uri).rstrip("/") if urlsplit(self.uri).scheme in {"http", "https"} else None
+
+    @property
+    def sqlite_file(self) -> Path | None:
+        """The database when it is a file."""
+        path = self.uri.removeprefix("sqlite:///")
+        return Path(path).absolute() if path != self.uri else None
+
+
+def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> TrackingPlace:
+    """The tracking store of a spec or a storage, found exactly as a run finds it.
+
+    With neither: ``pipeline.yaml`` here, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
+
+    Raises:
+        ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
+    """
+    if spec is not None and storage is not None:
+        raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
+    if spec is None and storage is None:
+        spec, storage = _nearby()
+    if spec is not None:
+        return _recorded(_place_of(load_spec(spec, overrides)))
+    if storage is not None:
+        return _recorded(TrackingPlace(default_tracking_uri(Store.open(storage, field="--storage"))))
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return _recorded(TrackingPlace(uri))
+    raise ConfigError(
+        "Which runs? There is no pipeline.yaml, no .trainflow folder and no MLFLOW_TRACKING_URI here.",
+        field="ui",
+        remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
+    )
+
+
+def _nearby() -> tuple[Path | None, str | None]:
+    if Path("pipeline.yaml").is_file():
+        return Path("pipeline.yaml"), None
+    return None, ".trainflow" if Path(".trainflow").is_dir() else None
+
+
+def _place_of(spec: PipelineSpec) -> TrackingPlace:
+    uri = spec.tracking.uri or default_tracking_uri(Store.open(spec.storage))
+    return TrackingPlace(uri, spec.tracking.experiment or spec.name)
+
+
+def _recorded(place: TrackingPlace) -> TrackingPlace:
+    if place.sqlite_file is not None and not place.sqlite_file.is_file():
+        raise ConfigError(
+            "No run has been recorded there yet.",
+            field="tracking",
+            value=str(place.sqlite_file),
+            remedy="Run a pipeline first (trainflow run SPEC), or name the storage that it used.",
+        )
+    return place
+
+
+@contextlib.contextmanager
+def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
+    """MLflow's server inside the block; yields its address. One that runs already is used as it is.
+
+    Everything it starts ends with the block, and also when this process is killed.
+
+    Raises:
+        ConfigError: the port is taken.
+        InfrastructureError: it did not start; says its last words.
+    """
+    if place.server is not None:
+        yield place.server
+        return
+    port = _checked(port)
+    with tempfile.TemporaryDirectory(prefix="trainflow-ui-") as name, _guarded(place, port, Path(name)) as process:
+        _wait(process, port, Path(name) / "mlflow.log")
+        yield f"http://{HOST}:{port}"
+
+
+@contextlib.contextmanager
+def _guarded(place: TrackingPlace, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
+    guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), "--run-dir", str(folder)]
+    environ = {
+        **os.environ,
+        "MLFLOW_BACKEND_STORE_URI": place.uri,  # not an argument: it may hold a password
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # spares eight processes of 270 MB
+        "PYTHONWARNINGS": "ignore",
+    }
+    database = place.sqlite_file
+    with (folder / "mlflow.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*guarded, "--grace", str(_GRACE_S), "--", *command],
+            cwd=database.parent if database is not None else folder,
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()  # the guard ends everything
+        process.wait()
+
+
+def _checked(port: int | None) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port or 0))
+        except OSError as error:
+            raise ConfigError(
+                f"The port cannot be used: {error.strerror}.",
+                field="--port",
+                value=port,
+                remedy="Name another one, or none: a free one is taken.",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if _request(f"http://{HOST}:{port}", "GET", "/health") is not None:
+                return
+        time.sleep(0.1)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    raise InfrastructureError(
+        "MLflow's server did not start." + (f" Its last words: {lines[-1].strip()}" if lines else ""),
+        field="ui",
+        remedy="Run again with --debug for all it said.",
+        details="\n".join(lines[-60:]),
+    )
+
+
+def wait_forever() -> NoReturn:
+    """Until a signal ends it."""
+    while True:
+        time.sleep(3600)
+
+
+def page(address: str, experiment: str | None) -> str:
+    """The page to open: the newest run of the experiment (of any, when None), else the experiment, else the start."""
+    try:
+        found = [experiment_id] if (experiment_id := _experiment_id(address, experiment)) else []
+        searched = found or ([] if experiment else _all_experiments(address))
+        run = _newest_run(address, searched)
+    except (OSError, ValueError, KeyError, http.client.HTTPException):
+        return address
+    if run is not None:
+        return f"{address}/#/experiments/{run[0]}/runs/{run[1]}?{TRAINING_VIEW}"
+    return f"{address}/#/experiments/{found[0]}/runs?{TRAINING_VIEW}" if found else address
+
+
+def _experiment_id(address: str, name: str | None) -> str | None:
+    if name is None:
+        return None
+    path = f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(name)}"
+    answer = _request(address, "GET", path)
+    return None if answer is None else str(answer["experiment"]["experiment_id"])
+
+
+def _all_experiments(address: str) -> list[str]:
+    answer = _request(address, "POST", "/api/2.0/mlflow/experiments/search", {"max_results": 1000}) or {}
+    return [str(experiment["experiment_id"]) for experiment in answer.get("experiments", [])]
+
+
+def _newest_run(address: str, experiments: list[str]) -> tuple[str, str] | None:
+    if not experiments:
+        return None
+    body = {"experiment_ids": experiments, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
+    runs = (_request(address, "POST", "/api/2.0/mlflow/runs/search", body) or {}).get("runs", [])
+    return (str(runs[0]["info"]["experiment_id"]), str(runs[0]["info"]["run_id"])) if runs else None
+
+
+def _request(address: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The JSON answer ({} where it is not JSON); None when the server refuses."""
+    parts = urlsplit(address)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or HOST, parts.port, timeout=10)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        data = answer.read()
+        if answer.status != http.HTTPStatus.OK:
+            return None
+        return dict(json.loads(data)) if data.startswith(b"{") else {}
+    finally:
+        connection.close()

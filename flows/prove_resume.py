@@ -1,0 +1,368 @@
+"""`trainflow prove-resume`: a spec's training, once uninterrupted and once stopped and resumed, compared bit by bit.
+
+Both run through the launcher and the recipe that the pipeline uses, on a storage of their own; the pipeline's storage
+is only read (prepared data that is committed there), MLflow and hubs are left alone. Nothing heavy runs in this
+process. The verdict is JSON under a seal: the SHA-256 of everything else in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from flows.spec.checks import check_splits
+from flows.spec.spec import PipelineSpec
+from flows.why import key_of
+from tasks.stage import keys as _keys
+from tasks.stage import manifest as _manifests
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
+from trainer_lib.storage import Store
+
+FORMAT = 1
+_QUIETLY: dict[str, Any] = {
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_first_step": False,
+    "report_to": "none",
+    "push_to_hub": False,
+    "enable_jit_checkpoint": True,
+    "include_tokens_per_second": False,
+}
+"""What a proof sets for itself: every step is recorded, nothing leaves the machine. No weight depends on any of it."""
+_PACKAGES = ("trainflow", "torch", "numpy", "safetensors", "transformers", "accelerate")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be proved.
+
+    Attributes:
+        at: optimizer step after which training is stopped; None: the middle of the first save interval, of the second
+            one when it is killed.
+        steps: train this many steps instead of the spec's; None: all of them.
+        kill: end it by SIGKILL, so that it resumes from its last save; otherwise SIGTERM, which saves.
+        keep: folder or URL for the runs' files, which then stay; None: a temporary folder.
+    """
+
+    at: int | None = None
+    steps: int | None = None
+    kill: bool = False
+    keep: str | None = None
+
+    def check(self, spec: PipelineSpec) -> None:
+        """Raises ConfigError for what cannot be proved. Nothing was started."""
+        args = TrainingArguments.from_dict(spec.train.args, prefix="train.args")
+        if args.save_only_model:
+            remedy = "Prove it without: train.args.save_only_model=false."
+            raise ConfigError(
+                "Such checkpoints cannot be resumed.", field="train.args.save_only_model", value=True, remedy=remedy
+            )
+        steps = self.steps or (args.max_steps if args.max_steps > 0 else None)
+        if self.at is not None and steps is not None and self.at >= steps:
+            raise _beyond(self.at, steps)
+        if self.keep is not None and Store.open(self.keep, field="--keep").children():
+            raise ConfigError("is not empty.", field="--keep", value=self.keep, remedy="Name a new folder.")
+
+
+def prove(spec: PipelineSpec, question: Question, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train twice and compare; the verdict, sealed.
+
+    Args:
+        spec: its prepare and train stages are used.
+        question: see there.
+        say: told in a line what is going on.
+
+    Raises:
+        TrainflowError: a training failed by itself.
+    """
+    question.check(spec)
+    with _place(question.keep) as place:
+        return _Proof(spec, question, place, say).verdict()
+
+
+class _Proof:
+    def __init__(self, spec: PipelineSpec, question: Question, place: str, say: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._question = question
+        self._place = place
+        self._say = say
+        self._data = self._prepared()
+        check_splits(spec, self._data["meta"]["splits"])
+
+    def verdict(self) -> dict[str, Any]:
+        """Everything in order."""
+        self._say("training without an interruption")
+        whole = self._train("whole")
+        steps = int(whole["global_step"])
+        at = self._stop_at(steps)
+        self._say(f"training again: {'SIGKILL' if self._question.kill else 'SIGTERM'} after step {at} of {steps}")
+        self._stop(at)
+        self._say("resuming")
+        resumed = self._train("resumed")
+        if resumed["resumed_from"] is None and not self._question.kill:
+            raise InfrastructureError("The stopped training left no checkpoint to resume from.", field="resumed")
+        self._say("comparing")
+        found = self._compare("whole", "resumed")
+        differences = [*found["differences"], *_exports(whole, resumed)]
+        record = {
+            "verdict": "different" if differences else "equal",
+            "steps": steps,
+            "stopped": {"after_step": at, "by": "SIGKILL" if self._question.kill else "SIGTERM"},
+            "resumed_from": resumed["resumed_from"] or 0,
+            "processes": resumed["world_size"],
+            "compared": found["compared"],
+            "first_difference": differences[0] if differences else None,
+            "differences": differences,
+            "repeatable": self._repeatable() if differences else True,
+        }
+        return sealed({**record, **self._subject()})
+
+    def _repeatable(self) -> bool:
+        """Whether training without any interruption gives the same twice: if not, resuming is not to blame."""
+        self._say("they differ; training a third time, to see whether the training itself can be repeated")
+        self._train("again")
+        return not self._compare("whole", "again")["differences"]
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def _prepared(self) -> dict[str, Any]:
+        """The manifest of the prepared data: the pipeline's own if it is committed and intact, else made here."""
+        key = key_of(self._spec.model_copy(update={"storage": self._place}), "prepare-data", {})
+        manifest, _ = _manifests.look_up(_manifests.stage_store(self._spec.storage, key))
+        if manifest is not None:
+            return manifest.to_dict()
+        from tasks.prepare_data import prepare_data
+
+        self._say("preparing the data")
+        spec = self._spec
+        return prepare_data.fn(spec.prepare, recipe=spec.recipe, storage=self._place, root=spec.root)
+
+    def _train(self, name: str, **proof: Any) -> dict[str, Any]:
+        from tasks.stage.worker import data_request
+
+        train = self._spec.train
+        return self._launched(
+            "train",
+            name,
+            data=data_request(self._data),
+            model=train.model,
+            args=self._arguments(),
+            train_split=train.train_split,
+            eval_split=train.eval_split,
+            proof=proof,
+        )
+
+    def _stop(self, at: int) -> None:
+        try:
+            self._train("resumed", stop_at=at, kill=self._question.kill)
+        except InfrastructureError:
+            if not self._question.kill:
+                raise
+        except Preempted:
+            pass
+        else:
+            raise InfrastructureError(f"The training could not be stopped after step {at}.", field="--at", value=at)
+
+    def _compare(self, one: str, other: str) -> dict[str, Any]:
+        checkpoints = [Store.open(self._place).child(name, "checkpoints").url for name in (one, other)]
+        return self._launched("compare", "comparison", whole=checkpoints[0], resumed=checkpoints[1])
+
+    def _launched(self, verb: str, name: str, **more: Any) -> dict[str, Any]:
+        from tasks.stage.progress import StageProgress
+        from tasks.stage.runner import StageContext
+        from tasks.stage.worker import run_verb
+
+        train = self._spec.train
+        settings = train.launch.model_copy(update={"max_restarts": 0})
+        if verb == "compare":
+            settings = settings.model_copy(update={"processes": 1, "kind": "process"})
+        context = StageContext(
+            name, Store.open(self._place).child(name), 1, 0, StageProgress(name), is_lost=lambda: False
+        )
+        return run_verb(
+            verb,
+            context,
+            settings,
+            recipe=train.recipe or self._spec.recipe,
+            root=self._spec.root,
+            options=train.options,
+            tracking=None,
+            debug=False,
+            **more,
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        shorter = {} if self._question.steps is None else {"max_steps": self._question.steps}
+        return {**self._spec.train.args, **shorter, **_QUIETLY}
+
+    def _stop_at(self, steps: int) -> int:
+        if self._question.at is not None:
+            if self._question.at >= steps:
+                raise _beyond(self._question.at, steps)
+            return self._question.at
+        if steps < 2:
+            raise ConfigError("There is no step to stop after.", field="--steps", value=steps, remedy="Train more.")
+        interval = TrainingArguments.from_dict(self._arguments()).save_steps
+        interval = int(interval) if interval >= 1 else max(1, int(steps * interval))
+        middle = max(1, min(interval, steps) // 2)
+        # Killed in the first interval, it would begin anew: in the second one there is a checkpoint to go on from.
+        return middle + interval if self._question.kill and middle + interval < steps else middle
+
+    # -- what it is about ---------------------------------------------------------------------------------------------
+
+    def _subject(self) -> dict[str, Any]:
+        spec = self._spec
+        args = {"args": self._arguments()}
+        key = _keys.train_key(
+            spec.train.model_copy(update=args), spec.recipe, spec.root, str(self._data["content_digest"])
+        )
+        plain = spec.model_dump(mode="json", include={"name", "prepare", "train"})
+        return {
+            "spec": spec.name,
+            "spec_digest": _digest(plain),
+            "source_digest": _digest(key.fields["recipe"]),
+            "source": key.fields["recipe"],
+            "data_digest": self._data["content_digest"],
+            "train_key": key.digest,
+            "arguments": key.fields["args"],
+            "launch": spec.train.launch.model_dump(mode="json", exclude={"env"}),
+            "versions": _versions(),
+            "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+        }
+
+
+@contextlib.contextmanager
+def _place(keep: str | None) -> Iterator[str]:
+    if keep is not None:
+        yield Store.open(keep, field="--keep").url
+        return
+    folder = tempfile.mkdtemp(prefix="trainflow-proof-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _exports(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Differences of the exported models: those of their files."""
+    digests = [{str(file["path"]): file["sha256"] for file in result["files"]} for result in (whole, resumed)]
+    names = sorted(digests[0].keys() | digests[1].keys())
+    pairs = [(name, digests[0].get(name, "absent"), digests[1].get(name, "absent")) for name in names]
+    return [
+        {"step": whole["global_step"], "what": name, "whole": one[:16], "resumed": other[:16]}
+        for name, one, other in pairs
+        if one != other
+    ]
+
+
+def _beyond(at: int, steps: int) -> ConfigError:
+    return ConfigError(
+        f"Training has {steps} steps: there is nothing to resume after that one.",
+        field="--at",
+        value=at,
+        remedy=f"Name a step from 1 to {steps - 1}." if steps > 1 else "Train more than one step.",
+    )
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The verdict with its time and, last, its seal."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    whole = json.loads(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
+    return {**whole, "seal": _digest(whole)}
+
+
+def seal_holds(verdict: Mapping[str, Any]) -> bool:
+    """Whether a verdict is as it was written."""
+    return verdict.get("seal") == _digest({name: value for name, value in verdict.items() if name != "seal"})
+
+
+def write(verdict: Mapping[str, Any], path: Path) -> None:
+    """Write a verdict to a file.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        path.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot be written: {error.strerror}.", field="--output", value=str(path), remedy="Name another file."
+        ) from error
+
+
+def lines(verdict: Mapping[str, Any]) -> list[Text]:
+    """What was compared, for a person.
+
+    Raises:
+        NotReproducibleError: something differs.
+    """
+    compared, stopped = verdict["compared"], verdict["stopped"]
+    how = f"stopped by {stopped['by']} after step {stopped['after_step']}, resumed from {verdict['resumed_from']}"
+    if (difference := verdict["first_difference"]) is not None:
+        where = f"step {difference['step']}, " if difference["step"] is not None else ""
+        raise NotReproducibleError(
+            f"{where}{difference['what']}: {difference['whole']} without an interruption, {difference['resumed']} with "
+            f"one ({how}).",
+            field=verdict["spec"],
+            remedy=_remedy(verdict),
+            details=json.dumps(verdict["differences"], indent=1),
+        )
+    return [
+        Text(f"equal  {verdict['spec']}: {verdict['steps']} steps, {how}", "green"),
+        Text(
+            f"       {compared['steps']} losses, {compared['grad_norms']} gradient norms, "
+            f"{compared['learning_rates']} learning rates, {compared['evaluations']} evaluations; "
+            f"{compared.get('tensors', 0)} tensors, {compared.get('bytes', 0):,} bytes of "
+            f"{len(compared['checkpoints'])} checkpoints; processes: {verdict['processes']}"
+        ),
+        Text(f"       seal {verdict['seal']}", "dim"),
+    ]
+
+
+def _remedy(verdict: Mapping[str, Any]) -> str:
+    if not verdict["repeatable"]:
+        return (
+            "Two uninterrupted runs differ as well: set train.args.full_determinism=true, and look for time, "
+            "threads or unseeded generators in the recipe."
+        )
+    return "Look for state that no checkpoint holds: in callbacks (ExportableState), the data (state_dict), globals."
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+            return next(
+                (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), ""
+            )
+    return platform.processor()

@@ -1,0 +1,1 @@
+"""The Prefect API that a flow needs: an embedded server, schedules and deployments."""

@@ -1,0 +1,311 @@
+"""Prefect's API for the length of one command: the configured server, or one of our own that nobody has to operate.
+
+    with prefect_api() as url:
+        run_pipeline(spec)
+
+With ``PREFECT_API_URL`` (environment, active profile, prefect.toml) nothing is started. Without it the command shares
+an embedded server (`flows.server.embedded`) with every other trainflow command of this user: the first one starts it,
+and it ends by itself with the last one, however that one ended. Why not Prefect's own temporary server: each command
+would have one, several on one sqlite file; it outlives a SIGKILL of its owner; anybody on the machine may talk to it;
+and it makes the client import the whole server, two seconds more per command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.server import embedded as _server
+from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+
+if TYPE_CHECKING:
+    from prefect.settings import Settings
+
+# What we set unless the user did. Everything outward is off; see docs/deployments.md.
+QUIET = {
+    "DO_NOT_TRACK": "true",  # literally "true": Prefect ignores "1"
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",  # mlflow without git installed
+}
+_PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_LOOPBACK = "127.0.0.1,localhost"
+# Seconds a start may take on a busy machine, a flush of queued events, and the server's end.
+_START_S = 60
+_FLUSH_S = 10.0
+_STOP_S = 12.0
+# Seconds after which a server that does not begin to end is taken to serve others.
+_OTHERS_S = 1.0
+
+
+def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
+    """Turn off analytics, advertisements and chatter of Prefect and MLflow; a value the user has set stays.
+
+    Call it before either is imported. A proxy is told to leave loopback addresses alone.
+    """
+    environ = os.environ if environ is None else environ
+    for name, value in QUIET.items():
+        environ.setdefault(name, value)
+    if any(environ.get(name) for name in _PROXIES):
+        for name in ("NO_PROXY", "no_proxy"):
+            spared = environ.get(name, "")
+            if "127.0.0.1" not in spared and spared != "*":
+                environ[name] = f"{spared},{_LOOPBACK}" if spared else _LOOPBACK
+
+
+@contextlib.contextmanager
+def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[str]:
+    """Give Prefect an API inside the block; yields its URL (``http://127.0.0.1:41234/api``).
+
+    Args:
+        meanwhile: called once while the embedded server starts (slow imports fit here: the start takes three seconds,
+            eight the first time, when it creates its database).
+
+    Raises:
+        ConfigError: the configured server does not answer, or PREFECT_HOME is not usable.
+        InfrastructureError: the embedded server did not start; names its log.
+    """
+    with warnings.catch_warnings():
+        # Prefect makes its home without the folders above it. We make it with them, or say why we cannot.
+        warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
+        from prefect.settings import get_current_settings
+
+        settings = get_current_settings()
+    if settings.api.url:
+        if meanwhile is not None:
+            meanwhile()
+        _require_answer(settings.api.url)
+        with _flushed(), _reachable(settings.api.url):
+            yield settings.api.url
+        return
+    membership = _Membership(settings)
+    try:
+        if meanwhile is not None:
+            meanwhile()
+        url, password = membership.wait()
+        with _settings_of(f"{url}/api", password), _flushed(), _reachable(f"{url}/api"):
+            yield f"{url}/api"
+    finally:
+        membership.leave()
+
+
+def server_folder(url: str) -> Path | None:
+    """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
+    from prefect.settings import get_current_settings
+
+    for path in (get_current_settings().home / "trainflow").glob(f"*/{_server.DESCRIPTION}"):
+        with contextlib.suppress(OSError, ValueError):
+            if f"{json.loads(path.read_bytes())['url']}/api" == url:
+                return path.parent
+    return None
+
+
+@contextlib.contextmanager
+def _settings_of(api: str, password: str) -> Iterator[None]:
+    """Prefect's settings inside the block, for this thread and for those that copied no context.
+
+    The heartbeat is off: its thread holds every flow run back by a second at the end, and an embedded server has no
+    automation that would listen to it.
+    """
+    import prefect.context
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        temporary_settings,
+    )
+
+    updates = {PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: password, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
+    with temporary_settings(updates):
+        context = prefect.context.get_settings_context()
+        with prefect.context._temporary_global_settings_context(context):
+            yield
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    """At the end, send what is still queued: task states travel as events, so an unsent one is a task never seen."""
+    try:
+        yield
+    finally:
+        from prefect.events.worker import EventsWorker
+        from prefect.logging.handlers import APILogWorker
+
+        # It says at WARNING that it is doing so.
+        logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
+        EventsWorker.drain_all(timeout=_FLUSH_S)
+        APILogWorker.drain_all(timeout=_FLUSH_S)
+
+
+@contextlib.contextmanager
+def _reachable(api: str) -> Iterator[None]:
+    """Name the server when it is what got lost."""
+    import httpx
+
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise InfrastructureError(
+            f"Prefect's server went away ({type(error).__name__}).",
+            field="prefect",
+            value=api,
+            remedy="What is committed stays: run the same command again.",
+            details="".join(traceback.format_exception(error)),
+        ) from error
+
+
+def _require_answer(api: str) -> None:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        error = client.api_healthcheck()
+    if error is not None:
+        raise ConfigError(
+            f"No Prefect server answers there ({type(error).__name__}).",
+            field="PREFECT_API_URL",
+            value=api,
+            remedy="Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own.",
+            details=repr(error),
+        )
+
+
+class _Membership:
+    """This process as one client of the embedded server: joined when made, until `leave`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._timeout_s = max(_START_S, settings.server.ephemeral.startup_timeout_seconds)
+        self._deadline = time.monotonic() + self._timeout_s
+        self._environ = {**os.environ, **settings.to_environment_variables(exclude_unset=True)}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = _private_folder(settings)
+        self.log = self.folder / "server.log"
+        self._descriptor = os.open(self.folder / _server.CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits while a server without clients ends
+        self._start_if_absent()
+
+    def wait(self) -> tuple[str, str]:
+        """Wait until the server answers; its URL and password."""
+        while time.monotonic() < self._deadline:
+            description = self._description()
+            if description is not None and _is_healthy(description["url"]):
+                return description["url"], description["auth"]
+            if self._process is not None and self._process.poll() not in (None, _server.ANOTHER_SERVES):
+                raise self._failure(f"It ended with exit code {self._process.returncode}.")
+            self._start_if_absent()
+            time.sleep(0.05)
+        raise self._failure(f"It did not answer within {self._timeout_s} s.")
+
+    def leave(self) -> None:
+        """Give the membership up. The last one out waits until the server has ended, so nothing is left running."""
+        os.close(self._descriptor)
+        begun = time.monotonic()
+        while self._is_serving() and (waited_s := time.monotonic() - begun) < _STOP_S:
+            if waited_s > _OTHERS_S and (self.folder / _server.DESCRIPTION).exists():
+                break
+            time.sleep(0.02)
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=0.0 if self._is_serving() else 2.0)
+            self._process.returncode = self._process.returncode or 0  # one that others still use is no longer ours
+
+    def _start_if_absent(self) -> None:
+        starting = self._process is not None and self._process.poll() is None
+        if starting or self._is_serving():
+            return
+        command = [sys.executable, "-P", str(Path(_server.__file__).resolve()), str(self.folder)]
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as log:
+            # In a session of its own: Ctrl-C is for us, and another command may be using it.
+            self._process = subprocess.Popen(
+                command,
+                env=self._environ,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _is_serving(self) -> bool:
+        descriptor = os.open(self.folder / _server.SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def _description(self) -> dict[str, str] | None:
+        if not self._is_serving():
+            return None
+        try:
+            found: dict[str, str] = json.loads((self.folder / _server.DESCRIPTION).read_bytes())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def _failure(self, what: str) -> InfrastructureError:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
+        cause = next((line.strip() for line in reversed(lines) if "Error" in line), "")
+        return InfrastructureError(
+            f"The embedded Prefect server did not start. {what} {cause}".rstrip(),
+            field="prefect",
+            value=str(self.log),
+            remedy="Read that log; or start a server of your own (`prefect server start`) and set PREFECT_API_URL.",
+            details="\n".join(lines[-40:]),
+        )
+
+
+def _private_folder(settings: Settings) -> Path:
+    """Where the clients of one database meet: apart for each host, since PREFECT_HOME may be a network folder."""
+    database = settings.server.database.connection_url
+    place = f"{socket.gethostname()}\n{database.get_secret_value() if database else ''}"
+    folder = settings.home / "trainflow" / hashlib.sha256(place.encode()).hexdigest()[:12]
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        with (folder / _server.CLIENTS_LOCK).open("ab") as probe:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return folder
+    except OSError as error:
+        raise _unusable(settings.home, error) from error
+    return folder
+
+
+def _unusable(home: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"Prefect's home cannot be used: {error.strerror or error}.",
+        field="PREFECT_HOME",
+        value=str(home),
+        remedy="Set PREFECT_HOME to a folder you may write, on a file system with locks.",
+    )
+
+
+def _is_healthy(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    try:
+        connection.request("GET", "/api/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

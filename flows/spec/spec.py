@@ -1,0 +1,252 @@
+"""PipelineSpec: the whole pipeline as one inert value, and the reader that refuses a bad one before any engine starts.
+
+Neither prefect nor mlflow nor torch is imported here. Every problem is a `ConfigError` that names the file and line,
+the dotted key, the value and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from flows.spec import checks as _checks
+from flows.spec import yaml as _yaml
+from tasks.configs import (
+    EvaluateConfig,
+    PredictConfig,
+    PrepareConfig,
+    PublishConfig,
+    Settings,
+    TrackingConfig,
+    TrainConfig,
+)
+from tasks.stage.closure import find_root
+from trainer_lib.errors import ConfigError
+
+_PATHS = (
+    *("recipe", "root", "storage", "prepare.sources", "publish.to"),
+    *("prepare.recipe", "train.recipe", "evaluate.recipe", "predict.recipe", "train.launch.config_file"),
+)
+_NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:)")
+
+
+class PipelineSpec(Settings):
+    """prepare -> train -> evaluate -> predict -> publish, and where everything is kept."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$",
+        description="Name of the pipeline: letters, digits, '.', '_' and '-'; at most 96 of them.",
+    )
+    recipe: str = Field(min_length=1, description="Python file that says how to prepare, build, collate and measure.")
+    root: str | None = Field(
+        default=None,
+        description="Folder the recipe's imports start from; unset: the nearest with pyproject.toml, else the spec's.",
+    )
+    storage: str = Field(
+        default=".trainflow",
+        min_length=1,
+        description="Folder or URL (s3://bucket/path) that everything is kept below; safe to share between pipelines.",
+    )
+    prepare: PrepareConfig = Field(default=PrepareConfig(), description="From source data to splits.")
+    train: TrainConfig = Field(default=TrainConfig(), description="From splits to a model.")
+    evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="From model and splits to metrics.")
+    predict: PredictConfig = Field(default=PredictConfig(), description="From model and a split to predictions.")
+    publish: PublishConfig = Field(default=PublishConfig(), description="From model and metrics to a hub.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
+
+    def evaluate_config(self) -> EvaluateConfig:
+        """evaluate, with what it leaves unset taken from train."""
+        own = self.evaluate
+        return own.model_copy(
+            update={
+                "args": {**self.train.args, **own.args},
+                "launch": own.launch or self.train.launch.on_one_machine(),
+            }
+        )
+
+    def predict_config(self) -> PredictConfig:
+        """predict, with what it leaves unset taken from train."""
+        own = self.predict
+        return own.model_copy(
+            update={
+                "args": {**self.train.args, **own.args},
+                "launch": own.launch or self.train.launch.on_one_machine(),
+            }
+        )
+
+    def check(self) -> None:
+        """Raises ConfigError for what the fields alone cannot tell: missing files, unknown stores, bad arguments."""
+        _checks.check_spec(self)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where each key of a spec was written, for messages."""
+
+    path: Path
+    lines: Mapping[str, int] = field(default_factory=dict)
+    overridden: frozenset[str] = frozenset()
+
+    def where(self, key: str) -> str:
+        parts = key.split(".")
+        for length in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:length])
+            if prefix in self.overridden:
+                return "on the command line"
+            if prefix in self.lines:
+                return f"{self.path}, line {self.lines[prefix]}"
+        below = any(name.startswith(f"{key}.") for name in self.overridden)
+        return "on the command line" if below else str(self.path)
+
+    def locate(self, error: ConfigError) -> ConfigError:
+        """The same error, saying where in the file the key stands."""
+        if error.field is not None and str(self.path) not in error.field:
+            error.message = f"{error.message.rstrip('.')} ({self.where(error.field)})."
+            error.args = (error.message,)
+        return error
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+    """The spec in a YAML or JSON file, with ``key=value`` overrides (``train.args.learning_rate=1e-3``) applied.
+
+    Relative paths in the file start from the file's folder, those in overrides from the working directory.
+
+    Raises:
+        ConfigError: anything wrong with the file, a key, a value, or what they point at. Nothing was started.
+    """
+    path = Path(path)
+    raw, lines = _yaml.read_file(path)
+    overridden = [_override(raw, text) for text in overrides]
+    source = _Source(path, lines, frozenset(overridden))
+    try:
+        _checks.refuse_secrets(raw)
+        _resolve_paths(raw, path.absolute().parent, source.overridden)
+        spec = parse_spec(raw)
+        spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
+        spec.check()
+    except ConfigError as error:
+        raise source.locate(error) from None
+    return spec
+
+
+def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
+    """A spec from plain data, such as a deployment's parameters.
+
+    Raises:
+        ConfigError: unknown key (with the nearest name), missing key, wrong type. What keys point at is not looked at.
+    """
+    try:
+        spec = PipelineSpec.model_validate(raw)
+    except ValidationError as error:
+        raise _translated(error, raw) from None
+    return spec if spec.root is not None else spec.model_copy(update={"root": str(find_root(spec.recipe))})
+
+
+def _override(raw: dict[str, Any], text: str) -> str:
+    """Set ``a.b=value`` in `raw`; the dotted key."""
+    key, equals, value_text = text.partition("=")
+    key = key.strip()
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            "An override has the form key=value.",
+            field=key or "override",
+            value=value_text if equals else None,
+            remedy="Write for example train.args.seed=1.",
+        )
+    place: Any = raw
+    for depth, part in enumerate(parts[:-1], start=1):
+        inner = place.setdefault(part, {})
+        if inner is None:
+            inner = place[part] = {}
+        elif part == "launch" and isinstance(inner, str):
+            inner = place[part] = {"kind": inner}
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set (on the command line).",
+                field=key,
+                value=value_text,
+                remedy=f"Set {'.'.join(parts[:depth])} itself.",
+            )
+        place = inner
+    try:
+        place[parts[-1]] = _yaml.parse_value(value_text.strip())
+    except ValueError as error:
+        raise ConfigError(
+            f"Not a value: {error} (on the command line).",
+            field=key,
+            value=value_text,
+            remedy="Quote it for the shell.",
+        ) from error
+    return key
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:
+    """Make the spec's own paths absolute, in place."""
+    raw.setdefault("storage", PipelineSpec.model_fields["storage"].default)
+    for key in _PATHS:
+        base = Path.cwd() if key in overridden else folder
+        *outer, last = key.split(".")
+        place: Any = raw
+        for part in outer:
+            place = place.get(part) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last not in place:
+            continue
+        value = place[last]
+        place[last] = [_absolute(item, base) for item in value] if isinstance(value, list) else _absolute(value, base)
+    if raw.get("root") is None and isinstance(raw.get("recipe"), str):
+        raw["root"] = str(find_root(raw["recipe"], folder))
+
+
+def _absolute(value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not value or _NO_PATH.match(value):
+        return value
+    # Lexical, not resolve(): a path through a link stays the path that the user wrote.
+    return os.path.normpath(base / Path(value).expanduser())
+
+
+def _translated(error: ValidationError, raw: Mapping[str, Any]) -> ConfigError:
+    """Pydantic's findings as one ConfigError: the first in full, the others by name."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    values: dict[str, Any] = {}
+    for item in error.errors(include_url=False):
+        context = item.get("ctx", {})
+        location = list(item["loc"])
+        if item["type"] == "unknown_key":
+            location.append(context["key"])
+            message, remedy = "Unknown key.", str(context["hint"])
+        elif item["type"] == "missing":
+            message, remedy = "This key is required.", "Add it to the spec."
+        else:
+            message, remedy = f"{item['msg']}.", "Correct the value."
+        key, value = _follow(raw, location)
+        found.setdefault(key, []).append((message, remedy))
+        values[key] = value
+    key, findings = next(iter(found.items()))
+    message = " Or: ".join(dict.fromkeys(message for message, _ in findings))
+    if len(found) > 1:
+        message += f" (Also wrong: {', '.join(list(found)[1:])}.)"
+    return ConfigError(message, field=key, value=values[key], remedy=findings[0][1])
+
+
+def _follow(raw: Any, location: Sequence[str | int]) -> tuple[str, Any]:
+    """The dotted key that pydantic's location means, without the names of union members, and the value there."""
+    parts: list[str] = []
+    value = raw
+    for part in location:
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, Mapping) and len(parts) == len(location) - 1:
+            value = None  # the missing key itself
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            break
+        parts.append(str(part))
+    return ".".join(parts) or "spec", value

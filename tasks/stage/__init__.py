@@ -1,0 +1,1 @@
+"""What every stage shares: its key, its manifest, how it runs, retries and reports."""

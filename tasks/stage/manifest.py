@@ -1,0 +1,176 @@
+"""What stages exchange: manifests. One exists if and only if its stage was completed, and a hit is verified each time.
+
+    <storage>/stages/<stage>/<key[:16]>/
+        key.json        every field of the content key, so that a miss can be explained
+        attempts/       one record when an attempt begins, one when it ends
+        lease/          who is at work here
+        ...             the stage's files
+        COMMIT.json     written last: the names, sizes and digests of the files, metrics and lineage
+
+Neither prefect nor torch is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.stage.keys import Difference, StageKey, differences
+from trainer_lib.commit import Commit, read_commit, verify
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.storage import FileEntry, Store
+
+STAGES = "stages"
+KEY_FILE = "key.json"
+_KEY_BYTES = 16 << 20
+_READ_BACK_BYTES = 256 << 20
+"""On a remote store digests are checked up to this many bytes, beyond it the sizes: a hit must not download a model."""
+_TRUST_S = 60.0
+"""A run looks at each result twice, for its plan and in the stage: digests read back this many seconds ago hold."""
+
+_verified: dict[tuple[str, str, str], float] = {}
+
+
+@dataclass(frozen=True)
+class StageManifest:
+    """A completed stage: where its files are, what they are, and what it measured."""
+
+    stage: str
+    key: str
+    url: str
+    content_digest: str
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    created: str = ""
+
+    @classmethod
+    def from_commit(cls, url: str, commit: Commit) -> StageManifest:
+        """The manifest that a stage's commit file stands for.
+
+        Raises:
+            DamagedError: it is the commit file of something else.
+        """
+        try:
+            stage, key = str(commit.meta["stage"]), str(commit.meta["key"])
+            metrics, meta = dict(commit.meta["metrics"]), dict(commit.meta["meta"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError("Not a stage's commit file.", field=url, remedy="Delete the folder.") from error
+        return cls(stage, key, url, commit.content_digest, commit.files, metrics, meta, commit.created)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON, the form in which tasks hand it on."""
+        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in self.files]
+        return {**vars(self), "files": files}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, stage: str | None = None) -> StageManifest:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: not a manifest, or not that of `stage`.
+        """
+        try:
+            files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
+            manifest = cls(**{**data, "files": files})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "Not a stage's manifest.", field=stage, remedy="Pass on what the stage before returned."
+            ) from error
+        if stage is not None and manifest.stage != stage:
+            raise ConfigError(
+                f"The manifest of {stage} is needed here.",
+                field=stage,
+                value=manifest.stage,
+                remedy="Pass on what that stage returned.",
+            )
+        return manifest
+
+    def store(self) -> Store:
+        """The folder with the files."""
+        return Store.open(self.url)
+
+
+def stage_store(storage: str, key: StageKey) -> Store:
+    """The folder of a stage under a key."""
+    return Store.open(storage).child(STAGES, key.stage, key.folder)
+
+
+def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
+    """``(manifest, None)`` of an intact result, ``(None, problem)`` of a damaged one, ``(None, None)`` if none."""
+    try:
+        commit = read_commit(store, kind="stage")
+        if commit is None:
+            return None, None
+        manifest = StageManifest.from_commit(store.url, commit)
+    except DamagedError as error:
+        return None, error.message
+    read_back = store.is_local or sum(entry.size for entry in commit.files) <= _READ_BACK_BYTES
+    known = (store.url, commit.content_digest, commit.created)
+    lately = time.monotonic() - _verified.get(known, -math.inf) < _TRUST_S
+    problems = verify(store, commit, digests=read_back and not lately)
+    if not problems:
+        _verified[known] = _verified[known] if lately else time.monotonic()
+        return manifest, None
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return None, f"{problems[0]}{more}"
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why a stage has to run: the nearest earlier key and the fields that differ from it."""
+
+    reason: str
+    nearest: str | None = None
+    differences: tuple[Difference, ...] = ()
+
+
+def explain_miss(storage: str, key: StageKey) -> Miss:
+    """Why nothing is committed under `key`, field by field against the nearest earlier run of the stage."""
+    stages = Store.open(storage).child(STAGES, key.stage)
+    names = stages.children()
+    if key.folder in names and stages.exists(f"{key.folder}/{KEY_FILE}"):
+        return Miss("an earlier attempt did not finish", key.folder)
+    found: list[tuple[int, bool, str, list[Difference]]] = []
+    for name in names:
+        fields = _fields(stages, name)
+        if fields is not None and _same_subject(fields, key.fields):
+            changed = differences(fields, key.fields)
+            found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
+    if not found:
+        return Miss("never run before")
+    _, _, name, changed = min(found, key=lambda candidate: candidate[:3])
+    if not changed:
+        return Miss("its result is gone from the storage", name)
+    return Miss(summary(changed), name, tuple(changed))
+
+
+def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+    """Whether two keys of a stage are about the same thing: they share a recipe's file, or the published name.
+
+    Pipelines may share a storage; another one's run explains nothing.
+    """
+    if "recipe" in ours:
+        return not set(ours["recipe"]).isdisjoint(theirs.get("recipe") or ())
+    return bool(theirs.get("name") == ours.get("name"))
+
+
+def summary(changed: list[Difference], most: int = 3) -> str:
+    """The differences in one line."""
+    parts = [str(difference) for difference in changed[:most]]
+    if len(changed) > most:
+        parts.append(f"and {len(changed) - most} more")
+    return "; ".join(parts)
+
+
+def _fields(stages: Store, name: str) -> dict[str, Any] | None:
+    try:
+        data = stages.read_if_exists(f"{name}/{KEY_FILE}", limit=_KEY_BYTES)
+        record = json.loads(data) if data else None
+        return dict(record["fields"]) if record else None
+    except (ValueError, KeyError, TypeError, DamagedError):
+        return None  # not ours, or torn: no candidate

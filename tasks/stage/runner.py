@@ -1,0 +1,242 @@
+"""How every stage runs: look, take the lease, work, commit.
+
+committed under this key, and intact?  -> Cached
+take the lease                             (another process at work: wait for its result)
+what a damaged or unwanted result left     -> withdrawn
+record the attempt
+work                                       (its checkpoints and finished shards are found again by the next attempt)
+remove leftovers, check the lease, COMMIT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from tasks.stage import progress as _progress
+from tasks.stage.keys import StageKey, stage_key
+from tasks.stage.manifest import KEY_FILE, StageManifest, explain_miss, look_up, stage_store
+from tasks.stage.retry import ATTEMPTS, Ledger, decide, first_try, in_task_run, remember, remember_if_new
+from trainer_lib.commit import write_commit
+from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.locks.lease import Lease, acquire
+from trainer_lib.storage import FileEntry, Store
+
+__all__ = ["StageContext", "StageManifest", "StageOutput", "run_stage", "stage_key"]
+
+_LEASE = "lease"
+_COMMIT = "COMMIT.json"
+_BOOKS = {_LEASE, ATTEMPTS, KEY_FILE}
+_UNCOMMITTED = {*_BOOKS, "checkpoints", "history.json"}
+"""What stays in a stage's folder without being part of its result."""
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """What a stage's work is given."""
+
+    stage: str
+    store: Store
+    """The stage's folder. Finished parts of an earlier attempt may lie in it."""
+    attempt: int
+    rung: int
+    """How often the micro-batch has to be halved, because memory ran out before."""
+    progress: _progress.StageProgress
+    is_lost: Callable[[], bool]
+    """Whether another process has taken the folder over: work should stop, for it cannot be committed."""
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage's work gives: its files by path from the stage's folder, numbers, and facts for what follows."""
+
+    files: list[FileEntry]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def run_stage(
+    key: StageKey,
+    storage: str,
+    work: Callable[[StageContext], StageOutput],
+    *,
+    retries: int = 3,
+    force: bool = False,
+    rungs: int = 0,
+    inspect: Callable[[StageManifest], str | None] | None = None,
+) -> dict[str, Any]:
+    """Run `work` unless its result is committed and intact.
+
+    Args:
+        key: everything that decides the result.
+        storage: the pipeline's storage root.
+        retries: failures that may be retried, see `tasks.stage.retry`.
+        force: discard a committed result and everything that was kept for continuing it.
+        rungs: how often the work can halve its batch when memory runs out.
+        inspect: looks at a committed result beyond the stage's folder; says what is wrong there, or None.
+
+    Returns:
+        The manifest as JSON. Inside a Prefect task a cached one comes as the state ``Completed(name="Cached")``.
+
+    Raises:
+        TrainflowError: typed; whether it is retried was decided and recorded before.
+    """
+    try:
+        store = stage_store(storage, key)
+        look = partial(_look, store, inspect)
+        return _look_or_work(key, store, storage, work, retries, force and first_try(), rungs, look)
+    except TrainflowError as error:
+        remember_if_new(error, retries=retries)
+        raise
+
+
+def _look_or_work(
+    key: StageKey,
+    store: Store,
+    storage: str,
+    work: Callable[[StageContext], StageOutput],
+    retries: int,
+    force: bool,
+    rungs: int,
+    look: Callable[[], tuple[StageManifest | None, str | None]],
+) -> dict[str, Any]:
+    damage: str | None = None
+    if not force:
+        manifest, damage = look()
+        if manifest is not None:
+            return _cached(manifest)
+    reason = _reason(storage, key, force=force, damage=damage)
+    lease = _acquire(store, key, wait=not force, look=look)
+    if lease is None:
+        manifest, _ = look_up(store)
+        if manifest is None:
+            raise StorageError("The result that another process committed is gone.", field=store.url)
+        return _cached(manifest)
+    with lease:
+        if not force:  # between our look and the lease another process may have finished
+            manifest, damage = look()
+            if manifest is not None:
+                return _cached(manifest)
+        if force or damage is not None:
+            _withdraw(store, keep=_BOOKS if force else _UNCOMMITTED)
+        return _attempt(key, store, lease, work, reason, retries, rungs).to_dict()
+
+
+def _attempt(
+    key: StageKey,
+    store: Store,
+    lease: Lease,
+    work: Callable[[StageContext], StageOutput],
+    reason: str,
+    retries: int,
+    rungs: int,
+) -> StageManifest:
+    store.write_bytes(KEY_FILE, key.to_json())
+    ledger = Ledger(store)
+    rung = min(ledger.rung(), rungs)
+    number = ledger.begin(reason=reason, rung=rung)
+    progress = _progress.StageProgress(key.stage)
+    _tell(key.stage, "started", reason, attempt=number)
+    try:
+        output = work(StageContext(key.stage, store, number, rung, progress, lambda: lease.lost))
+        manifest = _commit(key, store, lease, output, {"reason": reason, "attempt": number, "rung": rung})
+    except BaseException as error:
+        _failed(key.stage, ledger, number, error, retries=retries, lower_rung=rung < rungs)
+        if lease.lost and isinstance(error, Exception):
+            lease.check()  # says who has taken over; what the stopped work said of it is a consequence
+        raise
+    finally:
+        progress.close()
+    ledger.end(number, "committed")
+    _tell(key.stage, "committed", reason, attempt=number)
+    return manifest
+
+
+def _commit(
+    key: StageKey, store: Store, lease: Lease, output: StageOutput, provenance: dict[str, Any]
+) -> StageManifest:
+    files = sorted(output.files, key=lambda entry: entry.path)
+    lease.check()
+    _remove_leftovers(store, {entry.path for entry in files})
+    meta = {
+        "stage": key.stage,
+        "key": key.digest,
+        "metrics": output.metrics,
+        "meta": {**output.meta, **provenance},
+    }
+    return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.check))
+
+
+def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, lower_rung: bool) -> None:
+    """Record the end of an attempt, and what Prefect will be told when it asks whether to retry."""
+    decision = decide(error, retries=retries, used=ledger.used(), lower_rung=lower_rung)
+    outcome = "failed" if isinstance(error, Exception) else "interrupted"
+    remember(decision)
+    try:
+        ledger.end(number, outcome, error=error, decision=decision.reason)
+    except StorageError as unwritten:  # the store is what failed: the failure itself must reach the user
+        _progress.publish({"event": "warning", "stage": stage, "message": str(unwritten)})
+    status = "retrying" if decision.retry and in_task_run() else outcome
+    message = error.message if isinstance(error, TrainflowError) else str(error)
+    _tell(stage, status, decision.reason, attempt=number, message=message)
+
+
+def _cached(manifest: StageManifest) -> dict[str, Any]:
+    _tell(manifest.stage, "cached", f"committed {manifest.created}", key=manifest.key)
+    if not in_task_run():
+        return manifest.to_dict()
+    from prefect.states import Completed
+
+    message = f"Committed under key {manifest.key[:16]}."
+    # Prefect takes a returned state for the task's outcome: who calls the task gets the manifest in it.
+    return cast("dict[str, Any]", Completed(name="Cached", data=manifest.to_dict(), message=message))
+
+
+def _reason(storage: str, key: StageKey, *, force: bool, damage: str | None) -> str:
+    if force:
+        return "forced"
+    if damage is not None:
+        return f"its result is damaged: {damage}"
+    return explain_miss(storage, key).reason
+
+
+def _look(
+    store: Store, inspect: Callable[[StageManifest], str | None] | None
+) -> tuple[StageManifest | None, str | None]:
+    manifest, damage = look_up(store)
+    if manifest is not None and inspect is not None and (problem := inspect(manifest)):
+        return None, problem
+    return manifest, damage
+
+
+def _acquire(
+    store: Store, key: StageKey, *, wait: bool, look: Callable[[], tuple[StageManifest | None, str | None]]
+) -> Lease | None:
+    def done() -> bool:
+        return wait and look()[0] is not None
+
+    def waiting(holder: object) -> None:
+        _tell(key.stage, "waiting", f"another process is at work on it: {holder}")
+
+    return acquire(store, wait=done, on_wait=waiting)
+
+
+def _withdraw(store: Store, *, keep: set[str]) -> None:
+    """Take a result back: the commit file first, so that at no moment a damaged stage counts as done."""
+    store.delete(_COMMIT)
+    for name in store.children():
+        if name not in keep:
+            store.delete_tree(name)
+
+
+def _remove_leftovers(store: Store, committed: set[str]) -> None:
+    """Remove what earlier attempts left and the result does not name. Only the holder of the lease does this."""
+    for info in store.list():
+        if info.path not in committed and info.path.partition("/")[0] not in _UNCOMMITTED:
+            store.delete(info.path)
+
+
+def _tell(stage: str, status: str, reason: str, **more: Any) -> None:
+    _progress.publish({"event": "stage", "stage": stage, "status": status, "reason": reason, **more})

@@ -1,0 +1,54 @@
+"""`prefect.task` as stages want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from prefect import Task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.stage.retry import DELAYS_S, JITTER, MAX_TRIES, should_retry
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class StageTask(Task[P, R]):
+    """An ordinary Prefect task that may return ``Completed(name="Cached", data=manifest)``.
+
+    Prefect hands such a state itself to whoever calls the task plainly; here the caller gets the manifest in it, so a
+    flow need not know whether a stage was cached. `submit`, `map`, `with_options` and `return_state` are Prefect's.
+    """
+
+    if not TYPE_CHECKING:  # the types stay those of Prefect's overloads
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the task; its manifest, or its state when `return_state` is set."""
+            result = super().__call__(*args, **kwargs)
+            return result.result() if isinstance(result, State) and not kwargs.get("return_state") else result
+
+        def with_options(self, **options: Any) -> StageTask[P, R]:
+            """The same stage with other Prefect options."""
+            changed = super().with_options(**options)
+            changed.__class__ = type(self)  # Prefect makes a plain Task of it
+            return changed
+
+
+def stage_task(name: str) -> Callable[[Callable[P, R]], StageTask[P, R]]:
+    """Make a function a stage: without Prefect's cache (the manifest is the truth), retried as `_retry` decides."""
+
+    def decorate(function: Callable[P, R]) -> StageTask[P, R]:
+        return StageTask(
+            function,
+            name=name,
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            retries=MAX_TRIES,
+            retry_delay_seconds=list(DELAYS_S),
+            retry_jitter_factor=JITTER,
+            retry_condition_fn=should_retry,
+        )
+
+    return decorate

@@ -1,0 +1,127 @@
+"""One worker verb, launched: the only way in which a stage does anything heavy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tasks.configs import LaunchSettings
+from tasks.stage.closure import find_root
+from tasks.stage.runner import StageContext
+from tasks.tracking import RunHandle
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.launch import check, from_settings, launch, nodes
+from trainer_lib.storage import FileEntry
+
+_ASK_EVERY_S = 3.0
+
+
+def run_verb(
+    verb: str,
+    context: StageContext,
+    settings: LaunchSettings,
+    *,
+    recipe: str,
+    root: str | None,
+    options: Mapping[str, Any],
+    tracking: Mapping[str, Any] | None,
+    debug: bool,
+    **more: Any,
+) -> dict[str, Any]:
+    """Run one verb of `trainer_lib.worker` in processes of its own; its result.
+
+    Args:
+        tracking: the MLflow run that the workers add their points to (`RunHandle.to_dict()`), or None.
+        more: the verb's own part of the request.
+
+    Raises:
+        TrainflowError: the typed failure of the first rank that failed.
+    """
+    request = {
+        "format": 1,
+        "verb": verb,
+        "recipe": {"path": recipe, "root": root if root is not None else str(find_root(recipe))},
+        "options": dict(options),
+        "output": context.store.url,
+        "tracking": tracking is not None,
+        "debug": debug,
+        **more,
+    }
+    if "args" in more:  # the launcher counts devices or cores by it: however it was spelt
+        request["args"] = {**more["args"], "use_cpu": TrainingArguments.from_dict(more["args"]).use_cpu}
+    return launch(
+        request,
+        from_settings(settings.model_dump()),
+        env=RunHandle.from_dict(tracking).worker_env() if tracking is not None else {},
+        on_line=context.progress.line,
+        on_event=context.progress.event,
+        should_cancel=_any(context.is_lost, _cancelled_in_prefect()),
+    )
+
+
+def dismiss(settings: LaunchSettings) -> None:
+    """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
+    config = from_settings(settings.model_dump())
+    if config.kind in ("accelerate", "environment") or config.several_nodes:
+        nodes.dismiss(check(config, use_cpu=True))
+
+
+def entries(files: list[Mapping[str, Any]]) -> list[FileEntry]:
+    """The files of a worker's result."""
+    return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files]
+
+
+def data_request(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker is told of the prepared data."""
+    meta = manifest["meta"]
+    return {
+        "url": manifest["url"],
+        "splits": meta["splits"],
+        "info": meta["info"],
+        "files": [dict(file) for file in manifest["files"]],
+    }
+
+
+def model_request(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a worker is told of the trained model: where it lies, and the settings it was built with."""
+    return {"model_url": f"{manifest['url']}/model", "model": manifest["meta"]["model"]}
+
+
+def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: any(question() for question in questions)
+
+
+def _cancelled_in_prefect() -> Callable[[], bool]:
+    """A question, cheap to repeat: was the flow run cancelled in Prefect's UI? Never, outside a flow run.
+
+    A run started on the command line has no Prefect runner that would carry a cancel out.
+    """
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return lambda: False
+    flow_run_id = context.flow_run.id
+    asked = time.monotonic()
+    cancelled = False
+
+    def question() -> bool:
+        nonlocal asked, cancelled
+        if not cancelled and time.monotonic() - asked >= _ASK_EVERY_S:
+            asked = time.monotonic()
+            cancelled = _is_cancelled(flow_run_id)
+        return cancelled
+
+    return question
+
+
+def _is_cancelled(flow_run_id: Any) -> bool:
+    from prefect.client.orchestration import get_client
+
+    try:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(flow_run_id).state
+    except Exception:  # the server is away: nobody can cancel through it
+        return False
+    return state is not None and (state.is_cancelling() or state.is_cancelled())

@@ -1,0 +1,1 @@
+"""DeepSpeed's own configuration: read, checked, and brought together with the arguments."""

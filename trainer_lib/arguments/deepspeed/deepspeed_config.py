@@ -1,0 +1,364 @@
+"""DeepSpeed's configuration beside the arguments: what both say must agree, and what only one says is taken.
+
+A value counts as said by an argument when it is not that argument's default; "auto" in the file leaves it to the
+argument. After `adopt` the arguments are the one truth about learning rate, decay, clipping, warm-up and number format,
+whoever said it, and a `ZeroPlan` holds what else the file says. Torch-free; nothing here imports DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments import io
+from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
+from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
+    AUTO,
+    check_keys,
+    contradiction,
+    part_of,
+    refused,
+    said,
+    settle,
+)
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.groups import ArgumentGroups
+    from trainer_lib.arguments.training import TrainingArguments
+
+
+@dataclass(frozen=True)
+class ZeroPlan:
+    """What a configuration asks for, once the arguments are settled.
+
+    Attributes:
+        stage: 1 = optimizer state is divided among the processes, 2 = gradients too, 3 = parameters too.
+        precision: "fp32", "bf16" or "fp16".
+        zero: the section zero_optimization; sizes in `automatic` are still to follow from the model.
+        automatic: names of those sizes.
+        offload_optimizer, offload_param: "cpu", "nvme" or None.
+        compiled_adam: whether DeepSpeed's own compiled Adam for the CPU is asked for.
+        schedule: type and settings of DeepSpeed's schedule; None leaves it to lr_scheduler_type.
+        clipping: gradient_clipping, where the file has one.
+        allow_untested: zero_allow_untested_optimizer, as written.
+        sections: fp16, bf16 and whatever else goes to DeepSpeed as it is.
+        arguments: argument → value that the file decides.
+    """
+
+    stage: int
+    precision: str
+    zero: dict[str, Any]
+    automatic: tuple[str, ...] = ()
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    compiled_adam: bool = False
+    schedule: tuple[str, dict[str, Any]] | None = None
+    clipping: float | None = None
+    allow_untested: bool | None = None
+    sections: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def adopt(args: TrainingArguments) -> ZeroPlan:
+    """The plan, after bringing what the file decides into `args`.
+
+    Raises:
+        ConfigError: see `plan`.
+    """
+    found = plan(args)
+    for name, value in found.arguments.items():
+        setattr(args, name, value)
+    if found.arguments:
+        args.validate()
+    return found
+
+
+def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
+    """What `args.deepspeed`, a mapping or the name of a JSON file, asks for; `args` stay as they are.
+
+    Args:
+        args: coerced arguments.
+        world_size: number of processes, where it is known; only train_batch_size depends on it.
+
+    Raises:
+        ConfigError: the file cannot be read; a key is unknown or not served; a value contradicts an argument (both are
+            named) or another value.
+    """
+    config = read(args.deepspeed)
+    check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
+    _check_beside(args)
+    settled: dict[str, Any] = {}
+    _batches(args, config, world_size)
+    zero = _zero(part_of(config, "zero_optimization"))
+    precision, sections = _precision(args, config, settled)
+    clipping = settle(args, config, "gradient_clipping", "max_grad_norm", settled)
+    compiled = _optimizer(args, part_of(config, "optimizer"), settled, offloaded=zero.get("offload_optimizer"))
+    schedule = _schedule(args, part_of(config, "scheduler"), settled)
+    sections.update({name: config[name] for name in keys.PASSED if name in config})
+    _check_optimizer_name(args, settled)
+    return ZeroPlan(
+        stage=zero["stage"],
+        precision=precision,
+        automatic=tuple(name for name in keys.ZERO_AUTO if zero.get(name) == AUTO),
+        zero={name: value for name, value in zero.items() if value != AUTO},
+        offload_optimizer=_device(zero, "offload_optimizer"),
+        offload_param=_device(zero, "offload_param"),
+        compiled_adam=compiled,
+        schedule=schedule,
+        clipping=clipping,
+        allow_untested=config.get("zero_allow_untested_optimizer"),
+        sections=sections,
+        arguments={name: value for name, value in settled.items() if value != getattr(args, name)},
+    )
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(given: Any) -> dict[str, Any]:
+    """A configuration as a mapping: a copy of the given one, or what the file of that name holds. ConfigError."""
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    return io.read_mapping(Path(str(given)).expanduser(), field="deepspeed")
+
+
+# -- beside the arguments --------------------------------------------------------------------------------------------
+
+
+def _check_beside(args: ArgumentGroups) -> None:
+    """Arguments that cannot be served together with DeepSpeed."""
+    for name, why, remedy in (
+        ("auto_find_batch_size", "gradients are divided while they are computed: no step can be taken back.", "it"),
+        ("torch_compile", "DeepSpeed's hooks and a compiled graph do not go together.", "it, its backend and its mode"),
+        ("fp16_full_eval", "the engine has the weights in its own number format.", "it"),
+        ("bf16_full_eval", "the engine has the weights in its own number format.", "it"),
+    ):
+        if getattr(args, name):
+            raise ConfigError(
+                f"is not served together with deepspeed: {why}", field=name, value=True, remedy=f"Remove {remedy}."
+            )
+
+
+def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | None) -> None:
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    derived: dict[str, int | None] = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": None if args.global_batch_size else accumulation,
+        "train_batch_size": args.global_batch_size or (micro * accumulation * world_size if world_size else None),
+    }
+    for key, value in derived.items():
+        written = config.get(key)
+        if written in (None, AUTO) or value is None or written == value:
+            continue
+        if key == "train_batch_size" and not args.global_batch_size:
+            shown = f"{micro} x {accumulation} x {world_size}"
+            argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
+            raise refused(key, written, f"contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
+        raise refused(
+            key,
+            written,
+            f"contradicts {keys.BATCH_KEYS[key]} = {value}.",
+            f"Remove it, and give {keys.BATCH_KEYS[key]}.",
+        )
+
+
+# -- ZeRO --------------------------------------------------------------------------------------------------------------
+
+
+def _zero(given: dict[str, Any]) -> dict[str, Any]:
+    known = (*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED)
+    check_keys("zero_optimization.", given, known, keys.ZERO_REFUSED)
+    stage = given.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise refused(
+            "zero_optimization.stage",
+            stage,
+            "divides nothing." if stage == 0 else "is no stage of ZeRO.",
+            "Give 1, 2 or 3. To replicate the model, remove deepspeed and start several processes.",
+        )
+    zero = {name: value for name, value in given.items() if name in (*keys.ZERO_AUTO, *keys.ZERO_PASSED)}
+    for name, value in zero.items():
+        if value == AUTO and name not in keys.ZERO_AUTO:
+            raise refused(
+                f"zero_optimization.{name}", AUTO, "does not follow from anything.", "Write a value, or remove it."
+            )
+    zero["stage"] = int(stage)
+    given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))
+    for name, legacy in zip(keys.OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
+        offload = _offload(given, name, legacy, int(stage))
+        if offload:
+            zero[name] = offload
+    return zero
+
+
+def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> dict[str, Any]:
+    """The section `name`, or what an old file's truth value meant by it; empty when nothing is moved."""
+    key = f"zero_optimization.{name}"
+    offload = part_of({key: given.get(name)}, key)
+    if given.get(legacy):
+        if offload and offload.get("device") != "cpu":
+            raise contradiction(f"zero_optimization.{legacy}", True, f"{key}.device", offload.get("device"))
+        offload.setdefault("device", "cpu")
+        if "cpu_offload_use_pin_memory" in given:
+            offload.setdefault("pin_memory", bool(given["cpu_offload_use_pin_memory"]))
+    device = offload.get("device", "none")
+    if device in ("none", None):
+        return {}
+    if device not in ("cpu", "nvme"):
+        raise refused(f"{key}.device", device, "is no place to move to.", "Give cpu, nvme or none.")
+    least = 3 if name == "offload_param" or device == "nvme" else 1
+    if stage < least:
+        raise refused(
+            f"{key}.device",
+            device,
+            f"needs stage {least}, and zero_optimization.stage is {stage}.",
+            f"Give stage {least}, or remove the section.",
+        )
+    if device == "nvme" and not offload.get("nvme_path"):
+        raise refused(f"{key}.nvme_path", offload.get("nvme_path"), "is missing.", "Name a folder on the drive.")
+    return offload
+
+
+def _device(zero: Mapping[str, Any], name: str) -> str | None:
+    return zero[name]["device"] if name in zero else None
+
+
+# -- number format -----------------------------------------------------------------------------------------------------
+
+
+def _precision(
+    args: ArgumentGroups, config: Mapping[str, Any], settled: dict[str, Any]
+) -> tuple[str, dict[str, dict[str, Any]]]:
+    if "bfloat16" in config and "bf16" in config:
+        raise refused("bfloat16", None, "is the old name of bf16, which is there too.", "Keep bf16.")
+    written = {"bf16": part_of(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": part_of(config, "fp16")}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, section in written.items():
+        asked = section.get("enabled", AUTO if not section else False)
+        if asked != AUTO and not isinstance(asked, bool):
+            raise refused(f"{name}.enabled", asked, "is neither true nor false.", 'Write true, false or "auto".')
+        if asked is False and getattr(args, name):
+            raise contradiction(f"{name}.enabled", False, name, True)
+        if asked is True or (asked == AUTO and getattr(args, name)):
+            sections[name] = {**section, "enabled": True}
+            settled[name] = True
+    if len(sections) == 2:
+        raise refused("fp16.enabled", True, "and bf16 are both on.", "Keep one number format.")
+    for name, section in sections.items():
+        _check_format(name, section)
+    if "fp16" in sections and args.use_cpu:
+        raise refused("fp16.enabled", True, "is not served on the CPU.", "Use bf16, or neither.")
+    return next(iter(sections), "fp32"), sections
+
+
+def _check_format(name: str, section: dict[str, Any]) -> None:
+    for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if section.get(key):
+            raise refused(f"{name}.{key}", True, "keeps too few digits to resume exactly.", "Remove it.")
+    if section.get("check_grad_overflow") is False:
+        raise refused(
+            f"{name}.check_grad_overflow", False, "would step on gradients that are not finite.", "Remove it."
+        )
+    if name == "bf16":
+        section["check_grad_overflow"] = True
+    section.pop("auto_cast", None)  # inputs are always brought to the model's format
+
+
+# -- optimizer and schedule --------------------------------------------------------------------------------------------
+
+
+def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str, Any], *, offloaded: Any) -> bool:
+    """Note the optimizer of the file in `settled`; whether DeepSpeed's compiled one is asked for."""
+    if not section:
+        return False
+    kind = str(section.get("type", "")).lower()
+    if kind in keys.REFUSED_OPTIMIZERS:
+        raise refused("optimizer.type", section["type"], "is not served.", keys.REFUSED_OPTIMIZERS[kind])
+    if kind not in keys.OPTIMIZERS:
+        remedy = suggestion(kind, keys.OPTIMIZERS)
+        raise refused("optimizer.type", section.get("type"), "is no optimizer that ZeRO can cut up.", remedy)
+    params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
+    decoupled = params.pop("adam_w_mode", True)
+    name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
+    if said(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
+        if str(args.optim) != name:
+            raise contradiction("optimizer.type", section["type"], "optim", str(args.optim))
+    elif name != str(args.optim):
+        settled["optim"] = name
+    compiled = params.pop("torch_adam", None) is False and bool(offloaded) and "adam" in kind
+    for key, argument, index in (
+        ("lr", "learning_rate", None),
+        ("weight_decay", "weight_decay", None),
+        ("eps", "adam_epsilon", None),
+        ("betas", "adam_beta1", 0),
+        ("betas", "adam_beta2", 1),
+    ):
+        settle(args, params, key, argument, settled, prefix="optimizer.params.", index=index)
+    _further(args, {key: value for key, value in params.items() if key not in _PARAMS}, settled)
+    return compiled
+
+
+_PARAMS = ("lr", "weight_decay", "eps", "betas", "bias_correction", "fp32_optimizer_states")
+
+
+def _further(args: ArgumentGroups, params: Mapping[str, Any], settled: dict[str, Any]) -> None:
+    """Settings of the optimizer that have no argument of their own go into optim_args."""
+    if "max_grad_norm" in params:
+        raise refused(
+            "optimizer.params.max_grad_norm", params["max_grad_norm"], "has another place.", "Give gradient_clipping."
+        )
+    text = ",".join(f"{key}={value}" for key, value in sorted(params.items()) if value != AUTO)
+    if not text:
+        return
+    if args.optim_args and args.optim_args != text:
+        raise contradiction("optimizer.params", text, "optim_args", args.optim_args)
+    settled["optim_args"] = text
+
+
+def _check_optimizer_name(args: ArgumentGroups, settled: Mapping[str, Any]) -> None:
+    name = str(settled.get("optim", args.optim))
+    if name not in keys.ELEMENTWISE:
+        raise ConfigError(
+            "cannot be divided by ZeRO: it is not an update of every element by itself.",
+            field="optim",
+            value=name,
+            remedy=f"Choose one of: {', '.join(keys.ELEMENTWISE)}.",
+        )
+
+
+def _schedule(
+    args: ArgumentGroups, section: dict[str, Any], settled: dict[str, Any]
+) -> tuple[str, dict[str, Any]] | None:
+    if not section:
+        return None
+    kind = str(section.get("type"))
+    if kind not in keys.SCHEDULES:
+        remedy = suggestion(kind, keys.SCHEDULES)
+        raise refused("scheduler.type", section.get("type"), "is no schedule of DeepSpeed's.", remedy)
+    equivalent = keys.SCHEDULES[kind]
+    if said(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
+        raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
+    params = part_of({"scheduler.params": section.get("params")}, "scheduler.params")
+    if kind.startswith("Warmup"):
+        for key, argument in (
+            ("warmup_max_lr", "learning_rate"),
+            ("warmup_num_steps", "warmup_steps"),
+            ("total_num_steps", "max_steps"),
+        ):
+            if not (key == "total_num_steps" and args.max_steps < 0):
+                settle(args, params, key, argument, settled, prefix="scheduler.params.")
+    if equivalent is not None:
+        settled["lr_scheduler_type"] = equivalent
+    for key, value in params.items():
+        if value == AUTO and key not in AUTOMATIC:
+            raise refused(f"scheduler.params.{key}", AUTO, "does not follow from anything.", "Write a value.")
+    return kind, params
+
+
+#: Settings of a schedule whose "auto" follows from the arguments and the length of training.
+AUTOMATIC = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

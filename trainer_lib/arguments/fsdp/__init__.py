@@ -1,0 +1,1 @@
+"""FSDP's own configuration: read and checked."""

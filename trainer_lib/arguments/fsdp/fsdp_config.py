@@ -1,0 +1,246 @@
+"""`fsdp` and `fsdp_config`: what their words and keys ask for, in one form, and which of them cannot be had.
+
+Keys are those of the Trainer's documents of all ages and of accelerate's files, with or without ``fsdp_`` before them.
+What each one means here is the table in docs/distributed.md; a test holds the two against each other. No torch here:
+a specification is refused before any process is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer_lib.arguments.enums import FSDPOption
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.arguments.fsdp.fsdp_keys import FIELD, KEYS, MODES, Reading
+from trainer_lib.arguments.io import read_mapping
+from trainer_lib.errors import ConfigError
+
+_WHOLE = "Every parameter of it would have to be whole for that."
+_UNSHARDABLE: Mapping[str, str] = {
+    **dict.fromkeys(("lomo", "adalomo"), "It steps inside the backward, where gradients are not yet those of all."),
+    **dict.fromkeys(("galore", "apollo", "adafactor"), _WHOLE),
+    **dict.fromkeys(("lion_32bit", "ademamix"), "bitsandbytes does not know pieces."),
+    **dict.fromkeys(("_8bit", "paged_", "_4bit", "rmsprop_bnb"), "Its quantised state does not know pieces."),
+}
+
+
+class FsdpArguments(Protocol):
+    """The arguments read here (`TrainingArguments` has them)."""
+
+    fsdp: Any
+    fsdp_config: Any
+    bf16: bool
+    fp16: bool
+    optim: Any
+    gradient_checkpointing: bool | None
+    auto_find_batch_size: bool
+    save_on_each_node: bool
+    bf16_full_eval: bool
+    fp16_full_eval: bool
+
+
+@dataclass(frozen=True)
+class FsdpSettings:
+    """What is asked for.
+
+    Attributes:
+        mode: full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2.
+        offload: whether parameters, gradients and optimizer state live in the host's memory.
+        wrap: what is gathered at a time: "whole" model, each layer of some "classes", or parts by "size".
+        wrap_classes: names of the layers' classes; empty = those that the model names in `_no_split_modules`.
+        min_num_params: parameters that make a part, for "size".
+        hybrid_group: processes that share one copy, for the hybrid modes; None = those of one machine.
+        backward_prefetch, forward_prefetch: whether the next part is gathered while this one computes.
+        activation_checkpointing: whether each part's activations are computed again in the backward.
+        cpu_ram_efficient_loading: whether only the first process builds the model with its values.
+        sync_module_states: whether all processes take the first one's values.
+        sharded_checkpoints: whether every process writes its own part of a checkpoint.
+        param_dtype, reduce_dtype: what parameters are gathered and gradients are exchanged in; None = their own.
+        ignored_modules: patterns of the names of modules that are left whole.
+    """
+
+    mode: str = "full_shard"
+    offload: bool = False
+    wrap: str = "whole"
+    wrap_classes: tuple[str, ...] = ()
+    min_num_params: int = 0
+    hybrid_group: int | None = None
+    backward_prefetch: bool = True
+    forward_prefetch: bool = False
+    activation_checkpointing: bool = False
+    cpu_ram_efficient_loading: bool = False
+    sync_module_states: bool = True
+    sharded_checkpoints: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    ignored_modules: tuple[str, ...] = ()
+
+    @property
+    def reshards(self) -> bool:
+        """Whether gathered parameters are let go between forward and backward."""
+        return self.mode in ("full_shard", "hybrid_shard", "no_shard")
+
+
+def read_settings(args: FsdpArguments) -> FsdpSettings | None:
+    """The settings, or None when `fsdp` asks for nothing.
+
+    Raises ConfigError for a key, a value or a combination that cannot be served; a file of settings is read.
+    """
+    words = str(args.fsdp or "").split()
+    config = read_mapping(Path(args.fsdp_config), field=FIELD) if isinstance(args.fsdp_config, str) else None
+    values = _unprefixed(config if config is not None else args.fsdp_config or {})
+    if not words:
+        _refuse_without_fsdp(values)
+        return None
+    reading = Reading({"mode": next(word for word in words if word in MODES)})
+    if FSDPOption.OFFLOAD in words:
+        reading.say("offload", True, by="fsdp")
+    for key, value in values.items():
+        if key not in KEYS:
+            raise ConfigError("is not one of its settings.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
+        if value is not None:
+            KEYS[key](reading, key, value)
+    _choose_parts(reading, asked=FSDPOption.AUTO_WRAP in words)
+    _choose_formats(reading, args)
+    settings = replace(FsdpSettings(), **{name: v for name, v in reading.values.items() if v is not None})
+    _check(settings, args)
+    return settings
+
+
+def _unprefixed(config: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        name = str(key).removeprefix("fsdp_")
+        if name in values and values[name] != value:
+            raise ConfigError(
+                f"is given twice: {values[name]!r} and {value!r}.", field=f"{FIELD}.{name}", remedy="Keep one."
+            )
+        values[name] = value
+    return values
+
+
+def _refuse_without_fsdp(values: Mapping[str, Any]) -> None:
+    # A configuration that was written out in full asks for nothing with these.
+    asked = [key for key, value in values.items() if value not in (0, False, None, "", "false", "False", [], {})]
+    if asked:
+        raise ConfigError(
+            "Without fsdp, there is no fsdp to configure.",
+            field=FIELD,
+            value=asked[0],
+            remedy='Remove it, or set fsdp="full_shard auto_wrap".',
+        )
+
+
+# -- what follows from several of them ---------------------------------------------------------------------------------
+
+
+def _choose_parts(reading: Reading, *, asked: bool) -> None:
+    """By class or by size: as a policy says, else as the key that is there says; `auto_wrap` alone is by class."""
+    values = reading.values
+    classes, size = values.get("wrap_classes"), values.get("min_num_params")
+    if classes and size:
+        raise ConfigError(
+            "cannot be used together with transformer_layer_cls_to_wrap: the model is cut by class or by size.",
+            field=f"{FIELD}.min_num_params",
+            value=size,
+            remedy="Keep one of them.",
+        )
+    wanted = "classes" if classes else "size" if size else "classes" if asked else None
+    policy = values.get("wrap")
+    if policy == "size" and not size:
+        raise ConfigError(
+            "SIZE_BASED_WRAP needs a size.",
+            field=f"{FIELD}.min_num_params",
+            value=0,
+            remedy="Give the number of parameters that make a part.",
+        )
+    if policy is not None and wanted is not None and policy != wanted:
+        raise ConfigError(
+            f"contradicts {'auto_wrap' if asked and not (classes or size) else 'what is to be wrapped'}.",
+            field=f"{FIELD}.auto_wrap_policy",
+            value=policy,
+            remedy="Remove it: the policy follows from the other settings.",
+        )
+    values["wrap"] = policy or wanted or "whole"
+
+
+def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
+    """Gathered as the forward computes, exchanged in full digits, unless said otherwise."""
+    values = reading.values
+    asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+    if values.get("param_dtype") == "float16" and not args.fp16:
+        raise ConfigError(
+            "needs a loss scaler.",
+            field=f"{FIELD}.mixed_precision",
+            value="float16",
+            remedy="Set fp16=True, or use bf16.",
+        )
+    if asked is not None:
+        values.setdefault("param_dtype", asked)
+        values.setdefault("reduce_dtype", "float32")
+
+
+#: Arguments that sharding leaves no room for: why, and the way out.
+_UNSERVED: Mapping[str, tuple[str, str]] = {
+    "auto_find_batch_size": (
+        "a process that runs out of memory leaves the others waiting for its part.",
+        "Remove it; a pipeline's own retry halves the micro-batch between two starts.",
+    ),
+    "save_on_each_node": ("no machine has the whole state.", "Give an output_dir that all machines see."),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        ("divided parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
+    ),
+    "predict_with_generate": (
+        "processes would generate different numbers of tokens, and wait for each other.",
+        "Remove it, and generate with a Trainer of its own without fsdp and the saved model.",
+    ),
+}
+
+
+def _check(settings: FsdpSettings, args: FsdpArguments) -> None:
+    _check_parts(settings, args)
+    for name, (why, remedy) in _UNSERVED.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"cannot be served with fsdp: {why}", field=name, value=True, remedy=remedy)
+    for part, why in _UNSHARDABLE.items():
+        if part in str(args.optim):
+            raise ConfigError(
+                f"cannot be used with fsdp. {why}", field="optim", value=str(args.optim), remedy="Use adamw_torch."
+            )
+
+
+def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
+    if settings.cpu_ram_efficient_loading and not settings.sync_module_states:
+        raise ConfigError(
+            "contradicts cpu_ram_efficient_loading: the values of the other processes come from the first.",
+            field=f"{FIELD}.sync_module_states",
+            value=False,
+            remedy="Remove it.",
+        )
+    if settings.hybrid_group is not None and "hybrid" not in settings.mode:
+        raise ConfigError(
+            f"has no effect on {settings.mode}.",
+            field=f"{FIELD}.hybrid_group_size",
+            value=settings.hybrid_group,
+            remedy="Remove it, or give fsdp = hybrid_shard.",
+        )
+    if not settings.activation_checkpointing:
+        return
+    if args.gradient_checkpointing:
+        raise ConfigError(
+            "cannot be on together with gradient_checkpointing: both compute the same activations again.",
+            field=f"{FIELD}.activation_checkpointing",
+            value=True,
+            remedy="Keep activation_checkpointing, which saves a gathering.",
+        )
+    if settings.wrap == "whole":
+        raise ConfigError(
+            "needs parts of the model whose activations are computed again.",
+            field=f"{FIELD}.activation_checkpointing",
+            value=True,
+            remedy="Add auto_wrap to fsdp, or give gradient_checkpointing instead.",
+        )

@@ -1,0 +1,1 @@
+"""Checkpoints that another program wrote: recognised, and read for an import."""

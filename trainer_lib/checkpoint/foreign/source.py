@@ -1,0 +1,318 @@
+"""A checkpoint of the transformers Trainer as one of ours: what is in its folder, and the same in our format.
+
+::
+
+    model.safetensors (or shards and their index, or pytorch_model.bin)   weights
+    optimizer.pt scheduler.pt scaler.pt rng_state*.pth                    read by `torch_files`, which runs nothing
+    trainer_state.json                                                    step, epoch, log, best metric
+    config.json, the tokenizer's files                                    copied
+    training_args.bin                                                     a pickle of a class: left out, never opened
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trainer_lib.checkpoint.foreign.recognise import TRANSFORMERS, recognise
+from trainer_lib.checkpoint.foreign.torch_files import read_torch_file, refused
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
+from trainer_lib.checkpoint.parsing import parse_json
+from trainer_lib.checkpoint.rng import encode
+from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.checkpoint.values import to_json
+from trainer_lib.commit import COMMIT
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.state import TrainerState
+from trainer_lib.storage import Store
+
+_JSON_LIMIT = 512 * 2**20
+_FILE_LIMIT = 256 * 2**20
+_SHARD = re.compile(r"[\w.-]{1,200}\.(safetensors|bin)")
+_RNG = re.compile(r"rng_state(?:_(\d{1,6}))?\.pth")
+_COPIED = (
+    *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "vocab.*"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "chat_template.*"),
+)
+_RUNNABLE = ("*.py", "*.so", "*.sh", "*.pkl", "*.bin", "*.pt", "*.pth")
+_READ = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt", "model.safetensors.index.json"}
+
+
+@dataclass
+class Source:
+    """What a folder holds.
+
+    Attributes:
+        url: where it is.
+        tensors: its weights, by the names in the file.
+        in_order: whether they stand in the model's order (pytorch_model.bin keeps it).
+        adapter: whether they are a peft adapter's.
+        optimizer, scheduler, scaler: `state_dict()`s.
+        rngs: random state per rank, as `capture_rng` gives it; empty when there is none.
+        state: trainer_state.json.
+        files: what is copied, name → bytes.
+        left_out: names of files that were not opened.
+    """
+
+    url: str
+    tensors: dict[str, Tensor]
+    in_order: bool
+    adapter: bool
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+    rngs: list[dict[str, Any]]
+    state: TrainerState
+    files: dict[str, bytes] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """config.json, when there is one."""
+        return _object(self.files["config.json"], f"{self.url}/config.json") if "config.json" in self.files else None
+
+
+def read_source(store: Store) -> Source:
+    """Read a ``checkpoint-N/`` of the transformers Trainer, all of it, before anything is written.
+
+    Raises:
+        ConfigError: it is something else, or not whole; says what, and what to do.
+        DamagedError: a file is not what it should be; says which, and why.
+        StorageError: it cannot be read.
+    """
+    names = _check_kind(store)
+    where = f"{store.url}/"
+    state = TrainerState.from_dict(_object(_read(store, "trainer_state.json"), f"{where}trainer_state.json"))
+    optimizer = _mapping(read_torch_file(store, "optimizer.pt"), f"{where}optimizer.pt")
+    scheduler = _mapping(read_torch_file(store, "scheduler.pt"), f"{where}scheduler.pt")
+    has_scaler = "scaler.pt" in names
+    scaler = _mapping(read_torch_file(store, "scaler.pt"), f"{where}scaler.pt") if has_scaler else None
+    rngs, rng_files = _read_rngs(store, names)
+    tensors, weight_files = _read_weights(store, names)
+    copied = {name for name in names if _is_copied(name)}
+    used = {*_READ, *rng_files, *weight_files, *copied}
+    return Source(
+        url=store.url,
+        tensors=tensors,
+        in_order=any(name.endswith(".bin") for name in weight_files),
+        adapter="adapter_model.safetensors" in weight_files,
+        optimizer=_check_optimizer(optimizer, f"{where}optimizer.pt"),
+        scheduler=scheduler,
+        scaler=scaler,
+        rngs=rngs,
+        state=state,
+        files={name: store.read_bytes(name, limit=_FILE_LIMIT) for name in sorted(copied)},
+        left_out=sorted(names - used),
+    )
+
+
+def position(state: TrainerState) -> dict[str, Any]:
+    """Where in the data the run stood: whole epochs, and optimizer steps of the next.
+
+    Steps per epoch U were not saved, but ``epoch`` was, to the micro-batch: after k steps of epoch e the global step is
+    ``eU + k`` and the fraction at most ``k/U`` and more than ``(k-1)/U``, which leaves one whole number for U.
+
+    Raises:
+        DamagedError: step and epoch contradict each other.
+    """
+    step, epoch = int(state.global_step), float(state.epoch)
+    whole = math.floor(epoch + 1e-9)
+    if whole == 0:
+        return {"epoch": 0, "step_in_epoch": step, "samples_seen": 0}
+    per_epoch = math.ceil(step / epoch - 1e-6)
+    done = step - whole * per_epoch
+    if not 0 <= done < max(per_epoch, 1):
+        raise DamagedError(
+            f"Step {step} cannot be at epoch {epoch:g}.", field="trainer_state.json", remedy="Use another checkpoint."
+        )
+    return {"epoch": whole, "step_in_epoch": done, "samples_seen": 0}
+
+
+def optimizer_snapshot(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> OptimizerSnapshot:
+    """An optimizer's ``state_dict()`` by parameter name; groups without parameters are left out.
+
+    Args:
+        optimizer: as torch makes it, parameters numbered through the groups.
+        names: of each group's parameters, in order.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def keep(key: str, tensor: Tensor) -> dict[str, Any]:
+        tensors[key] = tensor
+        return {"__tensor__": key, "device": "any"}
+
+    groups, state = [], {}
+    for place, (group, called) in enumerate(zip(optimizer["param_groups"], names, strict=True)):
+        for number, name in zip(group["params"], called, strict=True):
+            if (values := optimizer["state"].get(number)) is not None:
+                state[name] = {str(key): to_json(value, f"{name}/{key}", keep) for key, value in values.items()}
+        if called:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            encoded = {str(key): to_json(value, f"group.{place}/{key}", keep) for key, value in settings.items()}
+            groups.append({**encoded, "params": list(called)})
+    return OptimizerSnapshot(tensors, groups, {"state": state})
+
+
+def scheduler_state(scheduler: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A schedule's ``state_dict()`` for the groups that have parameters; functions are made anew, not restored."""
+    kept = [place for place, called in enumerate(names) if called]
+    state = {}
+    for key, value in scheduler.items():
+        per_group = isinstance(value, list) and len(value) == len(names)
+        state[key] = [value[place] for place in kept] if per_group else value
+    if "lr_lambdas" in state:
+        state["lr_lambdas"] = [None] * len(kept)
+    return state
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def _check_kind(store: Store) -> set[str]:
+    """Names of the folder's files, once it is sure that it is what can be imported."""
+    if store.exists(COMMIT):
+        raise _not_this(store, "It is trainflow's own already.", "Resume from it, or copy the folder.")
+    known = recognise(store)
+    if known is None or known.kind != TRANSFORMERS:
+        what = f"There is {known.what}" if known else "There is no checkpoint"
+        remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
+        raise _not_this(store, f"{what}.", remedy)
+    names = {info.path for info in store.list()}
+    folders = {name.partition("/")[0] for name in names}
+    links = [name for name in store.children() if name not in folders and not store.children(name)]
+    if links:
+        raise DamagedError(
+            "A link or a pipe stands where a file is expected; it may lead anywhere.",
+            field=f"{store.url}/{links[0]}",
+            remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
+        )
+    if "trainer_state.json" not in names:
+        raise _not_this(store, "It has no trainer_state.json: step and schedule are unknown.", "Use a whole one.")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        if name not in names:
+            remedy = "Load its weights (from_pretrained) and start anew: there is nothing else to go on from."
+            raise _not_this(store, f"It has no {name}: only the model was saved (save_only_model).", remedy)
+    return names
+
+
+def _not_this(store: Store, message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, field="source", value=store.url, remedy=remedy)
+
+
+def _is_copied(name: str) -> bool:
+    patterns = any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED)
+    return patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUNNABLE)
+
+
+def _read(store: Store, name: str) -> bytes:
+    return store.read_bytes(name, limit=_JSON_LIMIT)
+
+
+def _object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = parse_json(data)
+    except ValueError as error:
+        raise refused(where, f"it is not JSON ({str(error)[:80]})") from error
+    return _mapping(record, where)
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise refused(where, "it holds no dictionary")
+    return value
+
+
+# -- the weights -------------------------------------------------------------------------------------------------------
+
+
+def _read_weights(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Tensors by name, and the files they came from."""
+    for whole in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
+        if whole in names:
+            return _read_tensors(store, whole), {whole}
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if index in names:
+            return _read_shards(store, index, names)
+    raise _not_this(store, "It has no weights.", "Name a folder with model.safetensors or pytorch_model.bin.")
+
+
+def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
+    if name.endswith(".safetensors"):
+        return read_safetensors(store, name)
+    where = f"{store.url}/{name}"
+    tensors = _mapping(read_torch_file(store, name), where)
+    if not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise refused(where, "it holds more than tensors")
+    return tensors
+
+
+def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
+    where = f"{store.url}/{index}"
+    weight_map = _mapping(_object(_read(store, index), where).get("weight_map"), where)
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
+            raise refused(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
+    shards = list(dict.fromkeys(weight_map.values()))
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        for name, tensor in _read_tensors(store, shard).items():
+            if weight_map.get(name) != shard:
+                raise refused(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")
+            tensors[name] = tensor
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise refused(where, f"no file holds {missing[0][:80]!r}, which it lists")
+    return tensors, {index, *shards}
+
+
+# -- what torch.save wrote ---------------------------------------------------------------------------------------------
+
+
+def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
+    """An optimizer's ``state_dict()``, parameters numbered from 0 through its groups."""
+    groups, state = optimizer.get("param_groups"), optimizer.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise refused(where, "it holds no optimizer's state")
+    numbers: list[Any] = []
+    for group in groups:
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, list):
+            raise refused(where, "a group in it names no parameters")
+        numbers += members
+    if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
+        raise refused(where, "it does not number its parameters from 0 on")
+    if not all(type(number) is int and isinstance(values, dict) for number, values in state.items()):
+        raise refused(where, "its state is not by parameter")
+    return optimizer
+
+
+def _read_rngs(store: Store, names: set[str]) -> tuple[list[dict[str, Any]], set[str]]:
+    """Random states by rank, and the files they came from; none when a rank's is missing."""
+    ranks = {int(match.group(1) or 0): name for name in names if (match := _RNG.fullmatch(name))}
+    if sorted(ranks) != list(range(len(ranks))):
+        return [], set()
+    return [
+        _rng(read_torch_file(store, ranks[rank]), rank, f"{store.url}/{ranks[rank]}") for rank in sorted(ranks)
+    ], set(ranks.values())
+
+
+def _rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
+    try:
+        version, words, gauss = saved["python"]
+        kind, keys, place, has_gauss, cached = saved["numpy"]
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "numpy": [str(kind), keys.tolist(), int(place), int(has_gauss), float(cached)],
+            "torch": encode(saved["cpu"]),
+        }
+        if "cuda" in saved:
+            devices = saved["cuda"] if isinstance(saved["cuda"], list) else [saved["cuda"]]
+            state["cuda"] = encode(devices[rank % len(devices)])
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+        raise refused(where, f"it holds no random states ({type(error).__name__}: {error})") from error
+    return state

@@ -1,0 +1,1 @@
+"""Who may write and who is reading: leases, claims and readers on any store."""

@@ -1,0 +1,131 @@
+"""Who is reading a checkpoint, so that nobody removes it meanwhile. No torch here.
+
+A reader leaves a mark in the checkpoint's folder, ``READING-<id>.json`` (a `lease.Holder`), and looks for the commit
+*after* it; whoever removes takes the commit away first and looks for marks *after* that::
+
+    reader:   mark, then: is there a commit?        no  -> the checkpoint is gone; use another
+    remover:  delete the commit, then: any marks?   yes -> put the commit back
+
+One of the two sees the other, on any store, whatever the order. A mark does not outlive its process: on the same
+machine a reader that was killed is seen to be gone; elsewhere its mark counts for an hour after it was last renewed
+(every ten minutes, by the reader's clock: clocks that differ by less than the hour do no harm).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from trainer_lib.commit import COMMIT, LIMIT
+from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.locks.lease import Holder
+from trainer_lib.storage import Store
+
+TTL_S = 3600.0
+RENEW_S = 600.0
+_PREFIX, _SUFFIX = "READING-", ".json"
+_MARK_LIMIT = 4096
+_LOG = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def reading(store: Store) -> Iterator[None]:
+    """Mark a checkpoint's folder as in use for the length of a ``with`` block; look for its commit inside the block.
+
+    Where no mark can be written (a store that may only be read), or there is nothing to read, it runs without one.
+    """
+    mark = _Mark(store)
+    try:
+        yield
+    finally:
+        mark.remove()
+
+
+def readers(store: Store) -> list[Holder]:
+    """Who is reading a checkpoint now, as far as can be told."""
+    names = [name for name in store.children() if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
+    return [holder for name in names if (holder := _holder(store, name)) is not None and _counts(holder)]
+
+
+def withdraw_unread(store: Store) -> bool:
+    """Delete a checkpoint that nobody is reading; False, and all as before, when somebody is.
+
+    Raises:
+        StorageError: it could not be deleted, or only its commit.
+    """
+    if readers(store):
+        return False
+    commit = store.read_if_exists(COMMIT, limit=LIMIT)
+    store.delete(COMMIT)
+    if commit is not None and readers(store):
+        store.create(COMMIT, commit)
+        return False
+    store.delete_tree()
+    return True
+
+
+class _Mark:
+    """A mark that is renewed by a thread until it is removed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._name: str | None = self._put() if _has_commit(store) else None
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="trainflow-reading", daemon=True)
+        if self._name is not None:
+            self._thread.start()
+
+    def remove(self) -> None:
+        """Take the mark away; what cannot be removed runs out by itself."""
+        self._done.set()
+        if self._name is not None:
+            self._thread.join()
+            self._drop(self._name)
+
+    def _keep(self) -> None:
+        while not self._done.wait(RENEW_S):
+            # Another one, and only then the old one away: there is a whole mark at every moment.
+            name = self._put()
+            if name is not None and self._name is not None:
+                self._drop(self._name)
+                self._name = name
+
+    def _put(self) -> str | None:
+        name = f"{_PREFIX}{uuid.uuid4().hex}{_SUFFIX}"
+        try:
+            return name if self._store.create(name, Holder.this_process(TTL_S).to_bytes()) else None
+        except StorageError as error:
+            _LOG.info("That %s is being read could not be noted: %s", self._store.url, error)
+            return None
+
+    def _drop(self, name: str) -> None:
+        with contextlib.suppress(StorageError):
+            self._store.delete(name)
+
+
+def _has_commit(store: Store) -> bool:
+    try:
+        return store.exists(COMMIT)
+    except StorageError:  # whoever reads will be told
+        return False
+
+
+def _holder(store: Store, name: str) -> Holder | None:
+    try:
+        return Holder.from_bytes(store.read_if_exists(name, limit=_MARK_LIMIT) or b"")
+    except DamagedError:
+        return None
+
+
+def _counts(holder: Holder) -> bool:
+    if holder.is_alive() or holder.is_gone():
+        return holder.is_alive()
+    try:
+        renewed = datetime.fromisoformat(holder.since)
+        return abs((datetime.now(UTC) - renewed).total_seconds()) < holder.ttl_s
+    except (ValueError, TypeError):  # no date, or one without a time zone
+        return False

@@ -1,0 +1,1 @@
+"""The processes of one machine, and the rendezvous of several."""

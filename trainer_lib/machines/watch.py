@@ -1,0 +1,46 @@
+"""A worker that has lost its parent must not live on: the thread that notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from trainer_lib.guard import Process, alive, descendants, send
+
+POLL_S = 1.0
+
+
+class ParentWatch(threading.Thread):
+    """Stops this process when its parent changes (torchrun died) or the guard is gone: SIGTERM, grace, SIGKILL.
+
+    Args:
+        grace_s: seconds the main thread gets to reach a step boundary and save.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        super().__init__(name="trainflow-parent-watch", daemon=True)
+        self._grace_s = grace_s
+        self._parent = os.getppid()
+        self._guard = _guard()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Look once a second."""
+        while not self._done.wait(POLL_S):
+            if os.getppid() != self._parent or (self._guard is not None and not alive(self._guard)):
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._done.wait(self._grace_s):
+                    for process in descendants(os.getpid()):
+                        send(process, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return
+
+    def close(self) -> None:
+        """Stop watching: this process is about to leave anyway."""
+        self._done.set()
+
+
+def _guard() -> Process | None:
+    pid, _, start = os.environ.get("TRAINFLOW_GUARD", "").partition(":")
+    return Process(int(pid), start) if pid.isdigit() else None

@@ -1,0 +1,370 @@
+"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided over processes.
+
+The Trainer keeps its loop. What DeepSpeed is asked, and in which order::
+
+    build        stage 3: the model's layers are divided while they are made (zero.Init)
+    settle       model and optimizer become an engine; it must be of the stage that was asked for
+    no_sync      the micro-step is not the last of its step: stage 1 exchanges nothing, 2 and 3 have to, for no process
+                 keeps whole gradients
+    backward     the engine's, with our weight instead of its own division by the accumulation
+    clip         the norm of all gradients; the engine scales by it inside of its step
+    step         the engine's; it skips gradients that are not finite by itself, in every number format
+    state        `zero_partitions`, parameter by parameter: never its pickled checkpoints
+
+Tested with DeepSpeed 0.19.8. Every import of the package is in this file, inside of functions: it takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib import distributed
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
+from trainer_lib.precision import Precision, PrecisionSettings
+from trainer_lib.strategies.deepspeed import zero_config
+from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
+from trainer_lib.strategies.deepspeed.zero_partitions import Partitions, StagesOneTwo, StageThree, missing_names
+from trainer_lib.strategies.deepspeed.zero_plugin import ZeroPlugin
+from trainer_lib.strategies.deepspeed.zero_precision import EnginePrecision
+from trainer_lib.strategies.deepspeed.zero_weights import ZeroWeights
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeedStrategy(ZeroWeights):
+    """A model trained by DeepSpeed's engine."""
+
+    name = "deepspeed"
+    places_model = True
+    skips_micro_steps = False
+
+    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
+        self.plan: ZeroPlan = plan(args, world_size=comm.world_size)
+        keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
+        super().__init__(device, comm, keeps=keeps, mixed=self.plan.precision != "fp32")
+        self.forward_communicates = self.plan.stage == 3
+        self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan, lambda: self._config(None))}
+        self._args = args
+        self._engine: Any = None
+        self._inference: Any = None
+        self._hf_config: Any = None
+        self._buffers: list[torch.Tensor] = []
+        distributed.form_alone(device)
+        self._deepspeed = _start(device, self.plan)
+        self._gathering = self._deepspeed.zero.GatheredParameters
+
+    # -- before training -----------------------------------------------------------------------------------------------
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Stage 3: every layer is divided as soon as it is made, so that the whole need not fit anywhere."""
+        if self.plan.stage != 3:
+            return make()
+        with self._told_to_transformers(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
+            return make()
+
+    @contextlib.contextmanager
+    def _told_to_transformers(self) -> Iterator[None]:
+        """Inside, its `from_pretrained` loads into divided parameters, and its `generate` keeps ranks together."""
+        self._tell_transformers(True)
+        try:
+            yield
+        finally:
+            self._tell_transformers(False)
+
+    def _tell_transformers(self, divided: bool) -> None:
+        if "transformers" not in sys.modules or self.plan.stage != 3:
+            return
+        from transformers.integrations import deepspeed as known
+
+        if divided:
+            self._hf_config = known.HfDeepSpeedConfig(self._config(None))  # type: ignore[no-untyped-call]
+        else:
+            known.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+
+    def check_model(self, model: nn.Module) -> None:
+        """The number format of what is trained must be one that masters can be kept for."""
+        for name, each in model.named_parameters():
+            if each.requires_grad and self.plan.precision == "fp32" and each.dtype != torch.float32:
+                raise ConfigError(
+                    f"{name} is {each.dtype}, but neither bf16 nor fp16 is on.",
+                    field="model",
+                    value=type(model).__name__,
+                    remedy="Give bf16=True (or fp16=True), or the model in float32.",
+                )
+
+    def precision(self, args: PrecisionSettings) -> Precision:
+        """The engine computes in its number format and scales the loss; the Trainer does neither."""
+        return EnginePrecision(self.plan.precision, self.device, lambda: self._engine)
+
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """The model, until there is an optimizer too."""
+        self.release()
+        return model
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Refuse one that an earlier training has taken apart."""
+        known = {id(each) for each in self.unwrap(model).parameters()}
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        if not held or any(id(each) not in known for each in held):
+            raise ConfigError(
+                "does not hold the model's parameters; an earlier training has taken it apart, perhaps.",
+                field="optimizers",
+                value=type(optimizer).__name__,
+                remedy="Give a new one over the model's parameters, or optimizer_cls_and_kwargs.",
+            )
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
+        """DeepSpeed's schedule, when the configuration names one."""
+        if self.plan.schedule is None:
+            return None
+        from deepspeed.runtime import lr_schedules
+
+        kind, params = self.plan.schedule
+        settings = zero_config.schedule_settings(kind, params, self._args, num_training_steps)
+        try:
+            return getattr(lr_schedules, kind)(optimizer, **settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{kind} does not take it: {error}", field="deepspeed.scheduler.params", value=settings
+            ) from error
+
+    def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The engine, and the optimizer over it. Collective."""
+        zero_config.check_optimizer(optimizer, self.plan)
+        inner = self.unwrap(model)
+        groups = [(group, [each for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups]
+        groups = [(group, parameters) for group, parameters in groups if parameters]
+        self._given_dtypes = {id(each): each.dtype for each in inner.parameters()}
+        self._engine = self._initialize(inner, self._compiled(optimizer))
+        self._partitions = self._checked_partitions()
+        self._trained = {id(each) for each in self._partitions.parameters()}
+        self._cast_inputs(inner)
+        self._take_masters(inner)
+        if self._args.ddp_broadcast_buffers is not False:
+            self._buffers = [each for each in self.local_state(inner).values() if not isinstance(each, nn.Parameter)]
+        return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
+
+    def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        config = self._config(model, trains=optimizer is not None)
+        if self.comm.rank == 0:
+            _log.info("DeepSpeed's configuration: %s", json.dumps(zero_config.masked(config), sort_keys=True))
+        engine, *_ = self._deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        return engine
+
+    def _config(self, model: nn.Module | None, *, trains: bool = True) -> dict[str, Any]:
+        return zero_config.engine_config(self.plan, self._args, model, trains=trains)
+
+    def _compiled(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """DeepSpeed's own Adam for the CPU over the same groups, where the configuration asks for it."""
+        if not self.plan.compiled_adam:
+            return optimizer
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        decoupled = isinstance(optimizer, torch.optim.AdamW)
+        for group in optimizer.param_groups:
+            group.pop("fused", None)
+        made: torch.optim.Optimizer = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=decoupled)
+        return made
+
+    def _checked_partitions(self) -> Partitions:
+        """Raise InfrastructureError unless the engine divides what was asked for."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        engine, stage = self._engine, self.plan.stage
+        zero = engine.optimizer
+        lacking = missing_names(zero, stage)
+        if lacking or engine.zero_optimization_stage() != stage:
+            raise InfrastructureError(
+                f"DeepSpeed {self._deepspeed.__version__} made {type(zero).__name__} of stage"
+                f" {engine.zero_optimization_stage()} where stage {stage} was asked for"
+                + (f"; it lacks {', '.join(lacking)}." if lacking else "."),
+                field="deepspeed",
+                remedy="Install the version that is tested: pip install deepspeed==0.19.8.",
+            )
+        partitions: Partitions = StageThree(zero, combine_grad_norm_groups) if stage == 3 else StagesOneTwo(zero)
+        whole = sum(getattr(each, "ds_numel", each.numel()) for each in partitions.parameters())
+        held = sum(flat.numel() for flat in partitions.flats())
+        most = -(-whole // self.comm.world_size) + 1024 * (1 + sum(1 for _ in partitions.parameters()))  # and padding
+        if held > most or held * self.comm.world_size < whole:
+            raise InfrastructureError(
+                f"A process holds {held:,} of {whole:,} elements, which {self.comm.world_size} should share.",
+                field="deepspeed.zero_optimization.stage",
+                value=stage,
+            )
+        return partitions
+
+    def _cast_inputs(self, model: nn.Module) -> None:
+        """Floating-point inputs come in the model's number format, as reference Trainers bring them."""
+        dtype = _DTYPES[self.plan.precision]
+        if dtype is torch.float32 or getattr(model, "_trainflow_casts", False):
+            return
+
+        def cast(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return _cast(args, dtype), _cast(kwargs, dtype)
+
+        model.register_forward_pre_hook(cast, with_kwargs=True)
+        model._trainflow_casts = True  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Take the engine of an earlier training, or of an evaluation before any, off the model."""
+        for engine in (self._engine, self._inference):
+            if engine is not None:
+                engine.destroy()
+        self._engine = self._inference = self._partitions = None
+        self._trained, self._buffers = set(), []
+
+    # -- forward and backward ------------------------------------------------------------------------------------------
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside of the engine."""
+        inner = model.module if model is self._engine or model is self._inference else model
+        return super().unwrap(inner)
+
+    def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
+        """The module itself. In stage 3 its layers are gathered as they compute, in an engine of its own if need be."""
+        inner = self.unwrap(model)
+        if self.plan.stage < 3:
+            return inner.to(self.device)
+        if alone:
+            raise ConfigError(
+                "The model is divided over the processes, so none of them can predict by itself.",
+                field="deepspeed.zero_optimization.stage",
+                value=3,
+                remedy="Use predict(), or a Trainer of its own without deepspeed and a saved model.",
+            )
+        if self._engine is None and self._inference is None:
+            self._inference = self._initialize(inner, None)
+            self._cast_inputs(inner)
+        self._tell_transformers(True)
+        return inner
+
+    def after_inference(self, model: nn.Module) -> None:
+        """Other models may be loaded again."""
+        self._tell_transformers(False)
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[None]:
+        self._running().set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._running().set_gradient_accumulation_boundary(True)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The micro-step under way is not the last of its step."""
+        return self._collecting()
+
+    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
+        """The engine's backward; `seed` is multiplied in, for it takes none."""
+        self._running().backward(loss if seed is None else loss * seed, scale_wrt_gas=False)
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """The norm of all gradients; they are scaled to `max_norm` inside of the step that follows."""
+        partitions = self._parts()
+        partitions.zero.clip_grad = float(max_norm or 0.0)
+        return partitions.norm()
+
+    def _step(self) -> bool:
+        engine = self._running()
+        engine.step()
+        for buffer in self._buffers if self.comm.world_size > 1 else ():  # the engine leaves them to each process
+            torch.distributed.broadcast(buffer, src=0)
+        return bool(engine.was_step_applied())
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks."""
+        return self.comm.sum_tensor(tensor)
+
+    def numel(self, parameter: nn.Parameter) -> int:
+        """Elements of the whole parameter: a divided one has none where it stands."""
+        return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Name, stage and what is moved off the device."""
+        return {
+            "strategy": self.name,
+            "zero_stage": self.plan.stage,
+            "offload_optimizer": self.plan.offload_optimizer,
+            "offload_param": self.plan.offload_param,
+        }
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine; None before training."""
+        return self._engine
+
+    def _running(self) -> Any:
+        if self._engine is None:
+            raise InfrastructureError("There is no engine: training has not begun.", field="deepspeed")
+        return self._engine
+
+
+def _start(device: torch.device, plan: ZeroPlan) -> Any:
+    """The package, ready to use the process group that there is."""
+    try:
+        with _on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+            import deepspeed
+            from deepspeed.accelerator import get_accelerator, set_accelerator
+
+            accelerator = get_accelerator()
+    except ImportError as error:
+        message = f"needs the package deepspeed ({error})."
+        raise MissingExtraError(message, field="deepspeed", extra="deepspeed") from error
+    if device.type == "cpu":
+        if accelerator.device_name() != "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            set_accelerator(CPU_Accelerator())
+        # An exchange through shared memory that takes minutes to compile at its first use; gloo serves without.
+        exchange: Any = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+        exchange.build_shm_op = lambda: None
+    # torch's word to DeepSpeed, in every process and nothing that a user could act on.
+    warnings.filterwarnings("ignore", message="`torch.distributed.[a-z_]+` is deprecated", category=FutureWarning)
+    if "log_level" not in plan.sections:
+        deepspeed.utils.logger.setLevel(max(logging.WARNING, _log.getEffectiveLevel()))
+    backend = torch.distributed.get_backend() if device.type == "cpu" else accelerator.communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
+    return deepspeed
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Inside, the package need not look for a device; what it notes in the environment while it is imported goes."""
+    names = ("DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.setdefault(names[0], "cpu")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(each, dtype) for name, each in value.items()}
+    return type(value)(_cast(each, dtype) for each in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,167 @@
+"""From a `ZeroPlan` to what DeepSpeed is given: sizes that follow from the model, batch sizes, schedules."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, adopt
+from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+_SECRET = re.compile(r"(token|secret|password|key)$", re.IGNORECASE)
+#: Optimizers that update every element by itself, whose flats may therefore be cut anywhere.
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion")
+_KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
+
+
+def settle(args: TrainingArguments) -> None:
+    """Bring what the configuration decides into `args`; refuse what this machine cannot serve. Forms no group."""
+    plan = adopt(args)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise MissingExtraError("needs the package deepspeed.", field="deepspeed", extra="deepspeed")
+    if plan.compiled_adam:
+        _check_compiler("deepspeed.optimizer.params.torch_adam", False, "true: torch's own Adam needs no compiler")
+    for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
+        if device == "nvme":
+            _check_drive(f"deepspeed.zero_optimization.{name}", plan.zero[name]["nvme_path"])
+
+
+def _check_compiler(field: str, value: Any, instead: str) -> None:
+    beside = str(Path(sys.executable).parent)
+    for program, package in (("g++", "g++ (Debian: apt install g++)"), ("ninja", "ninja (pip install ninja)")):
+        if shutil.which(program) is None and shutil.which(program, path=beside) is None:
+            raise ConfigError(
+                f"DeepSpeed compiles what is needed for it, and there is no {program} here.",
+                field=field,
+                value=value,
+                remedy=f"Install {package}, or give {instead}.",
+            )
+
+
+def _check_drive(field: str, folder: str) -> None:
+    path = Path(folder).expanduser()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{existing} cannot be written." if existing.is_dir() else f"{existing} is no folder.",
+            field=f"{field}.nvme_path",
+            value=folder,
+            remedy="Name a folder on a drive that can be written, or give device: cpu.",
+        )
+    if ctypes.util.find_library("aio") is None:
+        raise ConfigError(
+            "needs the library libaio, which is not installed.",
+            field=f"{field}.device",
+            value="nvme",
+            remedy="Install it (Debian: apt install libaio-dev), or give device: cpu.",
+        )
+    _check_compiler(f"{field}.device", "nvme", "device: cpu")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
+    """Raise ConfigError for an optimizer whose update of one element depends on others, unless it is vouched for."""
+    name = type(optimizer).__name__
+    if plan.allow_untested is False and name not in _KNOWN_TO_DEEPSPEED:
+        raise ConfigError(
+            f"is false, and {name} is none of those that DeepSpeed tests.",
+            field="deepspeed.zero_allow_untested_optimizer",
+            value=False,
+            remedy="Remove it, or choose AdamW or Adam.",
+        )
+    if name not in _ELEMENTWISE and not plan.allow_untested:
+        raise ConfigError(
+            "may need whole parameters for its update, and ZeRO cuts them up.",
+            field="optimizers",
+            value=name,
+            remedy="Choose AdamW, or vouch for it: zero_allow_untested_optimizer: true in the configuration.",
+        )
+
+
+def engine_config(
+    plan: ZeroPlan, args: TrainingArguments, model: nn.Module | None, *, trains: bool = True
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets. The Trainer's own micro-steps decide when a step is complete."""
+    zero = {"memory_efficient_linear": False, **plan.zero}  # else it replaces torch's linear for the whole process
+    zero.update(_sizes(plan.automatic, model))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": _accumulation(args),
+        "gradient_clipping": float(args.max_grad_norm),
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": plan.allow_untested is not False,
+        **plan.sections,
+    }
+    if plan.offload_optimizer is not None:
+        config["zero_force_ds_cpu_optimizer"] = False  # torch's fused Adam needs no compiler
+    if not trains:
+        zero.pop("offload_optimizer", None)
+    return config
+
+
+def _accumulation(args: TrainingArguments) -> int:
+    if args.global_batch_size is None:
+        return args.gradient_accumulation_steps
+    return max(1, -(-args.global_batch_size // (args.per_device_train_batch_size * args.world_size)))
+
+
+def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int]:
+    """Sizes that "auto" leaves to the model's hidden size; those of a model without one are DeepSpeed's defaults."""
+    hidden = hidden_size(model)
+    if hidden is None:
+        return {}
+    sizes = {
+        "reduce_bucket_size": hidden * hidden,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "stage3_param_persistence_threshold": 10 * hidden,
+    }
+    return {name: sizes[name] for name in automatic}
+
+
+def hidden_size(model: nn.Module | None) -> int | None:
+    """The width of a model's layers as its configuration says it (of several, the largest)."""
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        for name in ("hidden_size", "hidden_sizes", "d_model"):
+            value = getattr(part, name, None)
+            if isinstance(value, list | tuple) and value:
+                return int(max(value))
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def schedule_settings(
+    kind: str, params: Mapping[str, Any], args: TrainingArguments, num_training_steps: int
+) -> dict[str, Any]:
+    """The settings of DeepSpeed's schedule; "auto", and what it cannot do without, follows from the arguments."""
+    automatic = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": args.learning_rate,
+        "warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "total_num_steps": num_training_steps,
+    }
+    settings = {name: automatic[name] if value == AUTO else value for name, value in params.items()}
+    if kind in ("WarmupDecayLR", "WarmupCosineLR"):
+        settings.setdefault("total_num_steps", num_training_steps)
+    if kind in ("WarmupLR", "WarmupDecayLR"):
+        settings.setdefault("warmup_max_lr", args.learning_rate)
+    return settings
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """The configuration without what looks like a secret, to be logged."""
+    if isinstance(value, Mapping):
+        return {key: masked(each, str(key)) for key, each in value.items()}
+    return f"<{name.upper()}>" if isinstance(value, str) and _SECRET.search(name) else value

@@ -1,0 +1,162 @@
+"""DeepSpeed's optimizer as an optimizer over the model's own parameters.
+
+Inside, the user's optimizer has flats instead of parameters. Here `param_groups` and `state` look as if it had not been
+taken apart, so that whoever reads a learning rate, saves state by parameter name or puts it back need not know.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
+
+
+class Group(MutableMapping[str, Any]):
+    """The settings of one of the user's parameter groups, with its parameters."""
+
+    def __init__(self, settings: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        self._settings = settings
+        self._parameters = parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parameters if name == "params" else self._settings[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._settings[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._settings[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings)
+
+    def __len__(self) -> int:
+        return len(self._settings)
+
+
+class State(MutableMapping[Tensor, dict[str, Any]]):
+    """Parameter → its state, whole. Reading an entry is collective; only a rank that `keeps` gets the values.
+
+    Kept values are on the CPU; elsewhere they are on "meta". State that is one number for a flat (the count of steps)
+    is given to each of its parameters.
+    """
+
+    def __init__(self, partitions: Partitions, keeps: bool) -> None:
+        self._partitions = partitions
+        self._inner: torch.optim.Optimizer = partitions.zero.optimizer
+        self._keeps = keeps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (each for each in self._partitions.parameters() if self._of(self._partitions.flat_of(each)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        given: Any = parameter
+        flat = self._partitions.flat_of(given)
+        values = self._of(flat)
+        if not values:
+            raise KeyError(parameter)
+        return {
+            key: self._kept(self._partitions.whole(given, key)) if _is_divided(value, flat) else _copy(value)
+            for key, value in values.items()
+        }
+
+    def __setitem__(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        given: Any = parameter
+        flat = self._partitions.flat_of(given)
+        state = self._inner.state[flat]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.ndim > 0:
+                if key not in state:
+                    state[key] = torch.zeros_like(flat, dtype=value.dtype)
+                self._partitions.put(given, value, key)
+            else:
+                state[key] = _later(state.get(key), _placed(value, flat, self._inner))
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        raise TypeError("the state of one parameter alone cannot be removed: it is a part of a larger tensor")
+
+    def values(self) -> Any:
+        """What the entries look like, without a message: whole tensors without values."""
+        for parameter in self:
+            flat = self._partitions.flat_of(parameter)  # type: ignore[arg-type]
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            yield {
+                key: torch.empty(shape, dtype=value.dtype, device="meta") if _is_divided(value, flat) else value
+                for key, value in self._of(flat).items()
+            }
+
+    def clear(self) -> None:
+        """Forget all state."""
+        for flat in self._partitions.flats():
+            self._inner.state.pop(flat, None)
+
+    def _of(self, flat: Tensor) -> dict[str, Any]:
+        return self._inner.state.get(flat) or {}
+
+    def _kept(self, whole: Tensor) -> Tensor:
+        return whole.detach().cpu() if self._keeps else torch.empty_like(whole, device="meta")
+
+
+def _is_divided(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape and value.ndim > 0
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, flat: Tensor, inner: torch.optim.Optimizer) -> Any:
+    """A number's tensor where the optimizer reads it: fused kernels do beside the flat, others on the host."""
+    if not isinstance(value, Tensor):
+        return value
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    return value.to(flat.device if on_device else "cpu", copy=True)
+
+
+def _later(present: Any, value: Any) -> Any:
+    """Of two counts of steps the larger: parameters of one flat step together from here on."""
+    return value if present is None or value >= present else present
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """What the Trainer steps, saves and restores.
+
+    Args:
+        groups: the settings of the user's groups (shared with the user's optimizer) and the parameters they had.
+        partitions: what became of those.
+        step: DeepSpeed's step; returns whether it was taken. It skips a step whose gradients are not finite by itself.
+        keeps: whether this rank gets the values of whole state.
+    """
+
+    _step_supports_amp_scaling = True  # nobody has to wait for the norm before calling `step`: DeepSpeed looks itself
+
+    def __init__(
+        self,
+        groups: list[tuple[dict[str, Any], list[nn.Parameter]]],
+        partitions: Partitions,
+        step: Callable[[], bool],
+        keeps: bool,
+    ) -> None:
+        super().__init__([{"params": parameters} for _, parameters in groups], {})
+        self.param_groups: Any = [Group(settings, parameters) for settings, parameters in groups]
+        self.state: Any = State(partitions, keeps)
+        self._partitions = partitions
+        self._step = step
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take the step, unless the gradients are not finite."""
+        if not self._step():
+            # torch would warn that the schedule stepped before the optimizer, if this was the very first step.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that a step has not used up."""
+        self._partitions.zero.zero_grad(set_to_none=set_to_none)

@@ -1,0 +1,35 @@
+"""What `trainer.accelerator.state.deepspeed_plugin` answers to code written for accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan
+
+
+class ZeroPlugin:
+    """The settled configuration, to be read."""
+
+    def __init__(self, plan: ZeroPlan, config: Callable[[], dict[str, Any]]) -> None:
+        self._plan = plan
+        self._config = config
+
+    @property
+    def zero_stage(self) -> int:
+        """1, 2 or 3."""
+        return self._plan.stage
+
+    @property
+    def zero3_init_flag(self) -> bool:
+        """Whether models are divided while they are built."""
+        return self._plan.stage == 3
+
+    def is_zero3_init_enabled(self) -> bool:
+        """The same."""
+        return self.zero3_init_flag
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """What DeepSpeed is given, but for sizes that follow from the model."""
+        return self._config()

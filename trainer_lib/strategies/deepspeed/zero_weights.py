@@ -1,0 +1,158 @@
+"""The weights of a model that ZeRO divides: gathered one by one to be saved, put back part by part.
+
+With bf16 or fp16 the model computes with copies; what counts, and is saved, are the masters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer_lib import sharding
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import InfrastructureError
+from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
+from trainer_lib.strategies.single import SingleStrategy, refuse_others
+
+
+class ZeroWeights(SingleStrategy):
+    """What a strategy says about the weights, when parameters, or what the optimizer makes of them, are divided."""
+
+    def __init__(self, device: torch.device, comm: Communicator, *, keeps: bool, mixed: bool) -> None:
+        """`keeps`: whether this rank gets the values of what is gathered; `mixed`: whether masters are kept apart."""
+        super().__init__(device, comm)
+        self._keeps = keeps
+        self._mixed = mixed
+        self._partitions: Partitions | None = None
+        self._trained: set[int] = set()
+        self._given_dtypes: dict[int, torch.dtype] = {}
+        self._masters: dict[str, Tensor] = {}
+        self._gathering: Callable[..., Any] | None = None
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def local_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by name, themselves: a divided one is empty. Tied names give one object."""
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole on the first rank when asked for, in the number format that the model was given in."""
+        return _Gathered(tensors, lambda each: self._whole(each).to(self._given_dtypes.get(id(each), each.dtype)))
+
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole on the first rank, and with every digit that training goes on from. Collective."""
+        return dict(_Gathered(tensors, self._whole))
+
+    def _whole(self, value: Tensor) -> Tensor:
+        divided = hasattr(value, "ds_id")
+        if id(value) in self._trained and (divided or self._mixed):
+            return _off(self._parts().whole(value), self._keeps)  # type: ignore[arg-type]
+        if divided:
+            with self._gather([value]):
+                return _off(value, self._keeps)
+        return value.detach()
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
+        """Copy `state` into model and masters; a tied weight may be given under one of its names. Collective."""
+        own = self.local_state(model)
+        names: dict[int, list[str]] = {}
+        for name, value in own.items():
+            names.setdefault(id(value), []).append(name)
+        found = {same[0]: next((name for name in same if name in state), None) for same in names.values()}
+        known = {first: name for first, name in found.items() if name is not None}
+        missing = [name for name in own if found[names[id(own[name])][0]] is None and name not in keep]
+        reshaped = [name for first, name in known.items() if sharding.spec(state, name)[1] != _shape(own[first])]
+        refuse_others(missing, state.keys() - own.keys(), reshaped)
+        self._masters = {}
+        for first, name in known.items():
+            value = state[name]
+            self._load(own[first], value)
+            if self._partitions is not None and id(own[first]) in self._trained:
+                self._partitions.put(own[first], value)  # type: ignore[arg-type]
+            elif self._mixed and isinstance(own[first], nn.Parameter):
+                self._masters[first] = value  # until there is an optimizer that keeps it
+        if self._partitions is not None:
+            self._partitions.refresh()
+
+    def _load(self, target: Tensor, value: Tensor) -> None:
+        with torch.no_grad():
+            if not hasattr(target, "ds_id"):
+                target.copy_(value)
+            elif id(target) not in self._trained:
+                with self._gather([target], modifier_rank=0):
+                    if self.comm.rank == 0:
+                        target.copy_(value)
+
+    def _take_masters(self, model: nn.Module) -> None:
+        """Give the masters the digits of the weights that were loaded before there were masters. Collective."""
+        kept, self._masters = self._masters, {}
+        if not kept:
+            return
+        partitions = self._parts()
+        for name, each in model.named_parameters():
+            if id(each) in self._trained and name in kept:
+                partitions.put(each, kept[name])
+        partitions.refresh()
+
+    def held_bytes(self, model: nn.Module) -> dict[str, int]:
+        """Bytes that this process holds: of parameters (between steps), and of masters with the optimizer's state."""
+        parameters = 0
+        for each in self.unwrap(model).parameters():
+            tensor: Tensor = getattr(each, "ds_tensor", each)
+            parameters += tensor.numel() * tensor.element_size()
+        optimizer = 0
+        inner: Any = None if self._partitions is None else self._partitions.zero.optimizer
+        for flat in self._partitions.flats() if self._partitions is not None else ():
+            values = [flat, *(inner.state.get(flat) or {}).values()]
+            optimizer += sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+        return {"parameters": parameters, "optimizer": optimizer}
+
+    def _parts(self) -> Partitions:
+        if self._partitions is None:
+            raise InfrastructureError("There is no engine: training has not begun.", field="deepspeed")
+        return self._partitions
+
+    def _gather(self, tensors: list[Tensor], **settings: Any) -> Any:
+        if self._gathering is None:
+            raise InfrastructureError("Nothing can be gathered yet.", field="deepspeed")
+        return self._gathering(tensors, **settings)
+
+
+class _Gathered(Mapping[str, Tensor]):
+    """Tensors made whole when asked for; tied names give one tensor, gathered once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
+        self._tensors, self._make = tensors, whole
+        self._ties = Counter(id(tensor) for tensor in tensors.values())
+        self._tied: dict[int, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if id(tensor) not in self._tied:
+            made = self._make(tensor)
+            if self._ties[id(tensor)] == 1:
+                return made
+            self._tied[id(tensor)] = made
+        return self._tied[id(tensor)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _shape(value: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(value, "ds_shape", value.shape))
+
+
+def _off(value: Tensor, keeps: bool) -> Tensor:
+    detached = value.detach()
+    return detached.to("cpu", copy=True) if keeps else torch.empty_like(detached, device="meta")

@@ -1,0 +1,353 @@
+"""Parameters, gradients and optimizer state divided over processes: torch's `fully_shard`, without a wrapper.
+
+A model is sharded in place, part by part: its parameters become `DTensor`s that hold this process's rows, and hooks
+gather a part's rows around its forward and its backward. Names stay what they were.
+
+::
+
+    full_shard           rows over all processes, gathered rows let go after the forward
+    shard_grad_op        the same, but they are kept until the backward is through
+    hybrid_shard[_zero2] the same two over the processes of a group (a machine); groups hold copies of each other
+    no_shard             every process holds all rows; gradients are averaged
+
+That it is so is checked after sharding: nothing falls back to replicas without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer_lib import distributed, sharding
+from trainer_lib.arguments import environment
+from trainer_lib.arguments.fsdp.fsdp_config import FsdpArguments, FsdpSettings, read_settings
+from trainer_lib.arguments.fsdp.fsdp_keys import sharded_checkpoints
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.strategies.base import StrategySettings
+from trainer_lib.strategies.fsdp.placing import (
+    all_tensors,
+    formats,
+    keep_name,
+    mesh_of,
+    offloading,
+    place,
+    without_values,
+)
+from trainer_lib.strategies.fsdp.units import find_units, ignored_parameters, recompute
+from trainer_lib.strategies.single import SingleStrategy, refuse_others
+
+_log = logging.getLogger(__name__)
+
+
+class _Settings(StrategySettings, FsdpArguments, Protocol):
+    """The arguments read here."""
+
+
+class FsdpPlugin:
+    """What `trainer.accelerator.state.fsdp_plugin` is; read at the next save."""
+
+    def __init__(self, settings: FsdpSettings) -> None:
+        self.sharded_checkpoints = settings.sharded_checkpoints
+
+    @property
+    def state_dict_type(self) -> str:
+        """SHARDED_STATE_DICT or FULL_STATE_DICT."""
+        return "SHARDED_STATE_DICT" if self.sharded_checkpoints else "FULL_STATE_DICT"
+
+    def set_state_dict_type(self, state_dict_type: str = "FULL_STATE_DICT") -> None:
+        """How checkpoints are written from now on. Every process says the same.
+
+        Raises ConfigError for anything but SHARDED_STATE_DICT and FULL_STATE_DICT.
+        """
+        self.sharded_checkpoints = sharded_checkpoints(state_dict_type, field="state_dict_type")
+
+
+class FsdpStrategy(SingleStrategy):
+    """Every rank holds some rows of each parameter. Gradients are averaged, as replicas' are."""
+
+    name = "fsdp"
+    places_model = True
+    forward_communicates = True
+
+    def __init__(self, device: torch.device, comm: Communicator, args: _Settings) -> None:
+        """Raises ConfigError for settings that cannot be served, or when no launcher formed a world."""
+        super().__init__(device, comm)
+        settings = read_settings(args)
+        if settings is None:
+            raise ConfigError("asks for nothing.", field="fsdp", value=args.fsdp, remedy="Give full_shard, say.")
+        self.settings = settings
+        self._plugin = FsdpPlugin(settings)
+        self.plugins = {"fsdp_plugin": self._plugin}
+        self._finds_unused = bool(args.ddp_find_unused_parameters)
+        if comm.world_size == 1:
+            _form_world_of_one(device)
+        self._mesh = mesh_of(settings, device, comm)
+        self._names: dict[int, str] = {}
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """`make()`; with cpu_ram_efficient_loading without values (on "meta") on all ranks but the first."""
+        if not self.settings.cpu_ram_efficient_loading or self.comm.rank == 0:
+            return make()
+        return without_values(make)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError for a model that cannot be sharded as asked."""
+        if isinstance(model, FSDPModule):
+            return
+        find_units(model, self.settings)
+        ignored_parameters(model, self.settings.ignored_modules)
+        if not self.settings.cpu_ram_efficient_loading and any(each.is_meta for each in model.parameters()):
+            raise ConfigError(
+                "The model has no values.",
+                field="model",
+                value=type(model).__name__,
+                remedy="Give fsdp_config cpu_ram_efficient_loading: the first process's values are then all's.",
+            )
+
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """The same module, sharded in place; a sharded one is left as it is."""
+        inner = self.unwrap(model)
+        if isinstance(inner, FSDPModule):
+            return model
+        if not any(parameter.requires_grad for parameter in inner.parameters()):
+            raise ConfigError(
+                "No parameter of the model requires a gradient.",
+                field="model",
+                value=type(inner).__name__,
+                remedy="Unfreeze what is to be trained.",
+            )
+        self._shard(inner)
+        return model
+
+    def _shard(self, model: nn.Module) -> None:
+        # Said of every output that is a view, although neither the Trainer nor a loss changes outputs in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        settings = self.settings
+        units = find_units(model, settings)
+        ignored = ignored_parameters(model, settings.ignored_modules)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": formats(settings),
+            "offload_policy": offloading(settings, self.device),
+            "ignored_params": ignored,
+        }
+        for unit in units:
+            if settings.activation_checkpointing:
+                recompute(unit)
+            fully_shard(unit, reshard_after_forward=settings.reshards, **options)
+        # The whole's own part is needed at both ends of the backward: torch keeps it, unless it is all there is.
+        fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
+        parts = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        for part in parts:
+            keep_name(part)
+        place(model, ignored, self.device, offload=settings.offload)
+        if settings.sync_module_states:
+            self._take_values(model, first)
+        self._order_gathering(model, [each for each in parts if each is not model])
+        if isinstance(model, FSDPModule):
+            model.set_reduce_scatter_unused_params(self._finds_unused)
+        self._assert_sharded(model, ignored)
+
+    def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
+        """The first rank's parameters and buffers, one at a time."""
+        specs = self.comm.broadcast_json(sharding.specs_of(first))
+        source = sharding.FromFirst(first, specs, self.comm.rank)
+        with torch.no_grad():
+            for name, tensor in all_tensors(model).items():
+                if name not in specs:
+                    raise ConfigError(
+                        f"The first process's model has no {name}.", field="model", remedy="Build the same everywhere."
+                    )
+                sharding.fill(tensor, source, name)
+
+    def _order_gathering(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        """Which part is gathered while which one computes. torch prefetches in the backward, and not in the forward."""
+        if self.settings.forward_prefetch:
+            for part, following in zip([model, *parts], parts, strict=False):
+                part.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        if not self.settings.backward_prefetch:
+            for part in [model, *parts]:
+                part.set_modules_to_backward_prefetch([part])  # type: ignore[operator]  # itself: nothing
+
+    def _assert_sharded(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+        """Raise InfrastructureError unless every process holds as much as the mode promises, and no more."""
+        shards = self._mesh.size(-1)
+        for name, parameter in model.named_parameters():
+            if parameter in ignored or not parameter.ndim:
+                continue
+            held = len(parameter.to_local()) if isinstance(parameter, DTensor) else -1
+            if not 0 <= held <= -(-len(parameter) // shards):
+                raise InfrastructureError(
+                    f"{name} is not divided over {shards} processes, as {self.settings.mode} promises.",
+                    field="fsdp",
+                    value=self.settings.mode,
+                    rank=self.comm.rank,
+                    remedy="Report this: torch's fully_shard left it as it was.",
+                )
+        here, everywhere = parameter_bytes(model)
+        parts = sum(isinstance(each, FSDPModule) for each in model.modules())
+        _log.info(
+            "FSDP %s on %s: %s of %s bytes of parameters here, gathered in %d parts.",
+            *(self.settings.mode, tuple(self._mesh.shape), f"{here:,}", f"{everywhere:,}", parts),
+        )
+
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Let an optimizer that was made for the whole parameters hold the sharded ones, by name.
+
+        Raises ConfigError when it has state of them already, or holds parameters that are not the model's.
+        """
+        named = self.named_parameters(model)
+        present = {id(parameter) for parameter in named.values()}
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in present:
+                    continue
+                name = self._names.get(id(parameter))
+                if name is None or optimizer.state.get(parameter):
+                    raise ConfigError(
+                        "holds parameters that the model does not have any more, or has stepped on them.",
+                        field="optimizers",
+                        value=type(optimizer).__name__,
+                        remedy="Give optimizer_cls_and_kwargs, or override create_optimizer.",
+                    )
+                group["params"][index] = named[name]
+
+    def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
+        """The sharded module; a rank without a batch has to compute along. `alone`: one that is whole yet."""
+        inner = self.unwrap(model)
+        if not alone:
+            return self.setup_model(model)
+        if isinstance(inner, FSDPModule):
+            raise ConfigError(
+                "The model is divided over the processes, so none of them can predict by itself.",
+                field="fsdp",
+                value=self.settings.mode,
+                remedy="Use predict(), or a Trainer of its own without fsdp and a saved model.",
+            )
+        return inner.to(self.device)
+
+    def after_inference(self, model: nn.Module) -> None:
+        """Let go of what a forward without backward leaves gathered."""
+        for each in self.unwrap(model).modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+    def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The sharded parameters, whatever is gathered at the moment."""
+        self.after_inference(model)
+        return dict(self.unwrap(model).named_parameters())
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Keep gradients whole and local for this micro-step."""
+        inner = self.unwrap(model)
+        if not isinstance(inner, FSDPModule):
+            raise InfrastructureError("The model in training is not the sharded one.", field="model_wrapped")
+        return _unsynchronised(inner)
+
+    def sync_gradients(self, model: nn.Module) -> None:
+        """Not to be had: whole gradients are divided in a backward only."""
+        raise InfrastructureError("Gradients of sharded parameters are exchanged in their backward.", field="fsdp")
+
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Global norm over all rows of all ranks, clipped in place: one small message."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        square = torch.zeros((), dtype=torch.float64, device=local[0].device if local else self.device)
+        if local:
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+            square += norms.double().square().sum()
+        dist.all_reduce(square, group=self._mesh.get_group(-1 if self._mesh.ndim == 1 else "shard"))
+        norm = square.sqrt().float()
+        if max_norm is not None and max_norm > 0 and local:
+            torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm.to(self.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks."""
+        return self.comm.sum_tensor(tensor)
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    def local_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Parameters and persistent buffers by name; tied names give one and the same parameter."""
+        self.after_inference(model)
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole on the first rank, gathered when asked for."""
+        return sharding.Gathered(tensors, keep=self.comm.rank == 0)
+
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Divided where every rank writes its own part, else whole on the first rank. Collective."""
+        return dict(tensors if self._plugin.sharded_checkpoints else self.gathered(tensors))
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
+        """This rank's rows of `state`; a model that is whole yet is sharded for it. Collective."""
+        own = self.local_state(self.setup_model(model))
+        names: dict[int, list[str]] = {}
+        for name, tensor in own.items():
+            names.setdefault(id(tensor), []).append(name)
+        given = {
+            name: next((other for other in names[id(tensor)] if other in state), None) for name, tensor in own.items()
+        }
+        missing = [name for name, found in given.items() if found is None and name not in keep]
+        found = {name: other for name, other in given.items() if other is not None}
+        reshaped = [name for name, other in found.items() if sharding.spec(state, other)[1] != tuple(own[name].shape)]
+        refuse_others(missing, state.keys() - own.keys(), reshaped)
+        with torch.no_grad():
+            for same in names.values():
+                if same[0] in found:
+                    sharding.fill(own[same[0]], state, found[same[0]])
+
+    def describe(self) -> dict[str, Any]:
+        """Name and mode."""
+        return {"strategy": self.name, "fsdp": self.settings.mode}
+
+
+def parameter_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the model's parameters on this process, and of the whole."""
+    here = everywhere = 0
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        here += local.numel() * local.element_size()
+        everywhere += parameter.numel() * parameter.element_size()
+    return here, everywhere
+
+
+def _form_world_of_one(device: torch.device) -> None:
+    if environment.read() is environment.ALONE:
+        raise ConfigError(
+            "needs processes that share the model.",
+            field="fsdp",
+            value="1 process",
+            remedy="Start through torchrun --nproc-per-node N, or remove fsdp.",
+        )
+    distributed.form_alone(device)
+    _log.warning("FSDP with one process: nothing is divided.")
+
+
+@contextlib.contextmanager
+def _unsynchronised(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

@@ -1,0 +1,152 @@
+"""Which modules of a model are gathered as one: by class or by size; and what is done to each of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer_lib.arguments.fields import suggestion
+from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings
+from trainer_lib.errors import ConfigError
+
+_CLASSES = "fsdp_config.transformer_layer_cls_to_wrap"
+
+
+def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
+    """The modules inside `model` that are gathered each for itself, inner ones first; the rest goes with `model`.
+
+    Raises ConfigError for a class that the model does not have, and for one that holds a weight tied to another part.
+    """
+    if settings.wrap == "whole":
+        return []
+    outside = _shared_beyond(model)
+    if settings.wrap == "size":
+        return _by_size(model, settings.min_num_params, outside)
+    names = settings.wrap_classes or _no_split_classes(model)
+    units = [each for each in model.modules() if each is not model and type(each).__name__ in names]
+    _check_classes(model, units, settings.wrap_classes)
+    for unit in units:
+        if tied := outside.get(id(unit)):
+            raise ConfigError(
+                f"shares {tied} with another part of the model, so it cannot be gathered by itself.",
+                field=_CLASSES,
+                value=type(unit).__name__,
+                remedy="Leave the class out: what is tied is gathered with the whole.",
+            )
+    return units[::-1]
+
+
+def _no_split_classes(model: nn.Module) -> tuple[str, ...]:
+    given: Any = getattr(model, "_no_split_modules", None)
+    if not given:
+        raise ConfigError(
+            f"{type(model).__name__} does not say which of its layers belong together (_no_split_modules).",
+            field=_CLASSES,
+            value="none",
+            remedy="Name the class of its layers there, or give min_num_params.",
+        )
+    return tuple(given)
+
+
+def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[str]) -> None:
+    present = {type(each).__name__ for each in units}
+    missing = next((name for name in asked if name not in present), None)
+    if missing is None and units:
+        return
+    inside = sorted({type(each).__name__ for each in model.modules() if each is not model})
+    raise ConfigError(
+        f"{type(model).__name__} has no module of that class.",
+        field=_CLASSES,
+        value=missing or ", ".join(_no_split_classes(model)),
+        remedy=suggestion(missing or "", inside),
+    )
+
+
+def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn.Module]:
+    """From the leaves up: a module is a unit when at least `minimum` parameters of it are in no unit yet."""
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        left = set(module.parameters(recurse=False))
+        for child in module.children():
+            left |= visit(child)
+        container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if module is model or container or id(module) in outside or sum(each.numel() for each in left) < minimum:
+            return left
+        units.append(module)
+        return set()
+
+    visit(model)
+    return units
+
+
+def _shared_beyond(model: nn.Module) -> dict[int, str]:
+    """id of a module → the name of a parameter in it that is used outside of it as well."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [each for each in names.values() if len(each) > 1]
+    found: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        for each in tied if prefix else ():
+            inside = [name for name in each if name.startswith(f"{prefix}.")]
+            if inside and len(inside) < len(each):
+                found[id(module)] = inside[0]
+    return found
+
+
+def ignored_parameters(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]:
+    """Parameters left whole on every process: those of modules whose names match, and frozen ones without a dimension.
+
+    Raises ConfigError for a pattern that matches nothing, and for a trainable parameter among them: its gradient would
+    stay each process's own.
+    """
+    found: set[nn.Parameter] = {each for each in model.parameters() if each.ndim == 0 and not each.requires_grad}
+    for pattern in patterns:
+        modules = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
+        if not modules:
+            raise ConfigError(
+                "matches no module of the model.",
+                field="fsdp_config.ignored_modules",
+                value=pattern,
+                remedy="Give a module's whole name, or a regular expression that matches it.",
+            )
+        found.update(each for module in modules for each in module.parameters())
+    for name, each in model.named_parameters():
+        if each in found and each.requires_grad:
+            raise ConfigError(
+                f"{name} is trained, and nobody would exchange its gradient.",
+                field="fsdp_config.ignored_modules",
+                value=list(patterns),
+                remedy="Freeze it, or do not ignore it.",
+            )
+        if each.ndim == 0 and each not in found:
+            raise ConfigError(
+                f"{name} has no dimension that could be divided.",
+                field="model",
+                value=type(model).__name__,
+                remedy="Give it the shape [1], or freeze it.",
+            )
+    return found
+
+
+def recompute(module: nn.Module) -> None:
+    """Let a module keep its inputs only, and compute its activations again in the backward.
+
+    Its forward alone is wrapped: hooks on the module, which gather its parameters, stay outside.
+    """
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    module.forward = recomputed
