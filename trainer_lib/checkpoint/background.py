@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.staging import HostCopy, freeze
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.storage import Store
@@ -65,7 +65,7 @@ class BackgroundSaver:
         """
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
-        frozen = together(self._disk, lambda: freeze(snapshot, self._disk.rank, self.memory))
+        frozen = run_on_all_ranks(self._disk, lambda: freeze(snapshot, self._disk.rank, self.memory))
         self._job = _Job(lambda: self._save(root, frozen, then), name=f"trainflow-save-{snapshot.step}")
 
     def ended(self) -> bool:

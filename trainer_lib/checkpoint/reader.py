@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint import writer as files
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_info
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.foreign.recognise import recognise
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.parsing import parse_json
@@ -184,7 +184,7 @@ def load_checkpoint(root: Store, name: str, comm: Communicator) -> Loaded:
         DamagedError: the commit or a small file is damaged; `Loaded.model` and `Loaded.optimizer` check theirs.
         StorageError: the store cannot be read.
     """
-    return together(comm, lambda: open_checkpoint(root, name, Loaded))
+    return run_on_all_ranks(comm, lambda: open_checkpoint(root, name, Loaded))
 
 
 def open_checkpoint(root: Store, name: str, kind: type[AnyLoaded]) -> AnyLoaded:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import (
     DAMAGED,
     KIND,
@@ -29,7 +30,6 @@ from trainer_lib.checkpoint.catalogue import (
     checkpoint_name,
     list_checkpoints,
 )
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import INDEX, Parts, divide, index_of, is_divided, write_shard
 from trainer_lib.checkpoint.tensors import write_safetensors
@@ -121,15 +121,15 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
     is_first = comm.rank == 0
     with _claim() as claim:
         try:
-            together(comm, lambda: _prepare(root, snapshot, claim, comm.world_size, keep) if is_first else None)
-            entries, shard = together(comm, lambda: _write_rank(store, snapshot, comm.rank))
+            run_on_all_ranks(comm, lambda: _prepare(root, snapshot, claim, comm.world_size, keep) if is_first else None)
+            entries, shard = run_on_all_ranks(comm, lambda: _write_rank(store, snapshot, comm.rank))
             gathered = comm.gather_json([[asdict(entry) for entry in entries], shard]) or []
             files = [FileEntry(**record) for part, _ in gathered for record in part]
             if snapshot.parts is not None:
-                files += together(comm, lambda: _write_index(store, [each for _, each in gathered], is_first))
+                files += run_on_all_ranks(comm, lambda: _write_index(store, [each for _, each in gathered], is_first))
             ranks = comm.world_size + len(snapshot.more_rngs)
             meta = {**snapshot.meta, "step": snapshot.step, "world_size": ranks}
-            commit = together(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
+            commit = run_on_all_ranks(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
         except TrainflowError:
             if is_first:
                 _clear_failed(store, claim)

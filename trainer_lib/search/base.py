@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.fields import suggestion
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import BestRun
@@ -180,7 +180,7 @@ class SharedTrial:
 
     def _suggest(self, kind: str, name: str, *given: Any, **more: Any) -> Any:
         if name not in self.params:
-            found = together(
+            found = run_on_all_ranks(
                 self._comm, lambda: None if self._trial is None else getattr(self._trial, kind)(name, *given, **more)
             )
             self.params[name] = self._comm.broadcast_json(found)

@@ -16,8 +16,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments.fields import suggestion
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.errors import (
     ConfigError,
     MissingExtraError,
@@ -102,7 +102,7 @@ class OptunaSearch:
     def run(self) -> BestRun | list[BestRun]:
         """All trials, one after the other."""
         try:
-            together(self._comm, self._open_study)
+            run_on_all_ranks(self._comm, self._open_study)
             if self._comm.rank == 0:
                 self._lead()
             else:
@@ -260,13 +260,13 @@ class OptunaSearch:
             self._trial.report(values[0], step)
             return values, bool(self._trial.should_prune())
 
-        values, prune = self._comm.broadcast_json(together(self._comm, judge))
+        values, prune = self._comm.broadcast_json(run_on_all_ranks(self._comm, judge))
         return values, prune
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def _best(self) -> BestRun | list[BestRun]:
-        found = self._comm.broadcast_json(together(self._comm, self._summary))
+        found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))
         runs = [BestRun(each["run_id"], each["objective"], each["params"], found["trials"]) for each in found["best"]]
         return runs[0] if len(self._settings.directions) == 1 else runs
 

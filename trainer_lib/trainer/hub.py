@@ -20,10 +20,10 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.sharded import INDEX
 from trainer_lib.commit import COMMIT, read_commit
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
@@ -85,7 +85,7 @@ class HubMixin(SavingMixin):
         if not self.args.push_to_hub:
             return
         try:
-            together(self.comm, self.init_hf_repo)
+            run_on_all_ranks(self.comm, self.init_hf_repo)
         except StorageError as error:
             _log.warning("The Hub could not be asked; training goes on and pushes later: %s", mask(str(error)))
 
@@ -241,10 +241,12 @@ class HubMixin(SavingMixin):
         """
         self.control = self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
-        future = together(self.comm, lambda: self._push_export(commit_message, token, revision, kwargs))
+        future = run_on_all_ranks(self.comm, lambda: self._push_export(commit_message, token, revision, kwargs))
         if not blocking:
             return future
-        result: str = self.comm.broadcast_json(together(self.comm, lambda: None if future is None else future.result()))
+        result: str = self.comm.broadcast_json(
+            run_on_all_ranks(self.comm, lambda: None if future is None else future.result())
+        )
         return result
 
     def _push_export(

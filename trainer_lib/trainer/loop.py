@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_lib.agreement import lost_peer
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.checkpoint.collective import lost_peer
 from trainer_lib.checkpoint.reader import Loaded
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import DataError, InfrastructureError, Preempted

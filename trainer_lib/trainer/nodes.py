@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import checkpoint_name, is_resumable, list_checkpoints
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.commit import verify
 from trainer_lib.distributed import Communicator, Pending
 from trainer_lib.errors import TrainflowError
@@ -88,6 +88,6 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
         infos = [info for info in found if is_resumable(info)] or found
         return [info.step for info in infos if not verify(root.child(info.name), info.commit, digests=False)]
 
-    found = comm.broadcast_json(comm.gather_json(together(comm, steps)))
+    found = comm.broadcast_json(comm.gather_json(run_on_all_ranks(comm, steps)))
     common = set.intersection(*(set(each) for each in found if each is not None))
     return root.child(checkpoint_name(max(common))).url if common else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import (
     clean_leftovers,
@@ -17,7 +18,6 @@ from trainer_lib.checkpoint.catalogue import (
     newest_good,
     set_aside,
 )
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.preload import ReadAhead
 from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
@@ -129,7 +129,7 @@ class ResumingMixin(SavingMixin):
                 return None
             return loaded
 
-        self._ahead = together(self.comm, read)
+        self._ahead = run_on_all_ranks(self.comm, read)
         return damage[0] if damage else None
 
     def _hold_checkpoint(self, url: str) -> None:
@@ -171,7 +171,7 @@ class ResumingMixin(SavingMixin):
         """A checkpoint's tensors. Where parameters are divided, rank 0 reads whole ones for all. Collective."""
         if loaded.is_sharded or not self.strategy.forward_communicates:
             return read()
-        own = together(self.comm, lambda: read() if self.comm.rank == 0 else {})
+        own = run_on_all_ranks(self.comm, lambda: read() if self.comm.rank == 0 else {})
         return FromFirst(own, self.comm.broadcast_json(specs_of(own)), self.comm.rank)
 
     def _load_best_model(self) -> None:

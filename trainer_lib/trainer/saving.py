@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import checkpoint_name, rotate
-from trainer_lib.checkpoint.collective import together
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.staging import size_of
@@ -52,7 +52,7 @@ class SavingMixin(ReportingMixin):
 
     def _on_main_process(self, work: Callable[[], T]) -> T | None:
         """`work()` on rank 0 (of each machine with `save_on_each_node`); what it raises is raised on every rank."""
-        return together(self.comm, lambda: work() if self._disk.rank == 0 else None)
+        return run_on_all_ranks(self.comm, lambda: work() if self._disk.rank == 0 else None)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         store = Store.open(output_dir or str(self.args.output_dir), field="output_dir")

@@ -1,4 +1,4 @@
-"""Doing something on every rank so that all of them fail when one does; and telling that one of them is gone."""
+"""Run work on every rank so that all ranks fail when one does; recognise the loss of a peer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def together(comm: Communicator, work: Callable[[], Result]) -> Result:
-    """This rank's result. When the work failed on any rank, every rank raises the first failing rank's error."""
+def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank and return this rank's result. Collective.
+
+    Raises:
+        TrainflowError: on every rank, the error of the lowest rank whose work failed.
+    """
     failure: TrainflowError | None = None
     result: Result | None = None
     try:
@@ -29,7 +33,7 @@ _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe",
 
 
 def lost_peer(error: BaseException, *, rank: int) -> InfrastructureError | None:
-    """The typed failure when `error` is what a collective says after another rank has died; None for anything else."""
+    """Return the typed failure when `error` is what a collective raises after another rank died; None otherwise."""
     text = str(error).lower()
     if not isinstance(error, RuntimeError) or not any(sign in text for sign in _LOST):
         return None
