@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import Seq2SeqTrainingArguments, TrainingArguments
-from trainer_lib.arguments.seq2seq import Seq2SeqArguments
+from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.data.order import LengthGroupedOrder, Order
 from trainer_lib.errors import ConfigError, MissingExtraError

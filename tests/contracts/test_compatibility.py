@@ -28,7 +28,7 @@ from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, distributed
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.seq2seq import Seq2SeqArguments
+from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import build_optimizer
 from trainer_lib.trackers.vendors import OURS, VENDORS

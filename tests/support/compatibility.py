@@ -17,7 +17,7 @@ from trainer_lib import Seq2SeqTrainer, Trainer, TrainingArguments
 from trainer_lib.arguments import OptimizerNames
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.groups import ArgumentGroups
-from trainer_lib.arguments.seq2seq import Seq2SeqArguments
+from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.validation import ACCELERATOR_KEYS, REPORTERS
 from trainer_lib.trainer.facade import AcceleratorFacade
 
@@ -36,7 +36,10 @@ INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "run_trial", "
 #: What the documents of all ages have, and the newest class has not.
 OLDER_METHODS = {"prediction_loop", "init_git_repo", "num_tokens"}
 _TITLES = {"batch": "batch and length", "precision": "precision and memory"}
-_GROUPS = {base.__module__.rpartition(".")[2]: base for base in (*ArgumentGroups.__mro__[1:-1], Seq2SeqArguments)}
+_GROUPS = {
+    base.__module__.rpartition(".")[2].removesuffix("_arguments"): base
+    for base in (*ArgumentGroups.__mro__[1:-1], Seq2SeqArguments)
+}
 #: Title of a table -> the group of arguments that it is about.
 ARGUMENT_SECTIONS = {_TITLES.get(name, name): group for name, group in _GROUPS.items()}
 COLLATORS = {name for name in trainer_lib.__all__ if "ollator" in name}

@@ -351,11 +351,11 @@ def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ConfigError, match="is no folder") as caught:
-        zero_config.settle(arguments(nvme(str(file / "swap"))))
+        zero_config.resolve_config(arguments(nvme(str(file / "swap"))))
     assert caught.value.field == "deepspeed.zero_optimization.offload_optimizer.nvme_path"
     if ctypes.util.find_library("aio") is None:
         with pytest.raises(ConfigError, match="libaio") as caught:
-            zero_config.settle(arguments(nvme(str(tmp_path / "swap"))))
+            zero_config.resolve_config(arguments(nvme(str(tmp_path / "swap"))))
         assert "device: cpu" in str(caught.value.remedy)
     assert not (tmp_path / "swap").exists(), "looking changes nothing"
 
@@ -369,7 +369,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.strategies.deepspeed import zero_config
 config = {{"zero_optimization": {{"stage": 2, "cpu_offload": True}},
            "optimizer": {{"type": "AdamW", "params": {{"torch_adam": False}}}}}}
-zero_config.settle(TrainingArguments(output_dir="x", deepspeed=config))
+zero_config.resolve_config(TrainingArguments(output_dir="x", deepspeed=config))
 """
     hide = (
         "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: find(n) if n != 'deepspeed' else None"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer_lib.arguments.batch import BatchArguments
-from trainer_lib.arguments.data import DataArguments
-from trainer_lib.arguments.distributed import DistributedArguments
-from trainer_lib.arguments.evaluation import EvaluationArguments
-from trainer_lib.arguments.hub import HubArguments
-from trainer_lib.arguments.logging import LoggingArguments
-from trainer_lib.arguments.optimisation import OptimisationArguments
-from trainer_lib.arguments.precision import PrecisionArguments
-from trainer_lib.arguments.run import RunArguments
-from trainer_lib.arguments.saving import SavingArguments
+from trainer_lib.arguments.batch_arguments import BatchArguments
+from trainer_lib.arguments.data_arguments import DataArguments
+from trainer_lib.arguments.distributed_arguments import DistributedArguments
+from trainer_lib.arguments.evaluation_arguments import EvaluationArguments
+from trainer_lib.arguments.hub_arguments import HubArguments
+from trainer_lib.arguments.logging_arguments import LoggingArguments
+from trainer_lib.arguments.optimisation_arguments import OptimisationArguments
+from trainer_lib.arguments.precision_arguments import PrecisionArguments
+from trainer_lib.arguments.run_arguments import RunArguments
+from trainer_lib.arguments.saving_arguments import SavingArguments
 
 
 @dataclass

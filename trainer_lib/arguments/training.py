@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from trainer_lib.arguments import compat, io
 from trainer_lib.arguments.fields import suggestion
-from trainer_lib.arguments.seq2seq import Seq2SeqArguments
+from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.setters import ArgumentSetters
 from trainer_lib.errors import ConfigError
 

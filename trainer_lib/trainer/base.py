@@ -62,9 +62,9 @@ def create_strategy(args: TrainingArguments, device: torch.device, comm: distrib
 def settle_arguments(args: TrainingArguments) -> None:
     """Bring what a strategy's own configuration decides into `args`; refuse what this machine cannot serve of it."""
     if args.deepspeed is not None:
-        from trainer_lib.strategies.deepspeed.zero_config import settle
+        from trainer_lib.strategies.deepspeed.zero_config import resolve_config
 
-        settle(args)
+        resolve_config(args)
 
 
 def _group_formed() -> bool:

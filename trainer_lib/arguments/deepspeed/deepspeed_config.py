@@ -19,10 +19,10 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
     AUTO,
     check_keys,
     contradiction,
+    is_given,
     part_of,
     refused,
-    said,
-    settle,
+    resolve_setting,
 )
 from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What a configuration asks for, once the arguments are settled.
+    """What a configuration asks for, once the arguments are resolved.
 
     Attributes:
         stage: 1 = optimizer state is divided among the processes, 2 = gradients too, 3 = parameters too.
@@ -92,15 +92,15 @@ def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
     config = read(args.deepspeed)
     check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
     _check_beside(args)
-    settled: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     _batches(args, config, world_size)
     zero = _zero(part_of(config, "zero_optimization"))
-    precision, sections = _precision(args, config, settled)
-    clipping = settle(args, config, "gradient_clipping", "max_grad_norm", settled)
-    compiled = _optimizer(args, part_of(config, "optimizer"), settled, offloaded=zero.get("offload_optimizer"))
-    schedule = _schedule(args, part_of(config, "scheduler"), settled)
+    precision, sections = _precision(args, config, resolved)
+    clipping = resolve_setting(args, config, "gradient_clipping", "max_grad_norm", resolved)
+    compiled = _optimizer(args, part_of(config, "optimizer"), resolved, offloaded=zero.get("offload_optimizer"))
+    schedule = _schedule(args, part_of(config, "scheduler"), resolved)
     sections.update({name: config[name] for name in keys.PASSED if name in config})
-    _check_optimizer_name(args, settled)
+    _check_optimizer_name(args, resolved)
     return ZeroPlan(
         stage=zero["stage"],
         precision=precision,
@@ -113,7 +113,7 @@ def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
         clipping=clipping,
         allow_untested=config.get("zero_allow_untested_optimizer"),
         sections=sections,
-        arguments={name: value for name, value in settled.items() if value != getattr(args, name)},
+        arguments={name: value for name, value in resolved.items() if value != getattr(args, name)},
     )
 
 
@@ -232,7 +232,7 @@ def _device(zero: Mapping[str, Any], name: str) -> str | None:
 
 
 def _precision(
-    args: ArgumentGroups, config: Mapping[str, Any], settled: dict[str, Any]
+    args: ArgumentGroups, config: Mapping[str, Any], resolved: dict[str, Any]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     if "bfloat16" in config and "bf16" in config:
         raise refused("bfloat16", None, "is the old name of bf16, which is there too.", "Keep bf16.")
@@ -246,7 +246,7 @@ def _precision(
             raise contradiction(f"{name}.enabled", False, name, True)
         if asked is True or (asked == AUTO and getattr(args, name)):
             sections[name] = {**section, "enabled": True}
-            settled[name] = True
+            resolved[name] = True
     if len(sections) == 2:
         raise refused("fp16.enabled", True, "and bf16 are both on.", "Keep one number format.")
     for name, section in sections.items():
@@ -272,8 +272,8 @@ def _check_format(name: str, section: dict[str, Any]) -> None:
 # -- optimizer and schedule --------------------------------------------------------------------------------------------
 
 
-def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str, Any], *, offloaded: Any) -> bool:
-    """Note the optimizer of the file in `settled`; whether DeepSpeed's compiled one is asked for."""
+def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str, Any], *, offloaded: Any) -> bool:
+    """Note the optimizer of the file in `resolved`; whether DeepSpeed's compiled one is asked for."""
     if not section:
         return False
     kind = str(section.get("type", "")).lower()
@@ -285,11 +285,11 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str,
     params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
-    if said(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
+    if is_given(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
         if str(args.optim) != name:
             raise contradiction("optimizer.type", section["type"], "optim", str(args.optim))
     elif name != str(args.optim):
-        settled["optim"] = name
+        resolved["optim"] = name
     compiled = params.pop("torch_adam", None) is False and bool(offloaded) and "adam" in kind
     for key, argument, index in (
         ("lr", "learning_rate", None),
@@ -298,15 +298,15 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], settled: dict[str,
         ("betas", "adam_beta1", 0),
         ("betas", "adam_beta2", 1),
     ):
-        settle(args, params, key, argument, settled, prefix="optimizer.params.", index=index)
-    _further(args, {key: value for key, value in params.items() if key not in _PARAMS}, settled)
+        resolve_setting(args, params, key, argument, resolved, prefix="optimizer.params.", index=index)
+    _further(args, {key: value for key, value in params.items() if key not in _PARAMS}, resolved)
     return compiled
 
 
 _PARAMS = ("lr", "weight_decay", "eps", "betas", "bias_correction", "fp32_optimizer_states")
 
 
-def _further(args: ArgumentGroups, params: Mapping[str, Any], settled: dict[str, Any]) -> None:
+def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str, Any]) -> None:
     """Settings of the optimizer that have no argument of their own go into optim_args."""
     if "max_grad_norm" in params:
         raise refused(
@@ -317,11 +317,11 @@ def _further(args: ArgumentGroups, params: Mapping[str, Any], settled: dict[str,
         return
     if args.optim_args and args.optim_args != text:
         raise contradiction("optimizer.params", text, "optim_args", args.optim_args)
-    settled["optim_args"] = text
+    resolved["optim_args"] = text
 
 
-def _check_optimizer_name(args: ArgumentGroups, settled: Mapping[str, Any]) -> None:
-    name = str(settled.get("optim", args.optim))
+def _check_optimizer_name(args: ArgumentGroups, resolved: Mapping[str, Any]) -> None:
+    name = str(resolved.get("optim", args.optim))
     if name not in keys.ELEMENTWISE:
         raise ConfigError(
             "cannot be divided by ZeRO: it is not an update of every element by itself.",
@@ -332,7 +332,7 @@ def _check_optimizer_name(args: ArgumentGroups, settled: Mapping[str, Any]) -> N
 
 
 def _schedule(
-    args: ArgumentGroups, section: dict[str, Any], settled: dict[str, Any]
+    args: ArgumentGroups, section: dict[str, Any], resolved: dict[str, Any]
 ) -> tuple[str, dict[str, Any]] | None:
     if not section:
         return None
@@ -341,7 +341,7 @@ def _schedule(
         remedy = suggestion(kind, keys.SCHEDULES)
         raise refused("scheduler.type", section.get("type"), "is no schedule of DeepSpeed's.", remedy)
     equivalent = keys.SCHEDULES[kind]
-    if said(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
+    if is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
         raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
     params = part_of({"scheduler.params": section.get("params")}, "scheduler.params")
     if kind.startswith("Warmup"):
@@ -351,9 +351,9 @@ def _schedule(
             ("total_num_steps", "max_steps"),
         ):
             if not (key == "total_num_steps" and args.max_steps < 0):
-                settle(args, params, key, argument, settled, prefix="scheduler.params.")
+                resolve_setting(args, params, key, argument, resolved, prefix="scheduler.params.")
     if equivalent is not None:
-        settled["lr_scheduler_type"] = equivalent
+        resolved["lr_scheduler_type"] = equivalent
     for key, value in params.items():
         if value == AUTO and key not in AUTOMATIC:
             raise refused(f"scheduler.params.{key}", AUTO, "does not follow from anything.", "Write a value.")

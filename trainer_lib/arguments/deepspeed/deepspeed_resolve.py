@@ -46,22 +46,22 @@ def refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
     return ConfigError(message, field=f"deepspeed.{key}", value=value, remedy=remedy)
 
 
-def said(args: ArgumentGroups, name: str) -> bool:
+def is_given(args: ArgumentGroups, name: str) -> bool:
     """Whether an argument is not left at its default."""
     return bool(getattr(args, name) != field_map(args)[name].default)
 
 
-def settle(
+def resolve_setting(
     args: ArgumentGroups,
     given: Mapping[str, Any],
     key: str,
     argument: str,
-    settled: dict[str, Any],
+    resolved: dict[str, Any],
     *,
     prefix: str = "",
     index: int | None = None,
 ) -> Any:
-    """The value that `given[key]` and the argument agree on; noted in `settled` when the file says it. None: neither.
+    """The value that `given[key]` and the argument agree on; noted in `resolved` when the file says it. None: neither.
 
     `index`: the argument is one of the values of a list.
     """
@@ -71,10 +71,10 @@ def settle(
     if written is None or written == AUTO:
         return None
     check_number(prefix + key, written)
-    current = settled.get(argument, getattr(args, argument))
-    if written != current and (said(args, argument) or argument in settled):
+    current = resolved.get(argument, getattr(args, argument))
+    if written != current and (is_given(args, argument) or argument in resolved):
         raise contradiction(prefix + key, written, argument, current)
-    settled[argument] = written
+    resolved[argument] = written
     return written
 
 

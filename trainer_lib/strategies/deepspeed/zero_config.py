@@ -26,7 +26,7 @@ _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam"
 _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
 
 
-def settle(args: TrainingArguments) -> None:
+def resolve_config(args: TrainingArguments) -> None:
     """Bring what the configuration decides into `args`; refuse what this machine cannot serve. Forms no group."""
     plan = adopt(args)
     if importlib.util.find_spec("deepspeed") is None:
