@@ -180,7 +180,7 @@ def _arguments(model: StageManifest) -> dict[str, Any]:
         used = dict(record["fields"]["args"])
     except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
         return {}
-    defaults = numeric_fields(TrainingArguments(), world_size=1)
+    defaults = numeric_fields(TrainingArguments(), data_parallel_size=1)
     always = ("global_batch_size", "learning_rate", "num_train_epochs", "max_steps", "optim", "seed")
     return {name: value for name, value in used.items() if name in always or defaults.get(name, value) != value}
 

@@ -149,7 +149,7 @@ def train_key(config: TrainConfig, recipe: str, root: str | None, data: str) -> 
         {
             "model": config.model,
             "options": config.options,
-            "args": numeric_fields(args, world_size=world_size(config.launch, use_cpu=args.use_cpu)),
+            "args": numeric_fields(args, data_parallel_size=world_size(config.launch, use_cpu=args.use_cpu)),
             "train_split": config.train_split,
             "eval_split": config.eval_split if evaluation_matters(args) else None,
             "data": data,

@@ -150,15 +150,18 @@ def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int, varie
         varies: there may be fewer of them at times; also on rung 0 the global batch is then fixed.
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
+    from trainer_lib.arguments.global_batch import micro_batch_size
 
     if rung == 0 and not varies:
         return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="train.args")
+    micro_batch = micro_batch_size(parsed, data_parallel_size=world_size)
+    given_for = parsed.per_device_train_batch_size // micro_batch  # all processes with split_batches, else one
     return {
         **parsed.to_dict(),
         "gradient_accumulation_steps": 1,  # derived from the two below
-        "per_device_train_batch_size": max(1, parsed.per_device_train_batch_size >> rung),
-        "global_batch_size": total_batch_size(parsed, world_size=world_size),
+        "per_device_train_batch_size": max(1, micro_batch >> rung) * given_for,
+        "global_batch_size": total_batch_size(parsed, data_parallel_size=world_size),
     }
 
 

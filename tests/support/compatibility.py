@@ -15,10 +15,11 @@ import trainer_lib
 from tests.support.surface import SURFACE
 from trainer_lib import Seq2SeqTrainer, Trainer, TrainingArguments
 from trainer_lib.arguments import OptimizerNames
+from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
-from trainer_lib.arguments.validation import ACCELERATOR_KEYS, REPORTERS
+from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.trainer.facade import AcceleratorFacade
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from trainer_lib.arguments import TrainingArguments, evaluation_matters, numeric
 
 
 def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
-    return numeric_fields(TrainingArguments("out", **given), world_size=world_size)
+    return numeric_fields(TrainingArguments("out", **given), data_parallel_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,30 @@ def test_only_the_global_batch_counts() -> None:
     assert one["global_batch_size"] == 16
     assert _fields(per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=2) == one
     assert _fields(global_batch_size=16, per_device_train_batch_size=1, world_size=3) == one
-    assert total_batch_size(TrainingArguments("out", global_batch_size=48), world_size=5) == 48
+    assert total_batch_size(TrainingArguments("out", global_batch_size=48), data_parallel_size=5) == 48
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_split_batches_keeps_the_global_batch_for_any_number_of_processes(processes: int) -> None:
+    split = {"split_batches": True}
+    args = TrainingArguments("out", per_device_train_batch_size=8, accelerator_config=split)
+    assert total_batch_size(args, data_parallel_size=processes) == 8
+    fields = _fields(processes, per_device_train_batch_size=8, accelerator_config=split)
+    assert fields == _fields(per_device_train_batch_size=8)  # the same training, cut up in another way
+
+
+def test_split_batches_may_stand_in_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "accelerator.yaml"
+    config.write_text("split_batches: true\n")
+    args = TrainingArguments("out", gradient_accumulation_steps=2, accelerator_config=str(config))
+    assert total_batch_size(args, data_parallel_size=4) == 16
+    assert _fields(4, gradient_accumulation_steps=2, accelerator_config=str(config)) == _fields(global_batch_size=16)
+
+
+def test_of_the_batch_settings_only_those_count_that_reach_the_gradients() -> None:
+    assert _fields(accelerator_config={"non_blocking": False, "even_batches": True}) == _fields()
+    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    assert _fields(accelerator_config=each) != _fields()
 
 
 def test_evaluation_counts_when_it_can_choose_the_weights() -> None:

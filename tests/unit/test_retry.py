@@ -88,7 +88,7 @@ def test_records_keep_the_failure_but_not_endless_details(tmp_path: Path) -> Non
 
 def global_batch(args: dict[str, Any], world_size: int) -> int:
     parsed = TrainingArguments.from_dict(args)
-    return int(numeric_fields(parsed, world_size=world_size)["global_batch_size"])
+    return int(numeric_fields(parsed, data_parallel_size=world_size)["global_batch_size"])
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,17 @@ def test_a_lower_rung_halves_the_micro_batch_and_keeps_the_global_batch(args: di
         parsed = TrainingArguments.from_dict(lowered)
         assert parsed.per_device_train_batch_size == max(1, before >> rung)
         assert global_batch(lowered, 2) == global_batch(args, 2)
-        same = numeric_fields(parsed, world_size=2) == numeric_fields(TrainingArguments.from_dict(args), world_size=2)
+        same = numeric_fields(parsed, data_parallel_size=2) == numeric_fields(
+            TrainingArguments.from_dict(args), data_parallel_size=2
+        )
         assert same  # the content key does not move
+
+
+def test_a_batch_that_is_split_stays_divisible_among_the_processes() -> None:
+    args = {"per_device_train_batch_size": 12, "accelerator_config": {"split_batches": True}}
+    sizes = [lower_training(args, rung, world_size=2)["per_device_train_batch_size"] for rung in range(4)]
+    assert sizes == [12, 6, 2, 2]  # 6, 3, 1 and 1 samples on each of two processes
+    assert {global_batch(lower_training(args, rung, world_size=2), 2) for rung in range(4)} == {12}
 
 
 def test_evaluation_halves_its_batch() -> None:

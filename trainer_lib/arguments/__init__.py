@@ -12,7 +12,8 @@ from trainer_lib.arguments.enums import (
     SchedulerType,
 )
 from trainer_lib.arguments.fields import arg, nearest, suggestion
-from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields, total_batch_size
+from trainer_lib.arguments.global_batch import total_batch_size
+from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.arguments.deepspeed.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.io import plain
 
 if TYPE_CHECKING:
@@ -15,14 +17,10 @@ if TYPE_CHECKING:
 
 #: How one global batch is cut up: recorded as provenance, never part of a key.
 _BATCH_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+#: The one batch setting that reaches the numbers: sums of gradients are formed in another order.
+_EXCHANGED_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 #: The parts of DeepSpeed's configuration that reach the numbers; the rest says where tensors live.
 _DEEPSPEED_KEYS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16", "gradient_clipping", "prescale_gradients")
-
-
-def total_batch_size(args: TrainingArguments, *, world_size: int) -> int:
-    """Samples of one optimizer step over `world_size` processes."""
-    product = args.per_device_train_batch_size * args.gradient_accumulation_steps * world_size
-    return args.global_batch_size or product
 
 
 def evaluation_matters(args: TrainingArguments) -> bool:
@@ -36,20 +34,22 @@ def evaluation_matters(args: TrainingArguments) -> bool:
     )
 
 
-def numeric_fields(args: TrainingArguments, *, world_size: int) -> dict[str, Any]:
+def numeric_fields(args: TrainingArguments, *, data_parallel_size: int) -> dict[str, Any]:
     """The arguments that can change the trained weights or the exported model, as plain JSON values.
 
     Args:
         args: validated arguments.
-        world_size: processes of the run; only its product with the micro-batch and the accumulation counts.
+        data_parallel_size: processes that train on different samples; only the global batch that results counts.
     """
+    batching = BatchSettings.of(args.accelerator_config)
     wanted = {"weights", "evaluation"} if evaluation_matters(args) else {"weights"}
     out = {
         name: plain(getattr(args, name))
         for name, field in field_map(args).items()
         if field.metadata.get("affects", "weights") in wanted and name not in _BATCH_FIELDS
     }
-    out["global_batch_size"] = total_batch_size(args, world_size=world_size)
+    out["global_batch_size"] = total_batch_size(args, data_parallel_size=data_parallel_size, settings=batching)
+    out["accelerator_config"] = _EXCHANGED_EACH_TIME if batching.sync_each_batch else None
     if isinstance(args.deepspeed, str) and Path(args.deepspeed).expanduser().is_file():
         out["deepspeed"] = read(args.deepspeed)  # what the file says counts, not its name
     if isinstance(out.get("deepspeed"), dict):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 REPORTERS = (
     *("jsonl", "mlflow", "tensorboard", "wandb", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive"),
     *("flyte", "kubeflow", "neptune", "swanlab", "trackio"),
-)
-ACCELERATOR_KEYS = (
-    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
-    *("gradient_accumulation_kwargs", "use_configured_state"),
 )
 #: Fields that may be given as a file's name instead of a mapping; the file is read by whoever uses it.
 FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")

@@ -12,6 +12,7 @@ from torch import nn
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
+from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
@@ -23,7 +24,6 @@ from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trackers.vendors import reporters
 from trainer_lib.trainer import checks, models
-from trainer_lib.trainer.batching import BatchSettings
 from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother

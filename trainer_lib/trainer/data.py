@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.items import count_items
@@ -91,8 +92,7 @@ class DataMixin(TrainerBase):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one optimizer step over all ranks."""
-        processes = 1 if self._batching.split_batches else self.comm.world_size
-        return args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+        return total_batch_size(args, data_parallel_size=self.comm.world_size, settings=self._batching)
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples behind a loader: its dataset's length, else estimated from its batches."""

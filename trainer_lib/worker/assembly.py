@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.numeric import total_batch_size
+from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
@@ -84,7 +84,7 @@ def build_trainer(
 
 def events_callback(work: Work, args: TrainingArguments) -> EventsCallback:
     """Progress events for a Trainer with these arguments."""
-    return EventsCallback(work.events, total_batch_size(args, world_size=work.world_size))
+    return EventsCallback(work.events, total_batch_size(args, data_parallel_size=work.world_size))
 
 
 def load_weights(model: nn.Module, url: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.numeric import numeric_fields, total_batch_size
+from trainer_lib.arguments.global_batch import total_batch_size
+from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
@@ -71,7 +72,7 @@ def _exported(work: Work, output: Store, args: TrainingArguments) -> list[FileEn
     store = output.child(MODEL)
     if not store.exists("config.json"):
         _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request["model"]})
-    _write_json(store, "training_args.json", numeric_fields(args, world_size=work.world_size))
+    _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=work.world_size))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
 
 
@@ -81,7 +82,7 @@ def _write_json(store: Store, name: str, value: Any) -> None:
 
 def _samples(steps: int, rows: int, args: TrainingArguments, world_size: int) -> int:
     """Samples seen after `steps`: the last batch of an epoch may be smaller, or dropped."""
-    batch = total_batch_size(args, world_size=world_size)
+    batch = total_batch_size(args, data_parallel_size=world_size)
     per_epoch = max(1, rows // batch if args.dataloader_drop_last else -(-rows // batch))
     epochs, rest = divmod(steps, per_epoch)
     return epochs * min(rows, per_epoch * batch) + rest * batch

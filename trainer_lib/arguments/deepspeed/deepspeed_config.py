@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import io
+from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
     AUTO,
@@ -25,6 +26,7 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
     resolve_setting,
 )
 from trainer_lib.arguments.fields import suggestion
+from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_size
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -145,11 +147,18 @@ def _check_beside(args: ArgumentGroups) -> None:
 
 
 def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | None) -> None:
-    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    settings, accumulation = BatchSettings.of(args.accelerator_config), args.gradient_accumulation_steps
+    micro: int | None = args.per_device_train_batch_size
+    total: int | None = args.global_batch_size
+    if world_size is not None:
+        micro = micro_batch_size(args, data_parallel_size=world_size, settings=settings)
+        total = total_batch_size(args, data_parallel_size=world_size, settings=settings)
+    elif settings.split_batches:
+        micro = None  # known once the processes are counted
     derived: dict[str, int | None] = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": None if args.global_batch_size else accumulation,
-        "train_batch_size": args.global_batch_size or (micro * accumulation * world_size if world_size else None),
+        "train_batch_size": total,
     }
     for key, value in derived.items():
         written = config.get(key)

@@ -18,6 +18,7 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, adopt
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
+from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _SECRET = re.compile(r"(token|secret|password|key)$", re.IGNORECASE)
@@ -96,8 +97,8 @@ def engine_config(
     zero = {"memory_efficient_linear": False, **plan.zero}  # else it replaces torch's linear for the whole process
     zero.update(_sizes(plan.automatic, model))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": _accumulation(args),
+        "train_micro_batch_size_per_gpu": micro_batch_size(args, data_parallel_size=args.world_size),
+        "gradient_accumulation_steps": accumulation_steps(args, data_parallel_size=args.world_size),
         "gradient_clipping": float(args.max_grad_norm),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": plan.allow_untested is not False,
@@ -108,12 +109,6 @@ def engine_config(
     if not trains:
         zero.pop("offload_optimizer", None)
     return config
-
-
-def _accumulation(args: TrainingArguments) -> int:
-    if args.global_batch_size is None:
-        return args.gradient_accumulation_steps
-    return max(1, -(-args.global_batch_size // (args.per_device_train_batch_size * args.world_size)))
 
 
 def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int]:

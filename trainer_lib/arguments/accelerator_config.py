@@ -1,4 +1,4 @@
-"""`accelerator_config`: what its settings mean where every process reads its own share of the data by position.
+"""`accelerator_config`: what its settings mean when every process reads its own share of the data by position.
 
 split_batches                per_device_train_batch_size (and eval's) is divided among the processes
 non_blocking                 whether copies to the device overlap with the host's work (on unless said otherwise)
@@ -19,9 +19,13 @@ from typing import Any
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.fields import suggestion
 from trainer_lib.arguments.io import read_mapping
-from trainer_lib.arguments.validation import ACCELERATOR_KEYS
 from trainer_lib.errors import ConfigError
 
+#: The settings of the reference's `AcceleratorConfig`.
+ACCELERATOR_KEYS = (
+    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
+    *("gradient_accumulation_kwargs", "use_configured_state"),
+)
 _FIELD = "accelerator_config"
 _ACCUMULATION = "gradient_accumulation_kwargs"
 # Settings that are served with one value only: (that value, why, the way out).

@@ -1,0 +1,57 @@
+"""The global batch: the samples of one optimizer step, and how data-parallel processes share them.
+
+::
+
+    micro-batch   per_device_train_batch_size                            or, with split_batches,
+                  per_device_train_batch_size / processes
+    global batch  global_batch_size                                      when it is given, else
+                  micro-batch x gradient_accumulation_steps x processes
+
+*processes* are the data-parallel ones: those that train on different samples. Every other place that needs one of
+these numbers asks here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_lib.arguments.accelerator_config import BatchSettings
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.groups import ArgumentGroups
+
+
+def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
+    """Return the samples of one optimizer step over all processes.
+
+    Args:
+        args: coerced arguments.
+        data_parallel_size: processes that train on different samples.
+        settings: what `args.accelerator_config` says, where the caller has read it already.
+
+    Raises:
+        ConfigError: `accelerator_config` names a file that cannot be read, or holds a setting that is not served.
+    """
+    if args.global_batch_size:
+        return args.global_batch_size
+    split = (settings or BatchSettings.of(args.accelerator_config)).split_batches
+    processes = 1 if split else data_parallel_size  # a split batch is given for all processes together
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+
+
+def micro_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
+    """Return the samples that one process trains on at a time; arguments and errors as in `total_batch_size`.
+
+    Raises:
+        ConfigError: also when `split_batches` asks for a share that is not a whole number of samples.
+    """
+    settings = settings or BatchSettings.of(args.accelerator_config)
+    return settings.share(args.per_device_train_batch_size, data_parallel_size, field="per_device_train_batch_size")
+
+
+def accumulation_steps(args: ArgumentGroups, *, data_parallel_size: int) -> int:
+    """Return the micro-batches that a process adds up for one full global batch, at least 1."""
+    if args.global_batch_size is None:
+        return args.gradient_accumulation_steps
+    micro_batch = micro_batch_size(args, data_parallel_size=data_parallel_size)
+    return max(1, -(-args.global_batch_size // (micro_batch * data_parallel_size)))
