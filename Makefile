@@ -32,7 +32,7 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 PYTEST := $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
 test: install  ## Run the whole test suite
 	@failed=0; \
-	$(PYTEST) tests/contracts tests/unit tests/distributed tests/resume || failed=1; \
+	$(PYTEST) tests/contracts tests/unit tests/processes tests/services tests/distributed tests/resume || failed=1; \
 	$(PYTEST) tests/e2e tests/flows || failed=1; \
 	exit $$failed
 

@@ -14,6 +14,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import Owner, request
 from tests.support.memory_group import limited
+from tests.support.repository import ROOT
 from trainer_lib.errors import (
     CodeError,
     DataError,
@@ -153,7 +154,7 @@ def test_a_script_under_torchrun_is_told_what_failed_not_only_that_it_did(tmp_pa
         "    raise DataError('Row 7 is empty.', field='train', value=7, remedy='Repair it.')\n"
         "one.train()\n"
     )
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--log-dir", str(tmp_path / "logs"), "script.py"]
     variables: dict[str, Any] = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

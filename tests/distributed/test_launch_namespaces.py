@@ -16,6 +16,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import Owner
 from tests.support.nodes import ADDRESSES, PORT, Follower, Network, two_machines
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.needs("namespaces")
 ENDPOINT = f"{ADDRESSES[0]}:{PORT}"
@@ -103,7 +104,7 @@ print("rank", one.comm.rank, "of", one.comm.world_size, "through", os.environ["G
 def test_a_script_under_torchrun_on_two_machines(tmp_path: Path, network: Network) -> None:
     """torch's own dynamic rendezvous; nobody says through which interface, and no name of a host resolves here."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).resolve().parents[2]
+    root = ROOT
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", ENDPOINT, "--rdzv-id", "x", "--log-dir", str(tmp_path)]
     environ = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import ROOT
+
 # The script of a user: arguments from the command line, a Trainer, and nothing about processes.
 SCRIPT = """
 import json, os, sys
@@ -28,7 +30,6 @@ line = "seen " + json.dumps([*seen, trainer.state.global_step]) + chr(10)
 os.write(1, line.encode())  # at once: with python -u a print goes out in pieces, between those of the other process
 """
 ARGUMENTS = ("--output_dir", "out", "--max_steps", "2", "--save_strategy", "no", "--use_cpu", "--disable_tqdm", "True")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

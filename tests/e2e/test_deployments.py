@@ -20,8 +20,8 @@ import pytest
 from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import running, trainflow
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # prepare and train: what a schedule has to show, in the least time.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
 SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")

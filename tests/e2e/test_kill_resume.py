@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.chaos import Pipeline, kill_once
+from tests.support.repository import ROOT
 
-SPEC = Path(__file__).parents[2] / "examples" / "digits" / "pipeline.yaml"
+SPEC = ROOT / "examples" / "digits" / "pipeline.yaml"
 SMALL = (
     "train.args.num_train_epochs=3",
     "train.args.save_steps=4",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.repository import ROOT
 
 MODULES = sorted(
     f"{house}.{path.stem}"
     for house in ("flows", "tasks")
-    for path in (Path(__file__).parents[2] / house).glob("*.py")
+    for path in (ROOT / house).glob("*.py")
     if path.stem not in ("__init__", "__main__")
 )
 

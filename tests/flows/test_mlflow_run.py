@@ -18,11 +18,11 @@ from tasks import tracking as _mlflow
 from tasks.configs import TrackingConfig
 from tasks.tracking import RunHandle, finish, log_dataset, log_file, log_folder, log_metrics, open_run, set_tags
 from tests.support.mlflow_store import client, fresh_store, points, runs
+from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow import MLflowTracker
 
-ROOT = Path(__file__).parents[2]
 KEY = "k" * 64
 
 

@@ -19,12 +19,12 @@ from tasks.push_to_hub import publish_key, push_to_hub
 from tasks.stage.keys import stage_key
 from tasks.stage.runner import StageContext, StageOutput, run_stage
 from tests.support.hub_server import HubServer, ImpatientTime
+from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
-ROOT = Path(__file__).parents[2]
 WEIGHTS = bytes(range(256)) * 8192
 
 

@@ -6,14 +6,13 @@ import math
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows.report import MAX_POINTS, draw_charts, render_report
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 

@@ -14,8 +14,7 @@ from flows.server.embedded import SERVED_TAG
 from flows.server.serving import Schedule, _deployment, _forget_planned_runs
 from flows.spec.spec import PipelineSpec, load_spec
 from tests.support import toy
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.repository import ROOT
 
 
 def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import untrained
+from tests.support.repository import ROOT
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good, rotate
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import save_checkpoint
@@ -26,8 +27,6 @@ from trainer_lib.locks import readers as module
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.readers import reading, withdraw_unread
 from trainer_lib.storage import Store
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def save(root: Store, step: int, **changes: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.repository import ROOT
 from trainer_lib.commit import read_commit, verify
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Content, Published, Source
@@ -89,7 +90,7 @@ def test_a_killed_publisher_leaves_nothing_visible_and_its_leftovers_are_removed
         import os, signal, sys
         from pathlib import Path
         from trainer_lib.storage import Store
-        from tests.unit.test_hub_folder import _content
+        from tests.unit.hub.test_hub_folder import _content
         from trainer_lib.hub.transport import publish
         left = int(sys.argv[2])
         def killing(method):
@@ -104,7 +105,7 @@ def test_a_killed_publisher_leaves_nothing_visible_and_its_leftovers_are_removed
         Store.open_write, Store.create = killing(Store.open_write), killing(Store.create)
         publish(sys.argv[1], content, message="first")
     """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     seen: list[int] = []
     for writes in range(12):
         command = [sys.executable, "-c", code, target, str(writes), str(tmp_path / "model")]
@@ -174,5 +175,5 @@ def test_importing_the_hub_brings_neither_torch_nor_vendors() -> None:
         "import sys, trainer_lib.hub.transport, trainer_lib.hub.card, trainer_lib.hub.huggingface; "
         "sys.exit(', '.join({'torch', 'huggingface_hub', 'mlflow', 'prefect'} & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import save, snapshot
+from tests.support.repository import ROOT
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -24,8 +25,6 @@ from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import CodeError, LeaseLostError, StorageError, TrainflowError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def no_damage(what: str) -> None:

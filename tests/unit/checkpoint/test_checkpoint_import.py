@@ -33,6 +33,9 @@ QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_pr
 BUILT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_steps": 3}
 
 
+MODEL = "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers({depth})\n"
+
+
 def classifier(seed: int = 0) -> Any:
     made = bert(seed=seed, **QUIET)
     made.accepts_loss_kwargs = False  # its loss is a mean and ignores the count, which the peer has to be told
@@ -170,14 +173,18 @@ def test_a_model_that_its_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> Non
     assert not (tmp_path / "ours").exists()
 
     file = tmp_path / "model.py"
-    file.write_text("from tests.unit.test_checkpoint_import import Layers\ndef build():\n    return Layers(4)\n")
+    file.write_text(
+        "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers(4)\n"
+    )
     import_here(source, tmp_path / "ours", f"{file}:build")
     same(go_on(tmp_path / "ours", Layers(4), points()), peer)
     for function, message in (("absent", "no function absent"), ("number", "must return a torch.nn.Module")):
         file.write_text("def number():\n    return 5\n")
         with pytest.raises(ConfigError, match=message):
             import_here(source, tmp_path / "other", f"{file}:{function}")
-    file.write_text("from tests.unit.test_checkpoint_import import Layers\ndef build():\n    return Layers(9)\n")
+    file.write_text(
+        "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers(9)\n"
+    )
     with pytest.raises(ConfigError, match="or have other shapes"):
         import_here(source, tmp_path / "other", f"{file}:build")
 
@@ -258,7 +265,7 @@ def test_weights_of_another_model_are_refused(language_model: tuple[Path, Any], 
 
 ADAPTED = """
 import sys
-from tests.unit.test_checkpoint_import import adapted
+from tests.unit.checkpoint.test_checkpoint_import import adapted
 def build():
     return adapted()
 """

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty import Faults
+from tests.support.repository import ROOT
 from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import LeaseLostError, StorageError
 from trainer_lib.locks.lease import Holder, acquire
 from trainer_lib.storage import Store
-
-ROOT = Path(__file__).resolve().parents[2]
 
 HOLD = """
 import sys

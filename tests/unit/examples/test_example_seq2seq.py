@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "seq2seq_t5" / "train.py"
+from tests.support.repository import ROOT
+
+SCRIPT = ROOT / "examples" / "seq2seq_t5" / "train.py"
 
 
 @pytest.fixture

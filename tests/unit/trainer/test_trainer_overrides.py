@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support import surface
 from tests.support.overrides import ROWS, SURFACE, exercise
 from tests.support.training import trainer
 from trainer_lib import Trainer, TrainerCallback
@@ -19,7 +19,7 @@ def test_every_overridable_method_is_called_by_a_run(tmp_path: Path) -> None:
 
 
 def test_no_public_method_of_the_reference_is_left_out() -> None:
-    reference = json.loads((Path(__file__).parents[1] / "data" / "api_surface.json").read_text())["Trainer_methods"]
+    reference = surface.SURFACE["Trainer_methods"]
     # Of a Trainer that hands its model to accelerate, and of parallelism inside a layer.
     foreign = {"create_accelerator_and_postprocess", "set_initial_training_values"}
     foreign |= {"get_cp_size", "get_sp_size", "get_tp_size"}

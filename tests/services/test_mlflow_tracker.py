@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.mlflow_store import client, fresh_store, points, runs
+from tests.support.repository import ROOT
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.trackers import mlflow as tracker_module
 from trainer_lib.trackers import shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

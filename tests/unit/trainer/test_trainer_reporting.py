@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import types
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import trainer_lib
+from tests.support.surface import SURFACE
 from tests.support.toys import classification_rows
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import JsonlCallback, MLflowCallback, PrinterCallback, ProgressCallback, TensorBoardCallback
@@ -20,7 +20,6 @@ from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback, reporter
 
 ROWS = classification_rows(12)
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "num_train_epochs": 1}
-SURFACE = json.loads((Path(__file__).parents[1] / "data" / "api_surface.json").read_text())
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.base import create_trackers, numbers_only, tracker_names
 from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.jsonl import JsonlTracker
 from trainer_lib.trackers.params import flatten_params, mask
-
-ROOT = Path(__file__).parents[2]
-
 
 # -- names and values -------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from trainer_lib.errors import (
 )
 from trainer_lib.storage import Store
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
     "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch import notebook_launcher
 
@@ -42,7 +43,7 @@ def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     """In a process of its own: forking this one, with all its threads, would prove nothing about a notebook."""
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(ROOT)
     environ = {**os.environ, "PYTHONPATH": root, "OUT": str(tmp_path / "out")}
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -87,7 +88,7 @@ except TrainflowError as error:
     ],
 )
 def test_what_comes_back_from_forked_processes(what: str, said: str) -> None:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(ROOT)
     command = [sys.executable, "-c", FORKED.format(what=what)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == said, done.stderr
@@ -99,7 +100,7 @@ def test_children_end_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
         "def main():\n    Path(os.environ['OUT'], os.environ['RANK']).write_text(str(os.getpid())); time.sleep(300)\n"
         "notebook_launcher(main, num_processes=2)\n"
     )
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OUT": str(tmp_path)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environ) as notebook:
         from tests.support.launched import wait_until
 
