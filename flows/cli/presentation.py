@@ -115,7 +115,7 @@ def _predictions(manifest: Mapping[str, Any]) -> str:
 
 def _published(manifest: Mapping[str, Any]) -> str:
     meta = manifest.get("meta", {})
-    return str(meta.get("url") or meta.get("target") or manifest["url"])
+    return str(meta.get("published_url") or meta.get("target") or manifest["url"])
 
 
 def shown(place: str) -> str:

@@ -51,7 +51,7 @@ def training() -> list[psutil.Process]:
 def embedded_servers(home: Path) -> list[psutil.Process]:
     """Those of one Prefect home: the session keeps one in its own."""
     lines = ((process, _line(process)) for process in police.session_processes())
-    return [process for process, line in lines if "_server.py" in line and str(home) in line]
+    return [process for process, line in lines if "server/embedded.py" in line and str(home) in line]
 
 
 def _line(process: psutil.Process) -> str:
