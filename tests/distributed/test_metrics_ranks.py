@@ -83,7 +83,7 @@ def _pushed(folder: str) -> tuple[Any, Any, bool]:
     one.train()
     url = one.push_to_hub("Once more", tags="mine")
     future = one.push_to_hub("And more", blocking=False)
-    one._pushes.wait(unless=lambda: False)
+    one._trainflow_publisher.queue.wait(unless=lambda: False)
     return url, one.comm.rank, future is None
 
 

@@ -22,7 +22,7 @@ from tests.support.training import StopAt, assert_equal, final_state, preempted_
 from trainer_lib import TrainerCallback
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.trainer.hub import HubMixin
+from trainer_lib.trainer.publishing import PublishingMixin
 
 # huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -57,11 +57,11 @@ class Waiting(TrainerCallback):
 
     def __init__(self) -> None:
         self.begun: list[int] = []
-        self.trainer: HubMixin | None = None
+        self.trainer: PublishingMixin | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None
-        self.trainer._pushes.wait(unless=lambda: False, poll_s=0.01)
+        self.trainer._trainflow_publisher.queue.wait(unless=lambda: False, poll_s=0.01)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun.append(state.global_step)
@@ -100,7 +100,7 @@ def test_without_blocking_a_future_has_the_url(hub: HubServer, tmp_path: Path) -
     gate.set()
     assert future.result(20).startswith(f"{hub.endpoint}/org/toy/tree/")
     assert "draft" in hub.repos["org/toy"].branches
-    assert one._pushes.wait(unless=lambda: False)
+    assert one._trainflow_publisher.queue.wait(unless=lambda: False)
 
 
 def test_hub_revision_private_and_a_name_from_output_dir(hub: HubServer, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_each_strategy_pushes_what_it_says(strategy: str, hub: HubServer, tmp_pa
     files = newest(hub)
     assert {path.partition("/")[0] for path in files if "checkpoint" in path} == folders
     assert torch.equal(load(files["model.safetensors"])["head.weight"], one.model.state_dict()["head.weight"])
-    assert not one._pushes.busy  # awaited at the end
+    assert not one._trainflow_publisher.queue.is_busy  # awaited at the end
     assert not any(hub.token.encode() in data for data in files.values())
 
 
@@ -157,7 +157,7 @@ def test_last_checkpoint_on_the_hub_can_be_resumed_from(hub: HubServer, tmp_path
     given: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "save_steps": 2}
     stopped, _ = pushing(tmp_path / "a", hub, hub_strategy="checkpoint", callbacks=[StopAt(4)], **given)
     assert preempted_at(stopped) == 4
-    assert stopped._pushes.wait(unless=lambda: False)
+    assert stopped._trainflow_publisher.queue.wait(unless=lambda: False)
     local = snapshot_download("org/toy", local_dir=tmp_path / "back", endpoint=hub.endpoint, token=hub.token)
     settings: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "no"}
     resumed = trainer(tmp_path / "b", ROWS, **settings)
@@ -212,7 +212,7 @@ def test_no_failure_of_a_push_ends_training(hub: HubServer, tmp_path: Path, capl
     hub.fault = lambda method, path: 503
     one.train()
     assert one.state.global_step == 3
-    assert caplog.text.count("A push of training failed, training goes on") == 4
+    assert caplog.text.count("A push failed; training continues") == 4
     assert hub.token not in caplog.text
 
 
@@ -221,7 +221,7 @@ def test_a_hub_that_is_down_at_the_start_is_asked_again(
 ) -> None:
     hub.fault = lambda method, path: 503
     one, _ = pushing(tmp_path, hub, hub_strategy="end")
-    assert "The Hub could not be asked; training goes on" in caplog.text
+    assert "The Hub cannot be reached; training starts" in caplog.text
     hub.fault = lambda method, path: None
     one.train()
     assert summaries(hub) == ["End of training"]
@@ -236,7 +236,7 @@ def test_a_token_that_is_refused_is_told_before_the_first_step(hub: HubServer, t
 
 @pytest.mark.parametrize("name", ["two words", "a/b/c", "owner/"])
 def test_names_no_repository_can_have_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"hub_model_id = {name}: is neither a repository's name nor a folder"):
+    with pytest.raises(ConfigError, match=f"hub_model_id = {name}: The name is neither a repository nor a folder"):
         trainer(tmp_path, ROWS, push_to_hub=True, hub_model_id=name)
 
 

@@ -18,6 +18,7 @@ from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.errors import ConfigError
+from trainer_lib.hub.publisher import Publisher
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.precision import apply_tf32
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
@@ -113,7 +114,7 @@ class TrainerBase:
             self.model_wrapped = self.model
             self._look_at_model()
             checks.trainer(self)
-            self._set_up_hub()
+            self._trainflow_publisher.prepare_target()
             self._create_callbacks(callbacks or ())
 
     def _set_up_process(self, args: TrainingArguments) -> None:
@@ -161,7 +162,7 @@ class TrainerBase:
         self._caches: list[tuple[Any, Any]] = []
         self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
-        self._being_pushed: list[str] = []
+        self._trainflow_publisher: Publisher = Publisher(self)  # type: ignore[arg-type]
         self._trained_before = False
         self._inspect_overrides()
 
@@ -217,9 +218,6 @@ class TrainerBase:
         if self.label_smoother is not None and problem == "multi_label_classification":
             _log.warning("label_smoothing_factor has no effect: labels that exclude one another it needs.")
             self.label_smoother = None
-
-    def _set_up_hub(self) -> None:
-        """See `hub`."""
 
     def _inspect_overrides(self) -> None:
         # Five ages of subclasses: what an override takes is found once, not at every step.

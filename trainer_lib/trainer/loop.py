@@ -27,7 +27,7 @@ from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_m
 from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.trainer.hub import HubMixin
+from trainer_lib.trainer.publishing import PublishingMixin
 from trainer_lib.trainer.resuming import ResumingMixin
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
 
 
-class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
+class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
     """Training."""
 
     def train(
@@ -396,5 +396,5 @@ class LoopMixin(HubMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
         self._log(metrics)
         self.model.zero_grad()
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        self._push_at_end()
+        self._trainflow_publisher.push_final_model(is_stop_requested=lambda: self._request().requested)
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)

@@ -148,7 +148,7 @@ class SavingMixin(ReportingMixin):
             rotate(
                 root,
                 keep=self.args.save_total_limit,
-                protect={*protected, *self._being_pushed},
+                protect={*protected, *self._trainflow_publisher.checkpoints_being_pushed},
                 just_written=checkpoint_name(step),
             )
         except StorageError as error:  # one checkpoint too many is no reason to stop

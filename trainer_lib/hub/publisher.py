@@ -1,0 +1,356 @@
+"""The Publisher: what the Trainer pushes to a hub, when, and with which card.
+
+::
+
+    on_save        -> every_save: the checkpoint's model; checkpoint: also all of it as last-checkpoint/;
+                      all_checkpoints: also all of it as checkpoint-<step>/       (in the background)
+    end of train() -> the final model, with its metrics on the card (all strategies); then wait for pending pushes
+
+A push reads committed files in a thread of its own, so saving never waits for the Hub. While a push is under way the
+next one is skipped; `hub_always_push` queues it instead. A failed push never ends training. `hub_model_id` names a
+repository, or a folder on any store.
+
+The Publisher calls the Trainer's documented methods, never its own version of them: a subclass's override is what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainer_lib.agreement import run_on_all_ranks
+from trainer_lib.arguments import HubStrategy, TrainingArguments
+from trainer_lib.checkpoint import writer
+from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
+from trainer_lib.checkpoint.sharded import INDEX
+from trainer_lib.commit import COMMIT, read_commit
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError, StorageError, TrainflowError
+from trainer_lib.hub.base import Content, Hub, Source
+from trainer_lib.hub.card import card_metadata, model_card
+from trainer_lib.hub.draft import REPOSITORY, CardDetails, CardFacts, draft_card
+from trainer_lib.hub.folder import FolderHub
+from trainer_lib.hub.push_queue import PushQueue
+from trainer_lib.hub.transport import SCHEME
+from trainer_lib.locks.readers import reading
+from trainer_lib.state import TrainerState
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.trackers.params import mask
+
+if TYPE_CHECKING:  # imported at the first push to a repository: it loads the Hub's client
+    from trainer_lib.hub.huggingface import HuggingFaceHub
+
+_log = logging.getLogger(__name__)
+README = "README.md"
+LAST = "last-checkpoint"
+_CHECKPOINT = checkpoint_name(0).removesuffix("0")
+_CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has no files under them
+_CARD_LIMIT_BYTES = 1 << 20
+_RESUMING = frozenset(
+    (writer.OPTIMIZER_TENSORS, writer.OPTIMIZER, writer.SCHEDULER, writer.SCALER, writer.DATA, writer.TRAINER_STATE)
+)
+
+
+class PublishingTrainer(Protocol):
+    """The part of a Trainer that the Publisher reads and calls."""
+
+    args: TrainingArguments
+    comm: Communicator
+    state: TrainerState
+    hub_model_id: str | None
+
+    @property
+    def model(self) -> Any:
+        """The module whose `config` and `model_tags` describe it on the card."""
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process pushes."""
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the target and set `hub_model_id`."""
+
+    def create_model_card(self) -> None:
+        """Write README.md to output_dir."""
+
+    def push_to_hub(self, commit_message: str | None = ..., blocking: bool = ...) -> str | Future[str] | None:
+        """Export the model and publish it."""
+
+
+@dataclass(frozen=True)
+class CheckpointPush:
+    """A committed checkpoint, ready to be pushed."""
+
+    store: Store
+    name: str
+    step: int
+    content: Content
+
+
+class Publisher:
+    """Owns a Trainer's pushes: the queue, the checkpoints that are being read, and the base model's licence."""
+
+    def __init__(self, trainer: PublishingTrainer) -> None:
+        self._trainer = trainer
+        self.queue = PushQueue()
+        self._being_pushed: list[str] = []
+        self._base_licence: tuple[str, str | None] | None = None
+
+    @property
+    def checkpoints_being_pushed(self) -> frozenset[str]:
+        """Names of the checkpoint folders that a push still reads; rotation must keep them."""
+        return frozenset(self._being_pushed)
+
+    # -- the target ---------------------------------------------------------------------------------------------------
+
+    def prepare_target(self) -> None:
+        """With `push_to_hub`: create the target before anything is spent on training. Collective.
+
+        A Hub that cannot be reached is tried again at the first push.
+
+        Raises:
+            ConfigError: the name or the token is refused.
+        """
+        if not self._trainer.args.push_to_hub:
+            return
+        try:
+            run_on_all_ranks(self._trainer.comm, self._trainer.init_hf_repo)
+        except StorageError as error:
+            _log.warning("The Hub cannot be reached; training starts and pushes later: %s", mask(str(error)))
+
+    def create_target(self, token: str | None = None) -> str:
+        """Create the repository or folder of `hub_model_id`; return its full name. On the main process.
+
+        Raises:
+            ConfigError: the name or the token is refused. StorageError: the Hub cannot be reached.
+        """
+        target = self._target_name()
+        if is_folder(target):
+            Store.open(target, field="hub_model_id").ensure_writable(field="hub_model_id")
+            return target
+        return self._open_repository(target, token).create()
+
+    def _target_name(self) -> str:
+        args = self._trainer.args
+        target = args.hub_model_id or PurePosixPath(str(args.output_dir).rstrip("/")).name
+        if not is_folder(target) and not REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
+            raise ConfigError(
+                "The name is neither a repository nor a folder.",
+                field="hub_model_id" if args.hub_model_id else "output_dir",
+                value=target,
+                remedy='Give hub_model_id="owner/name", or the URL of a folder.',
+            )
+        return target.removeprefix(SCHEME)
+
+    def _open_hub(self, token: str | None, revision: str | None) -> Hub:
+        if self._trainer.hub_model_id is None:
+            self._trainer.init_hf_repo(token)
+        target, branch = str(self._trainer.hub_model_id), revision or self._trainer.args.hub_revision
+        if is_folder(target):
+            return FolderHub(target, branch=branch, field="hub_model_id")
+        return self._open_repository(target, token, branch)
+
+    def _open_repository(self, target: str, token: str | None, branch: str | None = None) -> HuggingFaceHub:
+        from trainer_lib.hub.huggingface import HuggingFaceHub
+
+        private, used = self._trainer.args.hub_private_repo, token or self._trainer.args.hub_token
+        return HuggingFaceHub(target, branch=branch, private=private, field="hub_model_id", token=used)
+
+    # -- the card -----------------------------------------------------------------------------------------------------
+
+    def write_card(self, details: CardDetails) -> None:
+        """Write README.md to output_dir. Fields of a card that exists are kept unless `details` sets them."""
+        trainer, store = self._trainer, self._output_store()
+        present = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
+        facts = CardFacts(
+            name=PurePosixPath((trainer.hub_model_id or self._target_name()).rstrip("/")).name,
+            present=card_metadata(present),
+            model=trainer.model,
+            state=trainer.state,
+            args=trainer.args,
+        )
+        store.write_bytes(README, model_card(draft_card(details, facts, licence_of=self._licence_of)).encode())
+
+    def _licence_of(self, base: str | None) -> str | None:
+        """The licence of the base model; the Hub is asked once, since every push writes a card."""
+        if base is None or is_folder(self._target_name()):
+            return None
+        if self._base_licence is None or self._base_licence[0] != base:
+            from trainer_lib.hub.huggingface import licence_of
+
+            self._base_licence = (base, licence_of(base, token=self._trainer.args.hub_token))
+        return self._base_licence[1]
+
+    def _output_store(self) -> Store:
+        return Store.open(str(self._trainer.args.output_dir), field="output_dir")
+
+    # -- the exported model -------------------------------------------------------------------------------------------
+
+    def push_export(
+        self,
+        message: str,
+        *,
+        write_card: Callable[[], None],
+        checkpoint: Store | None,
+        token: str | None,
+        revision: str | None,
+    ) -> Future[str] | None:
+        """Queue a push of output_dir; return the future of its URL on the main process, None on the others. Collective.
+
+        Args:
+            message: the revision's message.
+            write_card: writes README.md to output_dir; called on the main process.
+            checkpoint: the newest committed checkpoint, pushed along when `hub_strategy` is "checkpoint".
+            token, revision: used in place of the arguments' `hub_token` and `hub_revision`.
+        """
+
+        def queue_push() -> Future[str] | None:
+            if not self._trainer.is_world_process_zero():
+                return None
+            write_card()
+            content = self._exported_content(checkpoint)
+            return self.queue.submit(lambda: self._publish(content, message, token, revision))
+
+        return run_on_all_ranks(self._trainer.comm, queue_push)
+
+    def wait_for_url(self, future: Future[str] | None) -> str:
+        """Wait for a push that `push_export` queued; return its URL on every rank. Collective.
+
+        Raises:
+            ConfigError: the target refuses the push. StorageError: it cannot be reached.
+        """
+        comm = self._trainer.comm
+        url: str = comm.broadcast_json(run_on_all_ranks(comm, lambda: None if future is None else future.result()))
+        return url
+
+    def push_final_model(self, *, is_stop_requested: Callable[[], bool]) -> None:
+        """At the end of training: push the model, then wait for all pushes. Collective; never raises.
+
+        A requested stop ends the wait.
+        """
+        if not self._trainer.args.push_to_hub:
+            return
+        try:
+            future = self._trainer.push_to_hub(commit_message="End of training", blocking=False)
+        except TrainflowError as error:
+            future = None
+            _log_failed_push(error)
+        if not self.queue.wait(unless=is_stop_requested):
+            _log.warning("A stop was requested while a push is under way; the push may not complete.")
+        elif isinstance(future, Future) and (failure := future.exception()) is not None:
+            _log_failed_push(failure)
+
+    def _publish(self, content: Content, message: str, token: str | None = None, revision: str | None = None) -> str:
+        return self._open_hub(token, revision).publish(content, message=message).url
+
+    def _exported_content(self, checkpoint: Store | None) -> Content:
+        """The files of output_dir without checkpoints and hidden files: the model, and what the user put there."""
+        store = self._output_store()
+        files = {
+            info.path: Source(store, FileEntry(info.path, info.size, store.digest(info.path)))
+            for info in store.list()
+            if not info.path.startswith((_CHECKPOINT, ".", "_"))
+        }
+        if checkpoint is not None and self._trainer.args.hub_strategy == HubStrategy.CHECKPOINT:
+            return _with_checkpoint(files, checkpoint, LAST)
+        return Content(files, kept=_CHECKPOINTS)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def prepare_checkpoint_push(self, url: str, *, without_weights: bool) -> CheckpointPush | None:
+        """The push that `hub_strategy` asks for after a save; None when nothing is to be pushed now.
+
+        Args:
+            url: folder of the committed checkpoint, named checkpoint-<step>.
+            without_weights: leave model.safetensors out, because the model is exported as adapters.
+        """
+        args, store = self._trainer.args, Store.open(url, field="checkpoint")
+        name = url.rstrip("/").rpartition("/")[2]
+        step = step_of(name)
+        if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self._trainer.is_world_process_zero():
+            return None
+        if step is None:
+            raise ConfigError(
+                "The folder's name is not a checkpoint's.",
+                field="checkpoint",
+                value=url,
+                remedy="Name it checkpoint-<step>.",
+            )
+        if self.queue.is_busy and not args.hub_always_push:
+            _log.info("The previous push is not finished: the checkpoint of step %d is not pushed.", step)
+            return None
+        try:
+            content = self._checkpoint_content(store, name, without_weights=without_weights)
+        except TrainflowError as error:
+            _log.warning("The checkpoint of step %d is not pushed: %s", step, mask(str(error)))
+            return None
+        return CheckpointPush(store, name, step, content)
+
+    def queue_checkpoint(self, push: CheckpointPush) -> None:
+        """Queue a prepared push. Its checkpoint is protected from rotation until the push ends."""
+        self._being_pushed.append(push.name)
+        self.queue.submit(lambda: self._push_checkpoint(push))
+
+    def _push_checkpoint(self, push: CheckpointPush) -> str:
+        """Runs in the push's thread."""
+        try:
+            with reading(push.store):  # rotation by another process waits as well
+                return self._publish(push.content, f"Training in progress, step {push.step}")
+        except Exception as error:
+            _log_failed_push(error)
+            raise
+        finally:
+            self._being_pushed.remove(push.name)
+
+    def _checkpoint_content(self, store: Store, name: str, *, without_weights: bool) -> Content:
+        """The model of a committed checkpoint with a card, and the checkpoint itself where the strategy says so."""
+        strategy, commit = self._trainer.args.hub_strategy, read_commit(store, kind=KIND)
+        if commit is None:
+            raise ConfigError(
+                "The checkpoint is not committed.", field="checkpoint", value=store.url, remedy="Save it first."
+            )
+        if any(entry.path == INDEX for entry in commit.files):
+            raise ConfigError(
+                "The checkpoint holds a sharded model, which cannot be loaded from a hub.",
+                field="hub_strategy",
+                value=str(strategy),
+                remedy='Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.',
+            )
+        left_out = _RESUMING | ({writer.MODEL} if without_weights else set())
+        files = {
+            entry.path: Source(store, entry)
+            for entry in commit.files
+            if entry.path not in left_out and not entry.path.startswith("rng/")
+        }
+        self._trainer.create_model_card()
+        card = self._output_store().read_bytes(README)
+        content = Content(files, kept=_CHECKPOINTS)
+        if strategy == HubStrategy.CHECKPOINT:
+            content = _with_checkpoint(files, store, LAST)
+        elif strategy == HubStrategy.ALL_CHECKPOINTS:
+            content = _with_checkpoint(files, store, name)
+        return Content(content.files, {**content.texts, README: card}, kept=content.kept)
+
+
+def is_folder(target: str) -> bool:
+    """Whether `hub_model_id` is a folder (a path or URL) and not a repository."""
+    return not target.startswith(SCHEME) and ("://" in target or target.startswith(("/", "./", "../")))
+
+
+def _with_checkpoint(files: Mapping[str, Source], store: Store, folder: str) -> Content:
+    """`files` plus a whole committed checkpoint under `folder`, from where training can resume."""
+    commit = read_commit(store, kind=KIND)
+    if commit is None:
+        return Content(files, kept=_CHECKPOINTS)
+    whole = {f"{folder}/{entry.path}": Source(store, entry) for entry in commit.files}
+    data = store.read_bytes(COMMIT)
+    # last-checkpoint/ holds one checkpoint: files of the previous one must go.
+    kept = (_CHECKPOINT,) if folder == LAST else _CHECKPOINTS
+    return Content({**files, **whole}, {f"{folder}/{COMMIT}": data}, kept=kept)
+
+
+def _log_failed_push(error: BaseException) -> None:
+    _log.warning("A push failed; training continues: %s", mask(str(error)))
