@@ -7,13 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.repository import ROOT
-from trainer_lib.errors import ConfigError
-from trainer_lib.launch import notebook_launcher
 
 NOTEBOOK = """
 import os
@@ -34,17 +31,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
-
-
 def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     """In a process of its own: forking this one, with all its threads, would prove nothing about a notebook."""
     script = tmp_path / "notebook.py"
     script.write_text(NOTEBOOK)
-    root = str(ROOT)
-    environ = {**os.environ, "PYTHONPATH": root, "OUT": str(tmp_path / "out")}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path / "out")}
     done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     [here] = [line for line in done.stdout.splitlines() if line.startswith("here")]
@@ -88,9 +79,10 @@ except TrainflowError as error:
     ],
 )
 def test_what_comes_back_from_forked_processes(what: str, said: str) -> None:
-    root = str(ROOT)
     command = [sys.executable, "-c", FORKED.format(what=what)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == said, done.stderr
 
 
@@ -108,28 +100,3 @@ def test_children_end_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
         notebook.send_signal(signal.SIGKILL)
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
     wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids), 10)
-
-
-def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(number: int) -> Any:
-        return number, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"]
-
-    assert notebook_launcher(here, (7,), mixed_precision="bf16") == (7, os.getpid(), "bf16")
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
-
-    def raises() -> None:
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        notebook_launcher(raises)
-
-
-def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"processes = 3: this process may use 2 CPU core"):
-        notebook_launcher(print, num_processes=3)
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="num_processes = 2: this process has used a GPU already") as caught:
-        notebook_launcher(print, num_processes=2)
-    assert caught.value.remedy is not None

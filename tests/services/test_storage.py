@@ -305,3 +305,10 @@ def test_errors_of_the_block_are_not_blamed_on_the_store(tmp_path: Path) -> None
     with pytest.raises(OSError, match="mine") as caught, store.open_read("x"):
         raise OSError(errno.EIO, "mine")
     assert not isinstance(caught.value, StorageError)
+
+
+def test_the_endpoint_of_the_environment_is_taken_anew(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open(s3_url).write_bytes("x", b"1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    store = Store.open(s3_url)
+    assert store._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[attr-defined]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpoint.catalogue import CheckpointInfo
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.commit import write_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.storage import Store
 
@@ -76,3 +78,30 @@ def untrained(step: int = 2) -> Snapshot:
     state = {name: {"exp_avg": {"__tensor__": f"{name}/exp_avg", "device": "any"}} for name in params}
     optimizer = OptimizerSnapshot(tensors, [{"lr": 0.01, "params": list(params)}], {"state": state})
     return Snapshot(step, net.state_dict(), optimizer, rng=capture_rng(), files={"config.json": b"{}"})
+
+
+def commit(root: Store, step: int, data: bytes = b"1234") -> None:
+    """Commit a checkpoint of one small file."""
+    folder = root.child(f"checkpoint-{step}")
+    write_commit(folder, "checkpoint", [folder.write_bytes("model.safetensors", data)], {"step": step})
+
+
+def steps(root: Store) -> list[int]:
+    """Steps of the committed checkpoints, newest first."""
+    return [info.step for info in list_checkpoints(root)]
+
+
+def no_damage(what: str) -> None:
+    """An `on_damage` for a test in which no checkpoint is damaged."""
+    raise AssertionError(what)
+
+
+def save_untrained(root: Store, step: int, **changes: Any) -> None:
+    """Save an untrained snapshot, alone; `changes` replace fields."""
+    save_checkpoint(root, replace(untrained(step), **changes), SingleProcess())
+
+
+FILES = [
+    "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
+    "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",
+]  # fmt: skip

@@ -11,10 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.checkpoints import Net, save, snapshot, trained
+from tests.support.checkpoints import FILES, Net, no_damage, save, snapshot, trained
 from tests.support.faulty import Died, Faults, Kind
 from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
-from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import bytes_needed, save_checkpoint
 from trainer_lib.commit import COMMIT, verify
@@ -25,107 +24,6 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.storage import Store
-
-FILES = [
-    "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
-    "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",
-]  # fmt: skip
-
-
-def no_damage(what: str) -> None:
-    pytest.fail(what)
-
-
-# ---------------------------------------------------------------------------------------------- every kind of store
-
-
-def test_everything_that_was_saved_is_loaded(any_store: Store) -> None:
-    saved = snapshot(2)
-    info = save_checkpoint(any_store, saved, SingleProcess())
-
-    assert (info.step, info.name, info.url) == (2, "checkpoint-2", f"{any_store.url}/checkpoint-2")
-    assert [entry.path for entry in info.commit.files] == FILES
-    assert info.commit.meta == {"strategy": "single", "global_samples": 16, "step": 2, "world_size": 1}
-    assert any_store.child("checkpoint-2").children() == sorted({name.split("/")[0] for name in FILES} | {COMMIT})
-    assert newest_good(any_store, on_damage=no_damage) == info
-
-    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
-    assert loaded.commit == info.commit
-    assert (loaded.scheduler, loaded.scaler, loaded.data) == (saved.scheduler, saved.scaler, saved.data)
-    assert loaded.trainer_state == saved.trainer_state
-    assert loaded.rng(0) == saved.rng
-    assert loaded.file("tokenizer/vocab.txt") == b"a\nb\n"
-    assert loaded.has_optimizer
-    found = loaded.model()
-    assert found.keys() == saved.model.keys()
-    for name, tensor in saved.model.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
-    optimizer = loaded.optimizer()
-    assert optimizer is not None
-    assert saved.optimizer is not None
-    assert optimizer.groups == saved.optimizer.groups
-    assert optimizer.tensors.keys() == saved.optimizer.tensors.keys()
-    assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in saved.optimizer.tensors.items())
-
-
-def test_training_goes_on_from_it_bit_for_bit(any_store: Store) -> None:
-    net, optimizer = trained(2)
-    save(any_store, 2)
-    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
-    other = Net()
-    other.load_state_dict(loaded.model())
-    resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
-    found = loaded.optimizer()
-    assert found is not None
-    restore_optimizer(resumed, other.named_parameters(), found)
-
-    for model, optim in ((net, optimizer), (other, resumed)):
-        for step in range(3):
-            optim.zero_grad()
-            model(torch.arange(5).roll(step)).backward()
-            optim.step()
-    for one, two in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_saving_the_same_step_again_replaces_it(any_store: Store) -> None:
-    save(any_store, 2, files={"old.txt": b"1"})
-    info = save(any_store, 2, data={"position": 99})
-    assert newest_good(any_store, on_damage=no_damage) == info
-    assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
-    assert not any_store.exists("checkpoint-2/old.txt")
-
-
-def test_what_an_interrupted_save_left_is_cleared_first(any_store: Store) -> None:
-    folder = any_store.child("checkpoint-2")
-    folder.write_bytes("model.safetensors", b"half")
-    folder.write_bytes("model-00001-of-00002.safetensors", b"of another layout")
-    folder.write_bytes(WRITING, b"torn")
-    save(any_store, 2)
-    assert [info.path for info in folder.list()] == sorted([*FILES, COMMIT])
-
-
-def test_only_the_model_can_be_saved(any_store: Store) -> None:
-    info = save(any_store, 2, optimizer=None, scheduler=None, scaler=None, rng={}, files={})
-    names = [entry.path for entry in info.commit.files]
-    assert names == ["data.json", "model.safetensors", "trainer_state.json", "training_args.json"]
-    loaded = load_checkpoint(any_store, info.name, SingleProcess())
-    assert not loaded.has_optimizer
-    assert (loaded.optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
-    with pytest.raises(ConfigError, match="no random state of rank 0"):
-        loaded.rng(0)
-
-
-def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
-    save(any_store, 2)
-    any_store.delete(f"checkpoint-2/{COMMIT}")
-    assert list_checkpoints(any_store) == []
-    for name in ("checkpoint-2", "checkpoint-9"):
-        with pytest.raises(ConfigError, match="no committed checkpoint") as caught:
-            load_checkpoint(any_store, name, SingleProcess())
-        assert caught.value.value == f"{any_store.url}/{name}"
-
 
 # --------------------------------------------------------------------------------------------------- what others read
 

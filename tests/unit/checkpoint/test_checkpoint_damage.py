@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import save
+from tests.support.checkpoints import no_damage, save
 from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.commit import COMMIT, read_commit, write_commit
@@ -21,10 +21,6 @@ FILES = [
     "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
     "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",
 ]  # fmt: skip
-
-
-def no_damage(what: str) -> None:
-    pytest.fail(what)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import torch
 from tests.support.checkpoints import Net, untrained
 from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.staging import HostCopy, freeze, size_of
-from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, OutOfMemoryError
 from trainer_lib.storage import Store
@@ -109,26 +108,6 @@ def test_what_cannot_be_written_is_refused_before_anything_runs_in_the_backgroun
         saver.start(Store.open(tmp_path), replace(untrained(2), data={"x": object()}), then=lambda: None)
     assert not saver.busy
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) -> None:
-    comm = SingleProcess()
-    live = untrained(3)
-    waited = save_checkpoint(any_store.child("waited"), live, comm)
-    followed: list[int] = []
-    saver = BackgroundSaver(comm, comm, timeout_s=1)
-    saver.start(any_store.child("background"), live, then=lambda: followed.append(3))
-    for tensor in live.model.values():
-        tensor.detach().zero_()
-    assert live.optimizer is not None
-    for tensor in live.optimizer.tensors.values():
-        tensor.zero_()
-    with pytest.raises(RuntimeError, match="One save at a time"):
-        saver.start(any_store.child("background"), live, then=lambda: None)
-    info = saver.finish()
-    saver.close()
-    assert followed == [3]
-    assert info.commit.files == waited.commit.files
 
 
 def test_whatever_ends_the_thread_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

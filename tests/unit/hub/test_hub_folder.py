@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,19 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.publishing import digits_content
 from tests.support.repository import ROOT
 from trainer_lib.commit import read_commit, verify
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.hub.base import Content, Published, Source
+from trainer_lib.hub.base import Published
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.transport import open_hub, publish
 from trainer_lib.storage import Store
-
-
-def _content(folder: Path, weights: bytes = b"weights", readme: bytes = b"# Digits\n") -> Content:
-    store = Store.open(folder)
-    entry = store.write_bytes("model/model.safetensors", weights)
-    return Content({"model.safetensors": Source(store, entry)}, {"README.md": readme}, {"run": os.urandom(4).hex()})
 
 
 @pytest.fixture
@@ -31,7 +25,7 @@ def target(tmp_path: Path) -> str:
 
 
 def test_a_revision_is_a_committed_folder_with_every_file(tmp_path: Path, target: str) -> None:
-    content = _content(tmp_path)
+    content = digits_content(tmp_path)
     done = publish(target, content, message="first")
     assert done.created
     assert done.revision == f"00001-{content.digest[:16]}"
@@ -45,14 +39,14 @@ def test_a_revision_is_a_committed_folder_with_every_file(tmp_path: Path, target
 
 
 def test_the_same_content_publishes_nothing_new(tmp_path: Path, target: str) -> None:
-    first = publish(target, _content(tmp_path / "a"), message="first")
-    again = publish(target, _content(tmp_path / "b"), message="again")
+    first = publish(target, digits_content(tmp_path / "a"), message="first")
+    again = publish(target, digits_content(tmp_path / "b"), message="again")
     assert (again.created, again.url) == (False, first.url)
     assert len(FolderHub(target).revisions()) == 1
 
 
 def test_history_is_kept_and_going_back_is_a_revision_too(tmp_path: Path, target: str) -> None:
-    old, new = _content(tmp_path / "a", b"old"), _content(tmp_path / "b", b"new")
+    old, new = digits_content(tmp_path / "a", b"old"), digits_content(tmp_path / "b", b"new")
     for content in (old, new, old):
         publish(target, content, message="next")
     revisions = FolderHub(target).revisions()
@@ -61,7 +55,7 @@ def test_history_is_kept_and_going_back_is_a_revision_too(tmp_path: Path, target
 
 
 def test_a_damaged_newest_revision_is_passed_over_and_published_anew(tmp_path: Path, target: str) -> None:
-    old, new = _content(tmp_path / "a", b"old"), _content(tmp_path / "b", b"new")
+    old, new = digits_content(tmp_path / "a", b"old"), digits_content(tmp_path / "b", b"new")
     publish(target, old, message="old")
     done = publish(target, new, message="new")
     (Path(done.url) / "model.safetensors").write_bytes(b"n3w")
@@ -76,55 +70,15 @@ def test_a_damaged_newest_revision_is_passed_over_and_published_anew(tmp_path: P
 
 
 def test_branches_have_their_own_newest(tmp_path: Path, target: str) -> None:
-    content = _content(tmp_path)
+    content = digits_content(tmp_path)
     publish(target, content, message="on main")
     assert publish(target, content, message="on next", revision="next").created
     assert not publish(target, content, message="on next", revision="next").created
     assert [one.branch for one in FolderHub(target, branch="next").revisions()] == ["next"]
 
 
-def test_a_killed_publisher_leaves_nothing_visible_and_its_leftovers_are_removed(tmp_path: Path, target: str) -> None:
-    """Killed at every write in turn: readers see whole revisions only, and the same call then completes."""
-    content = _content(tmp_path / "model")
-    code = """if 1:
-        import os, signal, sys
-        from pathlib import Path
-        from trainer_lib.storage import Store
-        from tests.unit.hub.test_hub_folder import _content
-        from trainer_lib.hub.transport import publish
-        left = int(sys.argv[2])
-        def killing(method):
-            def write(self, *args, **kwargs):
-                global left
-                left -= 1
-                if left < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return method(self, *args, **kwargs)
-            return write
-        content = _content(Path(sys.argv[3]))
-        Store.open_write, Store.create = killing(Store.open_write), killing(Store.create)
-        publish(sys.argv[1], content, message="first")
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    seen: list[int] = []
-    for writes in range(12):
-        command = [sys.executable, "-c", code, target, str(writes), str(tmp_path / "model")]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode == 0:
-            break
-        assert done.returncode == -9, done.stderr
-        seen.append(len(FolderHub(target).revisions()))
-        assert all(not verify(one.store, one.commit) for one in FolderHub(target).revisions())
-    else:
-        pytest.fail("it never completed")
-    assert seen == sorted(seen)  # killed after the commit, when the lease is given back: it stays
-    assert seen[:3] == [0, 0, 0]
-    assert [path.name for path in (Path(target) / "revisions").iterdir()] == [f"00001-{content.digest[:16]}"]
-    assert FolderHub(target).newest() is not None
-
-
 def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target: str) -> None:
-    contents = [_content(tmp_path / name, name.encode()) for name in ("a", "b")]
+    contents = [digits_content(tmp_path / name, name.encode()) for name in ("a", "b")]
     done: list[Published] = []
     threads = [
         threading.Thread(target=lambda one=one: done.append(publish(target, one, message="me"))) for one in contents
@@ -138,7 +92,7 @@ def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target:
 
 
 def test_a_source_that_changed_is_not_published(tmp_path: Path, target: str) -> None:
-    content = _content(tmp_path / "a")
+    content = digits_content(tmp_path / "a")
     (tmp_path / "a" / "model" / "model.safetensors").write_bytes(b"w3ights")
     with pytest.raises(DamagedError, match=r"model\.safetensors is not what its stage committed"):
         publish(target, content, message="first")
@@ -149,7 +103,7 @@ def test_foreign_files_in_the_target_are_left_alone(tmp_path: Path, target: str)
     hub = Store.open(target)
     hub.write_bytes("revisions/notes.txt", b"mine")
     hub.write_bytes("revisions/00007-theirs/COMMIT.json", b"{}")
-    done = publish(target, _content(tmp_path / "a"), message="first")
+    done = publish(target, digits_content(tmp_path / "a"), message="first")
     assert done.revision.startswith("00008-")
     assert hub.read_bytes("revisions/notes.txt") == b"mine"
     assert hub.exists("revisions/00007-theirs/COMMIT.json")
@@ -158,7 +112,7 @@ def test_foreign_files_in_the_target_are_left_alone(tmp_path: Path, target: str)
 def test_an_object_store_is_as_good(tmp_path: Path) -> None:
     target = "memory://test-hub-folder"
     try:
-        content = _content(tmp_path)
+        content = digits_content(tmp_path)
         assert publish(target, content, message="first").created
         assert not publish(target, content, message="again").created
     finally:

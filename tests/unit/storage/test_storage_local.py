@@ -5,28 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from trainer_lib.storage import Store
-
-
-def _create_many(args: tuple[str, int]) -> list[int]:
-    folder, number = args
-    store = Store.open(folder)
-    return [round_number for round_number in range(50) if store.create(f"{round_number}.json", b"%d" % number)]
-
-
-def test_of_processes_that_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
-    with get_context("spawn").Pool(3) as pool:
-        won = pool.map(_create_many, [(str(tmp_path / "s"), number) for number in range(3)])
-        pool.close()
-        pool.join()
-    assert sorted(chain.from_iterable(won)) == list(range(50))
-    assert len(list((tmp_path / "s").iterdir())) == 50  # no drafts left
 
 
 def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

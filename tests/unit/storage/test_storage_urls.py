@@ -99,13 +99,6 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.field == "storage"
 
 
-def test_the_endpoint_of_the_environment_is_taken_anew(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Store.open(s3_url).write_bytes("x", b"1")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    store = Store.open(s3_url)
-    assert store._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[attr-defined]
-
-
 def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
     store = Store.open(memory_url)
     assert not store.is_local

@@ -1,12 +1,8 @@
-"""Complete or absent: the commit protocol on every kind of store, and on one that fails at each write in turn."""
+"""Complete or absent: the commit protocol, on a store that fails at each write in turn, and against damage."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.commits import committed, write_files
 from tests.support.faulty import Died, Faults, Kind
-from trainer_lib import commit as manifest
 from trainer_lib.commit import (
     COMMIT,
+    LIMIT,
     Commit,
     FileEntry,
     content_digest,
@@ -26,114 +23,8 @@ from trainer_lib.commit import (
     withdraw,
     write_commit,
 )
-from trainer_lib.errors import DamagedError, LeaseLostError, StorageError, TrainflowError
+from trainer_lib.errors import DamagedError, StorageError, TrainflowError
 from trainer_lib.storage import Store
-
-
-def write_files(store: Store) -> list[FileEntry]:
-    return [store.write_bytes("b.bin", b"bbbb"), store.write_bytes("a/x.bin", bytes(1000)), store.write_bytes("z", b"")]
-
-
-def committed(store: Store) -> Commit:
-    return write_commit(store, "stage", write_files(store), {"metrics": {"loss": 0.1}, "note": "é"})
-
-
-# ---------------------------------------------------------------------------------------------- every kind of store
-
-
-def test_a_commit_is_read_as_it_was_written(any_store: Store) -> None:
-    assert read_commit(any_store) is None
-    files = write_files(any_store)
-    assert read_commit(any_store) is None
-
-    commit = write_commit(any_store, "stage", files, {"step": 3, "nested": {"list": [1, 2.5, None]}})
-
-    found = read_commit(any_store, kind="stage")
-    assert found == commit
-    assert [entry.path for entry in commit.files] == ["a/x.bin", "b.bin", "z"]
-    assert commit.entry("b.bin") == files[0]
-    assert commit.entry("c") is None
-    assert verify(any_store, commit) == []
-
-
-def test_other_files_in_the_folder_are_nobodys_business(any_store: Store) -> None:
-    commit = committed(any_store)
-    any_store.write_bytes("lease/1.json", b"1")
-    assert verify(any_store, commit) == []
-
-
-def test_the_second_commit_is_refused_and_the_first_stays(any_store: Store) -> None:
-    first = committed(any_store)
-    with pytest.raises(LeaseLostError, match="Another process has committed"):
-        write_commit(any_store, "stage", [], {})
-    assert read_commit(any_store) == first
-
-
-def test_of_writers_that_commit_at_once_exactly_one_wins(any_store: Store) -> None:
-    barrier = threading.Barrier(4)
-
-    def attempt(number: int) -> bool:
-        barrier.wait()
-        try:
-            write_commit(any_store, "stage", [], {"number": number})
-        except LeaseLostError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(4) as pool:
-        won = list(pool.map(attempt, range(4)))
-    commit = read_commit(any_store)
-    assert commit is not None
-    assert won[commit.meta["number"]]
-    assert sum(won) == 1 or not any_store.exclusive
-
-
-def test_a_missing_or_short_file_prevents_the_commit(any_store: Store) -> None:
-    files = write_files(any_store)
-    absent = FileEntry("never/written", 3, "0" * 64)
-    with pytest.raises(StorageError, match="never/written: missing"):
-        write_commit(any_store, "stage", [*files, absent], {})
-    any_store.write_bytes("b.bin", b"bb")
-    with pytest.raises(StorageError, match=r"b\.bin: 2 bytes, committed 4"):
-        write_commit(any_store, "stage", files, {})
-    assert read_commit(any_store) is None
-
-
-def test_the_guard_has_the_last_word(any_store: Store) -> None:
-    def lost() -> None:
-        raise LeaseLostError("taken over")
-
-    with pytest.raises(LeaseLostError):
-        write_commit(any_store, "stage", write_files(any_store), {}, guard=lost)
-    assert not any_store.exists(COMMIT)
-
-
-def test_damage_is_named_file_by_file(any_store: Store) -> None:
-    commit = committed(any_store)
-    any_store.write_bytes("b.bin", b"bbbB")
-    any_store.write_bytes("z", b"1")
-    any_store.delete("a/x.bin")
-
-    missing, digest, size = verify(any_store, commit)
-    assert missing == "a/x.bin: missing"
-    assert digest.startswith("b.bin: digest ")
-    assert size == "z: 1 bytes, committed 0"
-    assert verify(any_store, commit, digests=False) == [missing, size]
-
-
-def test_withdrawing_leaves_nothing_and_is_repeatable(any_store: Store) -> None:
-    committed(any_store)
-    withdraw(any_store)
-    withdraw(any_store)
-    assert any_store.list() == []
-    assert read_commit(any_store) is None
-
-
-def test_the_wrong_kind_is_refused(any_store: Store) -> None:
-    committed(any_store)
-    with pytest.raises(DamagedError, match="of a stage, not of a checkpoint"):
-        read_commit(any_store, kind="checkpoint")
-
 
 # --------------------------------------------------------------------------------------------- stores that fail
 
@@ -197,30 +88,6 @@ def test_a_commit_whose_answer_got_lost_counts(faulty_url: str, faults: Faults) 
     commit = committed(store)
     faults.plan(None)
     assert read_commit(store) == commit
-
-
-def _commit_many(args: tuple[str, int]) -> list[int]:
-    folder, number = args
-    won = []
-    for round_number in range(20):
-        store = Store.open(folder).child(str(round_number))
-        with contextlib.suppress(LeaseLostError):
-            write_commit(store, "stage", [], {"by": number})
-            won.append(round_number)
-    return won
-
-
-def test_of_processes_that_commit_at_once_exactly_one_wins(tmp_path: Path) -> None:
-    with get_context("spawn").Pool(2) as pool:
-        won = pool.map(_commit_many, [(str(tmp_path), number) for number in range(2)])
-        pool.close()
-        pool.join()
-    assert sorted(won[0] + won[1]) == list(range(20))
-    for number in range(2):
-        for round_number in won[number]:
-            commit = read_commit(Store.open(tmp_path / str(round_number)))
-            assert commit is not None
-            assert commit.meta == {"by": number}
 
 
 # ------------------------------------------------------------------------------------------------- the file itself
@@ -332,7 +199,7 @@ def test_a_deep_meta_that_parses_but_cannot_be_written_is_refused(tmp_path: Path
 
 def test_a_huge_commit_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / COMMIT).open("wb") as file:
-        file.truncate(manifest.LIMIT + 1)
+        file.truncate(LIMIT + 1)
     with pytest.raises(DamagedError, match="more than 67,108,864 bytes"):
         read_commit(Store.open(tmp_path))
 
@@ -347,7 +214,7 @@ JSON = st.recursive(
 @settings(max_examples=40)
 @given(JSON, st.sampled_from(sorted(GOOD)))
 def test_no_json_at_all_passes_or_crashes(value: Any, name: str) -> None:
-    store = Store.open("memory://test-manifest-fuzz")
+    store = Store.open("memory://test-commit-fuzz")
     store.write_bytes(COMMIT, json.dumps({**GOOD, name: value}).encode())
     try:
         with pytest.raises(DamagedError):

@@ -1,0 +1,175 @@
+"""Saving, loading and reading checkpoints on every kind of store."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from tests.support.checkpoints import FILES, Net, no_damage, save, save_untrained, snapshot, trained, untrained
+from trainer_lib.checkpoint.background import BackgroundSaver
+from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good, rotate
+from trainer_lib.checkpoint.optimizer import restore_optimizer
+from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.commit import COMMIT, read_commit
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import (
+    ConfigError,
+)
+from trainer_lib.locks import readers as module
+from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.readers import reading, withdraw_unread
+from trainer_lib.storage import Store
+
+
+def test_everything_that_was_saved_is_loaded(any_store: Store) -> None:
+    saved = snapshot(2)
+    info = save_checkpoint(any_store, saved, SingleProcess())
+
+    assert (info.step, info.name, info.url) == (2, "checkpoint-2", f"{any_store.url}/checkpoint-2")
+    assert [entry.path for entry in info.commit.files] == FILES
+    assert info.commit.meta == {"strategy": "single", "global_samples": 16, "step": 2, "world_size": 1}
+    assert any_store.child("checkpoint-2").children() == sorted({name.split("/")[0] for name in FILES} | {COMMIT})
+    assert newest_good(any_store, on_damage=no_damage) == info
+
+    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
+    assert loaded.commit == info.commit
+    assert (loaded.scheduler, loaded.scaler, loaded.data) == (saved.scheduler, saved.scaler, saved.data)
+    assert loaded.trainer_state == saved.trainer_state
+    assert loaded.rng(0) == saved.rng
+    assert loaded.file("tokenizer/vocab.txt") == b"a\nb\n"
+    assert loaded.has_optimizer
+    found = loaded.model()
+    assert found.keys() == saved.model.keys()
+    for name, tensor in saved.model.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    optimizer = loaded.optimizer()
+    assert optimizer is not None
+    assert saved.optimizer is not None
+    assert optimizer.groups == saved.optimizer.groups
+    assert optimizer.tensors.keys() == saved.optimizer.tensors.keys()
+    assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in saved.optimizer.tensors.items())
+
+
+def test_training_goes_on_from_it_bit_for_bit(any_store: Store) -> None:
+    net, optimizer = trained(2)
+    save(any_store, 2)
+    loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
+    other = Net()
+    other.load_state_dict(loaded.model())
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
+    found = loaded.optimizer()
+    assert found is not None
+    restore_optimizer(resumed, other.named_parameters(), found)
+
+    for model, optim in ((net, optimizer), (other, resumed)):
+        for step in range(3):
+            optim.zero_grad()
+            model(torch.arange(5).roll(step)).backward()
+            optim.step()
+    for one, two in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_saving_the_same_step_again_replaces_it(any_store: Store) -> None:
+    save(any_store, 2, files={"old.txt": b"1"})
+    info = save(any_store, 2, data={"position": 99})
+    assert newest_good(any_store, on_damage=no_damage) == info
+    assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
+    assert not any_store.exists("checkpoint-2/old.txt")
+
+
+def test_what_an_interrupted_save_left_is_cleared_first(any_store: Store) -> None:
+    folder = any_store.child("checkpoint-2")
+    folder.write_bytes("model.safetensors", b"half")
+    folder.write_bytes("model-00001-of-00002.safetensors", b"of another layout")
+    folder.write_bytes(WRITING, b"torn")
+    save(any_store, 2)
+    assert [info.path for info in folder.list()] == sorted([*FILES, COMMIT])
+
+
+def test_only_the_model_can_be_saved(any_store: Store) -> None:
+    info = save(any_store, 2, optimizer=None, scheduler=None, scaler=None, rng={}, files={})
+    names = [entry.path for entry in info.commit.files]
+    assert names == ["data.json", "model.safetensors", "trainer_state.json", "training_args.json"]
+    loaded = load_checkpoint(any_store, info.name, SingleProcess())
+    assert not loaded.has_optimizer
+    assert (loaded.optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
+    with pytest.raises(ConfigError, match="no random state of rank 0"):
+        loaded.rng(0)
+
+
+def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
+    save(any_store, 2)
+    any_store.delete(f"checkpoint-2/{COMMIT}")
+    assert list_checkpoints(any_store) == []
+    for name in ("checkpoint-2", "checkpoint-9"):
+        with pytest.raises(ConfigError, match="no committed checkpoint") as caught:
+            load_checkpoint(any_store, name, SingleProcess())
+        assert caught.value.value == f"{any_store.url}/{name}"
+
+
+def test_one_that_is_being_read_stays_until_the_reader_is_done(any_store: Store) -> None:
+    for step in (1, 2, 3):
+        save_untrained(any_store, step)
+    with reading(any_store.child("checkpoint-1")):
+        assert rotate(any_store, keep=1, protect=()) == ["checkpoint-2"]
+        load_checkpoint(any_store, "checkpoint-1", SingleProcess()).model()
+    assert all(not name.startswith("READING") for name in any_store.child("checkpoint-1").children())
+    assert rotate(any_store, keep=1, protect=()) == ["checkpoint-1"]
+    assert any_store.children() == ["checkpoint-3"]
+
+
+def test_a_reader_that_comes_between_the_look_and_the_deletion_keeps_its_checkpoint(
+    any_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_untrained(any_store, 1)
+    folder = any_store.child("checkpoint-1")
+    look = module.readers
+    marks: list[AbstractContextManager[None]] = []
+
+    def and_then_a_reader(store: Store) -> list[Holder]:
+        found = look(store)
+        if not marks:
+            marks.append(reading(folder))
+            marks[0].__enter__()
+        return found
+
+    monkeypatch.setattr(module, "readers", and_then_a_reader)
+    assert not withdraw_unread(folder)
+    assert read_commit(folder) is not None
+    load_checkpoint(any_store, "checkpoint-1", SingleProcess()).model()
+    marks[0].__exit__(None, None, None)
+    assert withdraw_unread(folder)
+
+
+def test_a_reader_that_comes_after_the_deletion_finds_nothing(any_store: Store) -> None:
+    save_untrained(any_store, 1)
+    folder = any_store.child("checkpoint-1")
+    assert withdraw_unread(folder)
+    with reading(folder), pytest.raises(ConfigError, match="no committed checkpoint"):
+        load_checkpoint(any_store, "checkpoint-1", SingleProcess())
+    assert any_store.children() == []  # and leaves nothing
+
+
+def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) -> None:
+    comm = SingleProcess()
+    live = untrained(3)
+    waited = save_checkpoint(any_store.child("waited"), live, comm)
+    followed: list[int] = []
+    saver = BackgroundSaver(comm, comm, timeout_s=1)
+    saver.start(any_store.child("background"), live, then=lambda: followed.append(3))
+    for tensor in live.model.values():
+        tensor.detach().zero_()
+    assert live.optimizer is not None
+    for tensor in live.optimizer.tensors.values():
+        tensor.zero_()
+    with pytest.raises(RuntimeError, match="One save at a time"):
+        saver.start(any_store.child("background"), live, then=lambda: None)
+    info = saver.finish()
+    saver.close()
+    assert followed == [3]
+    assert info.commit.files == waited.commit.files
