@@ -25,13 +25,13 @@ _VERB = "import_checkpoint"
 @app.command("list")
 def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
     """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
-    from flows.cli import inventory as catalogue
+    from flows.cli import inventory
 
-    found = catalogue.find(url)
+    found = inventory.find(url)
     if as_json:
         print_json({"ok": True, "exit_code": 0, "checkpoints": [entry.to_dict() for entry in found]})
     else:
-        terminal.show(catalogue.listing(found))
+        terminal.show(inventory.listing(found))
 
 
 @app.command()
@@ -41,14 +41,14 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
-    from flows.cli import inventory as catalogue
+    from flows.cli import inventory
 
-    problems = catalogue.damage(catalogue.find(url))
+    problems = inventory.damage(inventory.find(url))
     if as_json:
         code = DamagedError.exit_code if any(problems.values()) else 0
         print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
         raise typer.Exit(code)
-    terminal.show(catalogue.verdict(problems))
+    terminal.show(inventory.verdict(problems))
 
 
 @app.command()
@@ -64,18 +64,18 @@ def prune(
     Never the best, the newest good one (every byte of it is read), one being read or written, or another program's.
     Those that were set aside as damaged stay for you to look at.
     """
-    from flows.cli import inventory as catalogue
+    from flows.cli import inventory
 
-    doomed = catalogue.victims(catalogue.find(url), keep)
+    doomed = inventory.victims(inventory.find(url), keep)
     records = {victim.entry.url: victim.to_dict() for victim in doomed}  # while they can still be measured
     if not dry_run:
-        doomed = catalogue.remove(doomed)
+        doomed = inventory.remove(doomed)
     removed = [records[victim.entry.url] for victim in doomed]
     if as_json:
         freed = sum(record["bytes"] for record in removed)
         print_json({"ok": True, "exit_code": 0, "dry_run": dry_run, "removed": removed, "bytes": freed})
     else:
-        terminal.show(catalogue.pruned(removed, dry_run=dry_run))
+        terminal.show(inventory.pruned(removed, dry_run=dry_run))
 
 
 @app.command("import")

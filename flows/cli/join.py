@@ -52,8 +52,11 @@ def follow(config: LaunchConfig, out: Console) -> None:
         out.print("done")
 
 
-def follower(spec: PipelineSpec) -> LaunchConfig | None:
-    """How this machine takes part, when the spec (or what has started us) says that another one leads; else None."""
+def follower_config(spec: PipelineSpec) -> LaunchConfig | None:
+    """How this machine takes part in a training that another one leads; None when this machine leads.
+
+    The spec decides, or the environment of the launcher (Slurm, torchrun) that started this process.
+    """
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.launch import check, from_settings
 

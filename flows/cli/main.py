@@ -20,8 +20,10 @@ import typer
 from rich.console import Console
 
 from flows.cli import checkpoints, presentation, terminal
-from flows.cli import join as joining
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.join import follow, follower_config, join
+from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.proof import prove_resume
+from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
 from flows.results import STAGES, PipelineResult, stage_name
 from flows.server.api import prefect_api, quiet_environment
@@ -29,7 +31,6 @@ from flows.spec.spec import PipelineSpec, load_spec
 from trainer_lib.errors import (
     ConfigError,
     Interrupted,
-    NotReproducibleError,
     Preempted,
     TrainflowError,
 )
@@ -43,16 +44,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoints.app, name="checkpoints")
-app.command()(joining.join)
-
-Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
-]
-Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
-Interval = Annotated[float | None, typer.Option(min=1.0, help="Seconds from one scheduled run to the next.")]
-Timezone = Annotated[str | None, typer.Option(help="The time zone --cron is meant in (Europe/Berlin); UTC if unset.")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -109,8 +100,8 @@ def run(
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [])
-    if (follower := joining.follower(parsed)) is not None:
-        joining.follow(follower, terminal.console(stderr=as_json))
+    if (follower := follower_config(parsed)) is not None:
+        follow(follower, terminal.console(stderr=as_json))
         return
     stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
@@ -188,40 +179,6 @@ def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: D
         terminal.show(presentation.reasons(reasons))
 
 
-@app.command("prove-resume")
-def prove_resume(
-    spec: Spec,
-    overrides: Overrides = None,
-    at: Annotated[
-        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; unset: amid saves.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
-    kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
-    keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the verdict.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
-
-    Uses a storage of its own; the pipeline's storage, MLflow and hubs are left alone.
-    """
-    quiet_environment()
-    parsed = load_spec(spec, overrides or [])
-    from flows import prove_resume as proof
-
-    out = terminal.console(stderr=as_json)
-    question = proof.Question(at=at, steps=steps, kill=kill, keep=keep)
-    with stoppable(out.print, remedy="Nothing was committed; run it again."):
-        verdict = proof.prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
-    if output is not None:
-        proof.write(verdict, output)
-    if as_json:
-        print_json(verdict)
-        raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
-    terminal.show(proof.lines(verdict))
-
-
 @app.command()
 def ui(
     spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
@@ -232,57 +189,17 @@ def ui(
 ) -> None:
     """Browse the runs in MLflow's UI, on this machine only, until Ctrl-C."""
     quiet_environment()
-    from flows.cli import ui as mlflow_ui
+    from flows.cli.ui import find_place, page, served, wait_forever
 
-    place = mlflow_ui.find_place(spec, overrides or [], storage)
+    place = find_place(spec, overrides or [], storage)
     out = terminal.console()
     with _until_stopped(), contextlib.ExitStack() as stack:
         with out.status("starting MLflow"):
-            address = stack.enter_context(mlflow_ui.served(place, port))
-        out.print(f"MLflow: {mlflow_ui.page(address, place.experiment)}")
+            address = stack.enter_context(served(place, port))
+        out.print(f"MLflow: {page(address, place.experiment)}")
         if place.server is None:
             out.print("Ctrl-C ends it.")
-            mlflow_ui.wait_forever()
-
-
-@app.command()
-def serve(
-    spec: Spec,
-    overrides: Overrides = None,
-    cron: Cron = None,
-    interval: Interval = None,
-    timezone: Timezone = None,
-    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Run a pipeline on a schedule, in this process, on this machine, until Ctrl-C."""
-    quiet_environment()
-    parsed = load_spec(spec, overrides or [])
-    from flows.server import serving
-
-    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
-    serving.serve(parsed, schedule, name=name, say=terminal.console().print)
-
-
-@app.command()
-def deploy(
-    spec: Spec,
-    overrides: Overrides = None,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
-    create_pool: Annotated[bool, typer.Option("--create-pool", help="Make the pool if there is none.")] = False,
-    cron: Cron = None,
-    interval: Interval = None,
-    timezone: Timezone = None,
-    name: Annotated[str | None, typer.Option(help="Name of the deployment; unset: the pipeline's.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Hand a pipeline to a process work pool of a Prefect server, with or without a schedule."""
-    quiet_environment()
-    parsed = load_spec(spec, overrides or [])
-    from flows.server import serving
-
-    schedule = serving.Schedule(cron=cron, interval_s=interval, timezone=timezone)
-    terminal.show(serving.deploy(parsed, schedule, pool=pool, create_pool=create_pool, name=name))
+            wait_forever()
 
 
 @contextlib.contextmanager
@@ -290,6 +207,12 @@ def _until_stopped() -> Iterator[None]:
     """For commands whose proper end is Ctrl-C or SIGTERM."""
     with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         yield
+
+
+# The commands of the other files follow those above in `trainflow --help`.
+app.command("prove-resume")(prove_resume)
+for command in (serve, deploy, join):
+    app.command()(command)
 
 
 if __name__ == "__main__":

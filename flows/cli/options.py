@@ -1,13 +1,19 @@
-"""Options that several commands share, and how they answer in JSON."""
+"""Arguments and options that several commands share, and how they answer in JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 

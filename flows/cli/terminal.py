@@ -23,6 +23,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from tasks.prefect_internals import set_up_logging
 from tasks.stage.progress import Event, describe, duration, measured
 
 # Seconds between two lines about one stage's progress in plain output.
@@ -254,10 +255,7 @@ class _Warnings(logging.Handler):
 @contextlib.contextmanager
 def logs(display: Display, *, debug: bool) -> Iterator[None]:
     """Inside the block warnings go to the display and Prefect's log to its API only; with `debug` it stays visible."""
-    from prefect.logging.configuration import PROCESS_LOGGING_CONFIG, setup_logging
-
-    if not PROCESS_LOGGING_CONFIG:
-        setup_logging()
+    set_up_logging()
     root = logging.getLogger()
     before = list(root.handlers)
     own = _Warnings(display)

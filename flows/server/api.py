@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import http.client
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -29,7 +28,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.server import embedded as _server
+from flows.server import embedded
+from tasks.prefect_internals import send_queued, settings_for_every_thread
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def server_folder(url: str) -> Path | None:
     """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
     from prefect.settings import get_current_settings
 
-    for path in (get_current_settings().home / "trainflow").glob(f"*/{_server.DESCRIPTION}"):
+    for path in (get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}"):
         with contextlib.suppress(OSError, ValueError):
             if f"{json.loads(path.read_bytes())['url']}/api" == url:
                 return path.parent
@@ -123,19 +123,11 @@ def _settings_of(api: str, password: str) -> Iterator[None]:
     The heartbeat is off: its thread holds every flow run back by a second at the end, and an embedded server has no
     automation that would listen to it.
     """
-    import prefect.context
-    from prefect.settings import (
-        PREFECT_API_AUTH_STRING,
-        PREFECT_API_URL,
-        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
-        temporary_settings,
-    )
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY
 
     updates = {PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: password, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}
-    with temporary_settings(updates):
-        context = prefect.context.get_settings_context()
-        with prefect.context._temporary_global_settings_context(context):
-            yield
+    with settings_for_every_thread(updates):
+        yield
 
 
 @contextlib.contextmanager
@@ -144,13 +136,7 @@ def _flushed() -> Iterator[None]:
     try:
         yield
     finally:
-        from prefect.events.worker import EventsWorker
-        from prefect.logging.handlers import APILogWorker
-
-        # It says at WARNING that it is doing so.
-        logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
-        EventsWorker.drain_all(timeout=_FLUSH_S)
-        APILogWorker.drain_all(timeout=_FLUSH_S)
+        send_queued(_FLUSH_S)
 
 
 @contextlib.contextmanager
@@ -195,7 +181,7 @@ class _Membership:
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = _private_folder(settings)
         self.log = self.folder / "server.log"
-        self._descriptor = os.open(self.folder / _server.CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self._descriptor = os.open(self.folder / embedded.CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)  # waits while a server without clients ends
         self._start_if_absent()
 
@@ -205,7 +191,7 @@ class _Membership:
             description = self._description()
             if description is not None and _is_healthy(description["url"]):
                 return description["url"], description["auth"]
-            if self._process is not None and self._process.poll() not in (None, _server.ANOTHER_SERVES):
+            if self._process is not None and self._process.poll() not in (None, embedded.ANOTHER_SERVES):
                 raise self._failure(f"It ended with exit code {self._process.returncode}.")
             self._start_if_absent()
             time.sleep(0.05)
@@ -216,7 +202,7 @@ class _Membership:
         os.close(self._descriptor)
         begun = time.monotonic()
         while self._is_serving() and (waited_s := time.monotonic() - begun) < _STOP_S:
-            if waited_s > _OTHERS_S and (self.folder / _server.DESCRIPTION).exists():
+            if waited_s > _OTHERS_S and (self.folder / embedded.DESCRIPTION).exists():
                 break
             time.sleep(0.02)
         if self._process is not None:
@@ -228,7 +214,7 @@ class _Membership:
         starting = self._process is not None and self._process.poll() is None
         if starting or self._is_serving():
             return
-        command = [sys.executable, "-P", str(Path(_server.__file__).resolve()), str(self.folder)]
+        command = [sys.executable, "-P", str(Path(embedded.__file__).resolve()), str(self.folder)]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as log:
             # In a session of its own: Ctrl-C is for us, and another command may be using it.
@@ -243,7 +229,7 @@ class _Membership:
             )
 
     def _is_serving(self) -> bool:
-        descriptor = os.open(self.folder / _server.SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.folder / embedded.SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
@@ -256,7 +242,7 @@ class _Membership:
         if not self._is_serving():
             return None
         try:
-            found: dict[str, str] = json.loads((self.folder / _server.DESCRIPTION).read_bytes())
+            found: dict[str, str] = json.loads((self.folder / embedded.DESCRIPTION).read_bytes())
         except FileNotFoundError:
             return None
         return found
@@ -281,7 +267,7 @@ def _private_folder(settings: Settings) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        with (folder / _server.CLIENTS_LOCK).open("ab") as probe:
+        with (folder / embedded.CLIENTS_LOCK).open("ab") as probe:
             fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return folder

@@ -1,6 +1,6 @@
 """The process behind `flows.server.api.prefect_api`: a Prefect server that lives exactly as long as it has clients.
 
-    python _server.py FOLDER
+    python embedded.py FOLDER
 
 Nobody manages it. Two `flock`s in FOLDER decide everything, and the kernel gives them back however a process ends:
 

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from flows.server.api import prefect_api, server_folder
 from flows.server.embedded import SERVED_TAG
+from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import ConfigError
 
@@ -33,14 +34,11 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule as PrefectSchedule
 
 _POOL_TYPE = "process"
-_ENTRYPOINT = "flows.server.deployed.pipeline"
+_ENTRYPOINT = "flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Seconds that a run may take to save and end: longer than the stages' own grace.
 _END_S = 90.0
-# Read by `flows.server.deployed`, which cannot be imported here: it brings Prefect.
-OWNER = "TRAINFLOW_SERVED_BY"
-SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 
 
 @dataclass(frozen=True)

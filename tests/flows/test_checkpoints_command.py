@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from flows.cli import inventory as catalogue
+from flows.cli import inventory, presentation
 from flows.cli import main as cli
-from flows.cli import presentation
 from tests.support.checkpoints import save
 from tests.support.command import trainflow
 from tests.support.hostile import Evil, saved
@@ -98,10 +97,10 @@ def test_one_that_is_being_read_says_so_and_stays(root: Path, capsys: pytest.Cap
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(ConfigError, match="transformers Trainer") as caught:
-        catalogue.find(str(tmp_path))
+        inventory.find(str(tmp_path))
     assert "import" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="no committed checkpoint"):
-        catalogue.find(str(tmp_path / "absent"))
+        inventory.find(str(tmp_path / "absent"))
 
 
 def test_every_damaged_byte_is_found_by_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

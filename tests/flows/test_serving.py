@@ -11,6 +11,7 @@ from typing import Any
 
 from flows.server.api import prefect_api, server_folder
 from flows.server.embedded import SERVED_TAG
+from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.server.serving import Schedule, _deployment, _forget_planned_runs
 from flows.spec.spec import PipelineSpec, load_spec
 from tests.support import toy
@@ -21,6 +22,22 @@ def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(tmp
     toy.project(tmp_path / "project")
     command(tmp_path, "serve_and_die")
     command(tmp_path, "find_it_paused")
+
+
+def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
+    code = (
+        "import logging, os\n"
+        "before = os.getsid(0)\n"
+        "from prefect.flows import load_flow_from_entrypoint\n"
+        "served = load_flow_from_entrypoint('flows.deployed.pipeline', use_placeholder_flow=False)\n"
+        "from flows.pipeline import pipeline\n"
+        "print(os.getsid(0) == before, logging.getLogger('prefect.flow_runs').filters)\n"
+        "print(served.name == pipeline.name, served.parameters == pipeline.parameters, served.fn is pipeline.fn)\n"
+    )
+    # The folder does not exist: whoever opened the server's lock at import would fail.
+    env = {**os.environ, OWNER: "1", SERVER_FOLDER: "/nonexistent"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\nTrue True False\n", done.stdout + done.stderr
 
 
 def command(folder: Path, name: str) -> None:

@@ -1,0 +1,48 @@
+"""The command `trainflow prove-resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli import terminal
+from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.signals import stoppable
+from flows.server.api import quiet_environment
+from flows.spec.spec import load_spec
+from trainer_lib.errors import NotReproducibleError
+
+
+def prove_resume(
+    spec: Spec,
+    overrides: Overrides = None,
+    at: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; between two saves if unset.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
+    kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
+    keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the verdict.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
+
+    Uses a storage of its own; the pipeline's storage, MLflow and hubs are left alone.
+    """
+    quiet_environment()
+    parsed = load_spec(spec, overrides or [])
+    from flows.prove_resume import Question, lines, prove, write
+
+    out = terminal.console(stderr=as_json)
+    question = Question(at=at, steps=steps, kill=kill, keep=keep)
+    with stoppable(out.print, remedy="Nothing was committed; run it again."):
+        verdict = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
+    if output is not None:
+        write(verdict, output)
+    if as_json:
+        print_json(verdict)
+        raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
+    terminal.show(lines(verdict))

@@ -1,0 +1,55 @@
+"""Every name of Prefect that its documentation does not promise, in one file.
+
+`pyproject.toml` pins the versions of Prefect; tests/flows/test_prefect_internals.py fails when a version outside of
+that range is installed, or when one of these names changes its shape. Importing this module does not import Prefect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
+    """Change Prefect's settings inside the block, also for threads whose context was copied before it.
+
+    Prefect's own `temporary_settings` reaches only the current context; its background threads keep the old settings.
+
+    Args:
+        updates: setting (`prefect.settings.PREFECT_API_URL`) to value.
+    """
+    import prefect.context
+    from prefect.settings import temporary_settings
+
+    with temporary_settings(updates):
+        context = prefect.context.get_settings_context()
+        with prefect.context._temporary_global_settings_context(context):
+            yield
+
+
+def send_queued(timeout_s: float) -> None:
+    """Send the events and log records that Prefect still holds in memory.
+
+    Task states travel as events, so an event that is not sent is a task that the server never sees.
+
+    Args:
+        timeout_s: seconds to wait for each of the two queues.
+    """
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    # Prefect logs at WARNING that it is draining the queue.
+    logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
+    EventsWorker.drain_all(timeout=timeout_s)
+    APILogWorker.drain_all(timeout=timeout_s)
+
+
+def set_up_logging() -> None:
+    """Install Prefect's log handlers, if no flow has done so in this process yet."""
+    from prefect.logging import configuration
+
+    if not configuration.PROCESS_LOGGING_CONFIG:
+        configuration.setup_logging()

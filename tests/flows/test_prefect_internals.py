@@ -1,0 +1,58 @@
+"""The undocumented names of Prefect stand in one file, and the installed version has them in the shape we use."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tests.support import repository
+from tests.support.repository import relative, sources, tree
+
+HOME = "tasks/prefect_internals.py"
+UNDOCUMENTED = {"prefect.events.worker", "prefect.logging.configuration", "prefect.logging.handlers"}
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Private or undocumented names of Prefect that a file uses."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "prefect":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "prefect"]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("prefect."):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            if any(part.startswith("_") for part in name.split(".")) or name.startswith(tuple(UNDOCUMENTED)):
+                yield name
+
+
+def test_undocumented_names_of_prefect_stand_in_one_file() -> None:
+    found = {relative(path) for path in sources("flows", "tasks", "trainer_lib") if any(private_names(path))}
+    assert found == {HOME}
+
+
+def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
+    declared = [Requirement(text) for text in repository.pyproject()["project"]["dependencies"]]
+    [prefect] = [requirement for requirement in declared if requirement.name == "prefect"]
+    assert prefect.specifier.contains(metadata.version("prefect"))
+
+
+def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
+    import prefect.context
+    from prefect.events.worker import EventsWorker
+    from prefect.logging import configuration
+    from prefect.logging.handlers import APILogWorker
+
+    replaced = inspect.signature(prefect.context._temporary_global_settings_context)
+    assert list(replaced.parameters) == ["settings_context"]
+    for worker in (EventsWorker, APILogWorker):
+        assert "timeout" in inspect.signature(worker.drain_all).parameters
+    assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
+    assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}
