@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tasks.push_to_hub import publish_key, push_to_hub
 from tasks.stage.keys import stage_key
 from tasks.stage.runner import StageContext, StageOutput, run_stage
 from tests.support.hub_server import HubServer, ImpatientTime
-from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
 
@@ -210,12 +207,3 @@ def test_a_manifest_of_the_wrong_stage_or_without_a_model_is_bad_input(storage: 
     empty = _stage(storage, "train", {"x": 1}, {"other.txt": b""})
     with pytest.raises(ConfigError, match="no model"):
         _push(storage, PublishConfig(), {**inputs, "model": empty})
-
-
-def test_importing_the_stage_imports_no_torch_and_no_hub_client() -> None:
-    code = (
-        "import sys, tasks.push_to_hub; "
-        "sys.exit(', '.join({'torch', 'mlflow', 'huggingface_hub'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr

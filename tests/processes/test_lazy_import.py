@@ -23,11 +23,6 @@ def _run(code: str, folder: Path) -> str:
     return result.stdout.strip()
 
 
-def test_importing_the_library_imports_nothing_heavy(tmp_path: Path) -> None:
-    heavy = "('torch', 'numpy', 'prefect', 'mlflow', 'yaml', 'tqdm', 'fsspec')"
-    assert _run(f"import sys, trainer_lib; print([n for n in {heavy} if n in sys.modules])", tmp_path) == "[]"
-
-
 def test_the_trainer_comes_without_what_few_trainings_need(tmp_path: Path) -> None:
     few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna')"
     code = f"import sys; from trainer_lib import Trainer; print([n for n in {few} if n in sys.modules])"

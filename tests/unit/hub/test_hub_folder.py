@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.publishing import digits_content
-from tests.support.repository import ROOT
 from trainer_lib.commit import read_commit, verify
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Published
@@ -122,12 +119,3 @@ def test_an_object_store_is_as_good(tmp_path: Path) -> None:
 def test_an_unknown_kind_of_store_is_bad_input() -> None:
     with pytest.raises(ConfigError, match=r"publish\.to"):
         open_hub("nosuch://bucket/hub")
-
-
-def test_importing_the_hub_brings_neither_torch_nor_vendors() -> None:
-    code = (
-        "import sys, trainer_lib.hub.transport, trainer_lib.hub.card, trainer_lib.hub.huggingface; "
-        "sys.exit(', '.join({'torch', 'huggingface_hub', 'mlflow', 'prefect'} & set(sys.modules)) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
