@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from trainer_lib.arguments import SchedulerType, TrainingArguments
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import create_scheduler, get_scheduler
 from trainer_lib.optim.greedy import GreedyLR
 
@@ -214,7 +216,9 @@ def test_greedy_may_watch_for_more_and_for_shares() -> None:
 def test_greedy_smooths_over_a_window() -> None:
     # 5, (5+1)/2, (1+9)/2: the last mean is no improvement on 3
     assert _greedy([5, 1, 9], smooth=True, window_size=2) == [0.1, 0.2, 0.2]
-    assert GreedyLR(_optimizer(), smooth=True, window_size=2).window == []
+    assert GreedyLR(_optimizer(), smooth=True, window_size=2).state_dict()["window"] == []
+    # The NaN has left the window of two when the last metric arrives.
+    assert _greedy([5, math.nan, 5, 5, 1], smooth=True, window_size=2, patience=0)[-1] == 0.05
 
 
 def test_greedy_starts_anew_after_long_at_the_lower_bound() -> None:
@@ -224,6 +228,53 @@ def test_greedy_starts_anew_after_long_at_the_lower_bound() -> None:
 
 def test_a_non_finite_metric_does_not_improve() -> None:
     assert _greedy([1.0, math.nan, math.nan]) == [0.1, 0.1, 0.05]
+
+
+def test_greedy_never_lowers_to_a_bound_above_the_rate() -> None:
+    # The default bound, 1e-3, is twenty times the default learning rate.
+    optimizer = _optimizer(5e-5)
+    schedule = GreedyLR(optimizer, patience=0)
+    schedule.step(1.0)
+    risen = optimizer.param_groups[0]["lr"]
+    for metric in (1.0, 1.0, 1.0):
+        schedule.step(metric)
+        assert optimizer.param_groups[0]["lr"] <= risen
+
+
+@pytest.mark.parametrize("settings", [{"smooth": True, "window_size": 3, "cooldown": 1}, {"min_lr": 0.05, "warmup": 1}])
+def test_greedy_is_transformers_own_step_by_step_also_after_a_resume(settings: dict[str, Any]) -> None:
+    theirs = pytest.importorskip("transformers").GreedyLR
+    settings = {"patience": 1, "factor": 0.5, "reset_start": 2, **settings}
+    ours_optimizer, their_optimizer, dice = _optimizer(0.1), _optimizer(0.1), random.Random(0)
+    ours, reference = GreedyLR(ours_optimizer, **settings), theirs(their_optimizer, **settings)
+    for _ in range(60):
+        metric = dice.random()
+        ours.step(metric)
+        reference.step(metric)
+        assert ours.get_last_lr() == reference.get_last_lr() == [ours_optimizer.param_groups[0]["lr"]]
+        state = json.loads(json.dumps(ours.state_dict(), allow_nan=False))
+        ours_optimizer = _optimizer(0.1)
+        ours = GreedyLR(ours_optimizer, **settings)
+        ours.load_state_dict(state)
+
+
+def test_greedy_opens_a_state_of_an_older_checkpoint() -> None:
+    older: dict[str, Any] = {"num_good": 1, "num_bad": 0, "cooldown_left": 0, "warmup_left": 0, "until_reset": 500}
+    older |= {"last_epoch": 2, "window": [3.0, 1.0], "best": 2.0, "base_lrs": [0.1], "_last_lr": [0.4]}
+    optimizer = _optimizer(0.1)
+    schedule = GreedyLR(optimizer, patience=1, factor=0.5, smooth=True, window_size=2)
+    schedule.load_state_dict(older)
+    assert optimizer.param_groups[0]["lr"] == 0.4
+    schedule.step(0.5)  # the mean of 1 and 0.5 beats 2, the second improvement in a row
+    assert optimizer.param_groups[0]["lr"] == 0.8
+
+
+def test_greedy_without_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.optimization", None)
+    with pytest.raises(MissingExtraError, match="transformers") as caught:
+        get_scheduler("greedy", _optimizer())
+    assert (caught.value.field, caught.value.value) == ("lr_scheduler_type", "greedy")
+    assert "trainflow[transformers]" in str(caught.value)
 
 
 def test_greedy_resumes_from_plain_json(caplog: pytest.LogCaptureFixture) -> None:
