@@ -27,7 +27,8 @@ import transformers
 
 from benchmarks._result import arguments, publish
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.checkpoint.catalogue import DAMAGED, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact
+from trainer_lib.checkpoint.layout import DAMAGED
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.commit import COMMIT
 from trainer_lib.distributed import SingleProcess
@@ -110,7 +111,7 @@ def ours(folder: Path, harm: Harm, count: int, chance: random.Random) -> dict[st
         with damaged(newest, file, harm, chance):
             result["detected"] += _is_refused(folder, newest.name, file)
             told: list[str] = []
-            found = newest_good(Store.open(folder), on_damage=told.append)
+            found = find_newest_intact(Store.open(folder), on_damage=told.append)
             result["gone_round"] += found is not None and found.step == STEPS // 2 and len(told) == 1
     return {"tried": count, "files": len(files), **result, "detected_share": result["detected"] / count}
 
@@ -119,10 +120,10 @@ def _is_refused(folder: Path, name: str, file: Path) -> bool:
     """Whether loading raises a typed error that names the file."""
     try:
         loaded = load_checkpoint(Store.open(folder), name, SingleProcess())
-        loaded.model()
-        loaded.optimizer()
+        loaded.read_model()
+        loaded.read_optimizer()
         for entry in loaded.commit.files:
-            loaded.file(entry.path)
+            loaded.read_file(entry.path)
     except DamagedError as error:
         return str(error.field).endswith(file.relative_to(folder / name).as_posix())
     return False

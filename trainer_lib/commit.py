@@ -29,7 +29,16 @@ from typing import Any
 from trainer_lib.errors import DamagedError, LeaseLostError, StorageError
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
-__all__ = ["COMMIT", "Commit", "FileEntry", "content_digest", "read_commit", "verify", "withdraw", "write_commit"]
+__all__ = [
+    "COMMIT",
+    "Commit",
+    "FileEntry",
+    "content_digest",
+    "read_commit",
+    "verify_files",
+    "withdraw_folder",
+    "write_commit",
+]
 
 COMMIT = "COMMIT.json"
 """Name of the commit file in its folder."""
@@ -129,7 +138,7 @@ def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
     return commit
 
 
-def verify(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
+def verify_files(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
     """What is wrong with a committed folder, one line per file; empty when it is intact.
 
     Args:
@@ -154,7 +163,7 @@ def verify(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
     return problems
 
 
-def withdraw(store: Store) -> None:
+def withdraw_folder(store: Store) -> None:
     """Delete a folder. The commit goes first, so that a half-deleted folder never looks complete."""
     store.delete(COMMIT)
     store.delete_tree()
@@ -188,7 +197,7 @@ def _put(store: Store, data: bytes) -> None:
 
 
 def _check_arrived(store: Store, commit: Commit) -> None:
-    problems = verify(store, commit, digests=False)
+    problems = verify_files(store, commit, digests=False)
     if problems:
         raise StorageError(
             f"Not everything that was written is there: {'; '.join(problems[:5])}",

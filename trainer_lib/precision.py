@@ -82,7 +82,7 @@ def apply_tf32(args: PrecisionSettings) -> None:
         torch.backends.cudnn.allow_tf32 = args.tf32
 
 
-def way_back(model: nn.Module) -> Callable[[], None]:
+def back_up_weights(model: nn.Module) -> Callable[[], None]:
     """Remember every floating-point parameter and buffer on the host; what is returned puts them back, bit for bit.
 
     For a model about to be cast as a whole. Buffers that no state_dict holds (a decoder's rotation frequencies) lose

@@ -43,10 +43,10 @@ class Rows:
 class RowReader(Protocol):
     """A mapping of tensors, some rows of which can be had without the others."""
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of a tensor, on the CPU."""
 
-    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Its element type and shape, without reading it."""
 
 
@@ -79,7 +79,7 @@ def local_rows(tensor: Tensor, *, rank: int) -> Rows:
     return Rows(tensor.to_local().detach(), tuple(tensor.shape), offset[0] if offset else 0, first)
 
 
-def whole(tensor: Tensor, *, keep: bool) -> Tensor:
+def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
     """All rows on the CPU where `keep` is true; elsewhere a tensor without values (meta). Collective for a sharded one.
 
     One tensor at a time is whole on each process's device.
@@ -91,35 +91,35 @@ def whole(tensor: Tensor, *, keep: bool) -> Tensor:
     return gathered.to("cpu") if keep else gathered.to("meta")
 
 
-def fill(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
+def fill_rows(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
     """Copy this process's rows of a whole tensor into `target`."""
     local, start = target.detach(), 0
     if is_sharded(target):
         held = local_rows(target, rank=0)
         local, start = held.values, held.start
     if isinstance(source, RowReader) and local.ndim:
-        local.copy_(source.rows(name, start, start + len(local)))
+        local.copy_(source.read_rows(name, start, start + len(local)))
     else:
         value = source[name]
         local.copy_(value[start : start + len(local)] if value.ndim else value)
 
 
-def spec(source: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+def read_spec(source: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     """Element type and shape of one of its tensors, without a message."""
     if isinstance(source, RowReader):
-        return source.spec(name)
+        return source.read_spec(name)
     return source[name].dtype, tuple(source[name].shape)
 
 
-def like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor:
+def load_like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor:
     """A tensor of `source` as new memory, divided as `target`, which has its shape, is."""
-    dtype, _ = spec(source, name)
+    dtype, _ = read_spec(source, name)
     made = torch.empty_like(target, dtype=dtype, requires_grad=False)
-    fill(made, source, name)
+    fill_rows(made, source, name)
     return made
 
 
-class Gathered(Mapping[str, Tensor]):
+class GatheredTensors(Mapping[str, Tensor]):
     """Divided tensors made whole when asked for, which is collective; values only where `keep` is true.
 
     Tied names give one tensor, gathered once as long as it is in use.
@@ -134,7 +134,7 @@ class Gathered(Mapping[str, Tensor]):
         tensor = self._tensors[name]
         if id(tensor) in self._tied:
             return self._tied[id(tensor)]
-        gathered = whole(tensor, keep=self._keep)
+        gathered = gather_whole(tensor, keep=self._keep)
         if self._ties[id(tensor)] > 1:
             self._tied[id(tensor)] = gathered
         return gathered
@@ -146,7 +146,7 @@ class Gathered(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-class FromFirst(Mapping[str, Tensor]):
+class BroadcastTensors(Mapping[str, Tensor]):
     """What rank 0 has, for all: asking for a tensor is collective, and in the same order everywhere.
 
     One tensor at a time crosses the network; the others never hold the whole.
@@ -157,18 +157,18 @@ class FromFirst(Mapping[str, Tensor]):
         self._own, self._specs, self._rank = own, specs, rank
 
     def __getitem__(self, name: str) -> Tensor:
-        dtype, shape = self.spec(name)
+        dtype, shape = self.read_spec(name)
         value = self._own[name].detach().cpu() if self._rank == 0 else torch.empty(shape, dtype=dtype)
         value = value.contiguous()
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         return value
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of it, which may be others on every rank. Collective."""
         return self[name][start:stop]
 
-    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Element type and shape, without a message."""
         dtype, shape = self._specs[name]
         return getattr(torch, dtype), tuple(shape)
@@ -180,6 +180,6 @@ class FromFirst(Mapping[str, Tensor]):
         return len(self._specs)
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """Name → dtype and shape, JSON."""
     return {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}

@@ -120,7 +120,7 @@ class TrainerState:
     def __post_init__(self) -> None:
         self.log_history = [] if self.log_history is None else self.log_history
         if not isinstance(self.stateful_callbacks, dict):
-            self.stateful_callbacks = callback_states(self.stateful_callbacks or ())
+            self.stateful_callbacks = collect_callback_states(self.stateful_callbacks or ())
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values (a copy)."""
@@ -244,7 +244,7 @@ def _problem(name: str, value: Any) -> str | None:
     return next((words for names, (words, good) in _KINDS.items() if name in names.split() and not good(value)), None)
 
 
-def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
+def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     """The callbacks' states by class name; several of one class become a list, in their order.
 
     Raises:

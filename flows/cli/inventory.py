@@ -9,21 +9,15 @@ from typing import Any
 from rich.text import Text
 
 from flows.cli.presentation import shown
-from trainer_lib.checkpoint.catalogue import (
-    DAMAGED,
-    CheckpointInfo,
-    excess,
-    is_link,
-    read_claim,
-    read_info,
-    step_of,
-)
-from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, is_link, list_excess, read_checkpoint_info
+from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
+from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.checkpoint.parsing import parse_json
-from trainer_lib.commit import COMMIT, verify
+from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.locks.lease import holder_of
-from trainer_lib.locks.readers import readers, withdraw_unread
+from trainer_lib.locks.claim import read_claim
+from trainer_lib.locks.lease import find_holder
+from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.storage import Store
 
 _CHECKPOINTS = "checkpoints"
@@ -97,11 +91,11 @@ def find(url: str) -> list[Entry]:
     """
     store = Store.open(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
-    if store.exists(COMMIT) or (step_of(name) is not None and store.children()):
+    if store.exists(COMMIT) or (parse_step(name) is not None and store.children()):
         return [_entry(Store.open(parent or "/"), name, None)]
     found = [entry for root in roots(store) for entry in _entries(root)]
     if not found:
-        known = recognise(store)
+        known = recognise_folder(store)
         raise ConfigError(
             f"There is no checkpoint there, but {known.what}." if known else "There is no committed checkpoint there.",
             field="url",
@@ -120,30 +114,30 @@ def roots(store: Store) -> Iterator[Store]:
 
 
 def _entries(root: Store) -> list[Entry]:
-    steps = {name: step for name in root.children() if (step := step_of(name)) is not None}
+    steps = {name: step for name in root.children() if (step := parse_step(name)) is not None}
     names = sorted(steps, key=lambda name: steps[name], reverse=True)
     best = _best(root, names)
     return [_entry(root, name, best) for name in names]
 
 
 def _entry(root: Store, name: str, best: int | None) -> Entry:
-    step = step_of(name)
+    step = parse_step(name)
     step = -1 if step is None else step
     if is_link(root, name):
         return Entry(root, name, step, "link", problems=("a link, which is not followed",))
     store = root.child(name)
     try:
-        info = read_info(root, name)
+        info = read_checkpoint_info(root, name)
         if info is not None:
-            problems = tuple(verify(store, info.commit, digests=False))
-            using = tuple(map(str, readers(store)))
+            problems = tuple(verify_files(store, info.commit, digests=False))
+            using = tuple(map(str, list_readers(store)))
             state = "damaged" if problems else "good"
             return Entry(root, name, info.step, state, info, problems, info.step == best, using)
     except DamagedError as error:
         return Entry(root, name, step, "damaged", problems=(f"{COMMIT}: {error.message}",))
     if store.exists(DAMAGED):
         return Entry(root, name, step, "damaged", problems=(f"set aside, see {DAMAGED}",))
-    known = recognise(store) if is_foreign(store.children()) else None
+    known = recognise_folder(store) if is_foreign(store.children()) else None
     if known is not None:
         return Entry(root, name, step, "foreign", problems=(known.what,))
     claim = read_claim(store)
@@ -156,7 +150,7 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
     """The step that the newest checkpoint calls the best; None when there is none, or it cannot be told."""
     for name in names:
         try:
-            info = None if is_link(root, name) else read_info(root, name)
+            info = None if is_link(root, name) else read_checkpoint_info(root, name)
             if info is not None and info.commit.entry(_STATE) is not None:
                 state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT))
                 best = state.get("best_global_step") if isinstance(state, dict) else None
@@ -174,7 +168,7 @@ def damage(found: Sequence[Entry]) -> dict[str, list[str]]:
     problems: dict[str, list[str]] = {}
     for entry in found:
         if entry.info is not None:
-            problems[entry.url] = verify(entry.root.child(entry.name), entry.info.commit)
+            problems[entry.url] = verify_files(entry.root.child(entry.name), entry.info.commit)
         elif entry.state == "damaged":
             problems[entry.url] = list(entry.problems)
     return problems
@@ -206,9 +200,9 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     for root in {entry.root.url: entry.root for entry in found}.values():
         entries = {entry.name: entry for entry in found if entry.root.url == root.url}
         best = {entry.name for entry in entries.values() if entry.best}
-        old = excess(root, keep=keep, protect=best)
+        old = list_excess(root, keep=keep, protect=best)
         doomed += [Victim(entries[info.name], f"beyond the newest {keep}") for info in old]
-        if holder_of(Store.open(root.url.rpartition("/")[0] or "/")) is None:
+        if find_holder(Store.open(root.url.rpartition("/")[0] or "/")) is None:
             left = (entry for entry in entries.values() if entry.state == "uncommitted")
             doomed += [Victim(entry, "left by an interrupted save") for entry in left]
     return doomed
@@ -219,7 +213,7 @@ def remove(doomed: Sequence[Victim]) -> list[Victim]:
 
     Raises StorageError.
     """
-    return [victim for victim in doomed if withdraw_unread(victim.entry.root.child(victim.entry.name))]
+    return [victim for victim in doomed if withdraw_if_unread(victim.entry.root.child(victim.entry.name))]
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

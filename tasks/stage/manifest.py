@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.stage.keys import Difference, StageKey, differences
-from trainer_lib.commit import Commit, read_commit, verify
+from trainer_lib.commit import Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import FileEntry, Store
 
@@ -112,7 +112,7 @@ def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
     read_back = store.is_local or sum(entry.size for entry in commit.files) <= _READ_BACK_BYTES
     known = (store.url, commit.content_digest, commit.created)
     lately = time.monotonic() - _verified.get(known, -math.inf) < _TRUST_S
-    problems = verify(store, commit, digests=read_back and not lately)
+    problems = verify_files(store, commit, digests=read_back and not lately)
     if not problems:
         _verified[known] = _verified[known] if lately else time.monotonic()
         return manifest, None

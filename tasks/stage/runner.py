@@ -21,7 +21,7 @@ from tasks.stage.manifest import KEY_FILE, StageManifest, explain_miss, look_up,
 from tasks.stage.retry import ATTEMPTS, Ledger, decide, first_try, in_task_run, remember, remember_if_new
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import StorageError, TrainflowError
-from trainer_lib.locks.lease import Lease, acquire
+from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
 __all__ = ["StageContext", "StageManifest", "StageOutput", "run_stage", "stage_key"]
@@ -145,7 +145,7 @@ def _attempt(
     except BaseException as error:
         _failed(key.stage, ledger, number, error, retries=retries, lower_rung=rung < rungs)
         if lease.lost and isinstance(error, Exception):
-            lease.check()  # says who has taken over; what the stopped work said of it is a consequence
+            lease.ensure_held()  # says who has taken over; what the stopped work said of it is a consequence
         raise
     finally:
         progress.close()
@@ -158,7 +158,7 @@ def _commit(
     key: StageKey, store: Store, lease: Lease, output: StageOutput, provenance: dict[str, Any]
 ) -> StageManifest:
     files = sorted(output.files, key=lambda entry: entry.path)
-    lease.check()
+    lease.ensure_held()
     _remove_leftovers(store, {entry.path for entry in files})
     meta = {
         "stage": key.stage,
@@ -166,7 +166,7 @@ def _commit(
         "metrics": output.metrics,
         "meta": {**output.meta, **provenance},
     }
-    return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.check))
+    return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
 
 def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, lower_rung: bool) -> None:
@@ -220,7 +220,7 @@ def _acquire(
     def waiting(holder: object) -> None:
         _tell(key.stage, "waiting", f"another process is at work on it: {holder}")
 
-    return acquire(store, wait=done, on_wait=waiting)
+    return acquire_lease(store, wait=done, on_wait=waiting)
 
 
 def _withdraw(store: Store, *, keep: set[str]) -> None:

@@ -18,7 +18,7 @@ from tests.support.toys import classification_rows
 from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.errors import InfrastructureError, StorageFullError
 from trainer_lib.storage import Store
 
@@ -164,6 +164,6 @@ def test_a_rank_killed_while_a_save_is_under_way_hangs_nobody(tmp_path: Path) ->
     zero, one = run_distributed(killed, 2, str(tmp_path))
     assert one == "killed"
     assert "Another process of this job ended" in zero
-    found = newest_good(Store.open(tmp_path / "out"), on_damage=pytest.fail)
+    found = find_newest_intact(Store.open(tmp_path / "out"), on_damage=pytest.fail)
     assert found is not None
     assert found.step == 3

@@ -14,7 +14,7 @@ from tests.support.checkpoints import untrained
 from tests.support.distributed import run_distributed
 from trainer_lib import distributed
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.writer import save_checkpoint
@@ -50,13 +50,13 @@ def save_and_load(url: str, fail_on: int | None) -> dict[str, Any]:
         load_checkpoint(root, "checkpoint-7", comm)
     except ConfigError:
         absent = True
-    own = loaded.rng(comm.rank)
+    own = loaded.read_rng(comm.rank)
     return {
         "info": (info.step, info.url, info.commit.content_digest, info.commit.meta["world_size"]),
         "files": [entry.path for entry in info.commit.files],
         "own": own == state.rng,
-        "other": loaded.rng(1 - comm.rank) == state.rng,
-        "weights": all(torch.equal(tensor, state.model[name]) for name, tensor in loaded.model().items()),
+        "other": loaded.read_rng(1 - comm.rank) == state.rng,
+        "weights": all(torch.equal(tensor, state.model[name]) for name, tensor in loaded.read_model().items()),
         "absent": absent,
     }
 
@@ -71,7 +71,7 @@ def test_every_rank_has_its_own_random_state_in_one_checkpoint(where: str, tmp_p
     assert zero["weights"]
     assert zero["absent"]
     assert [name for name in zero["files"] if name.startswith("rng/")] == ["rng/rank-00000.json", "rng/rank-00001.json"]
-    found = newest_good(Store.open(url), on_damage=pytest.fail)
+    found = find_newest_intact(Store.open(url), on_damage=pytest.fail)
     assert found is not None
     assert found.commit.meta["world_size"] == 2
 

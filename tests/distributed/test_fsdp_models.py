@@ -171,7 +171,7 @@ def resumed(folder: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     other = trainer(f"{folder}/{kind}", RAGGED, model=MODELS[kind](), **RUN, **given)
     other.train(f"{folder}/{kind}/checkpoint-2")
     store = Store.open(f"{folder}/{kind}")
-    saved = {step: dict(load_checkpoint(store, f"checkpoint-{step}", one.comm).model()) for step in (2, 3)}
+    saved = {step: dict(load_checkpoint(store, f"checkpoint-{step}", one.comm).read_model()) for step in (2, 3)}
     return {"best": whole(one), "resumed": whole(other), "saved": saved}
 
 

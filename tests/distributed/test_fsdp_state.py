@@ -17,9 +17,9 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier
 from tests.support.training import trainer
 from trainer_lib import TrainerCallback
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import verify
+from trainer_lib.commit import verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
@@ -146,7 +146,7 @@ def test_how_a_checkpoint_is_written_is_asked_at_each_save(tmp_path: Path) -> No
         assert load_file(file).keys() == weights.keys()
         assert all(torch.equal(value, weights[name]) for name, value in load_file(file).items())
     store = Store.open(str(tmp_path))
-    assert [verify(store.child(info.name), info.commit) for info in list_checkpoints(store)] == [[], [], []]
+    assert [verify_files(store.child(info.name), info.commit) for info in list_checkpoints(store)] == [[], [], []]
     by_parts = load_checkpoint(store, "checkpoint-2", SingleProcess())
     assert not by_parts.is_sharded
     assert load_checkpoint(store, "checkpoint-1", SingleProcess()).is_sharded
@@ -172,10 +172,10 @@ def test_rows_are_compared_with_their_digests(sharded: Path, tmp_path: Path) -> 
     assert commit["format"]
     loaded = load_checkpoint(Store.open(str(tmp_path)), "checkpoint-2", SingleProcess())
     with pytest.raises(DamagedError, match=r"rank-00001\.safetensors"):
-        dict(loaded.model())
-        dict(loaded.optimizer().tensors)  # type: ignore[union-attr]
+        dict(loaded.read_model())
+        dict(loaded.read_optimizer().tensors)  # type: ignore[union-attr]
     told: list[str] = []
-    good = newest_good(Store.open(str(tmp_path)), on_damage=told.append)
+    good = find_newest_intact(Store.open(str(tmp_path)), on_damage=told.append)
     assert good is None or good.name != "checkpoint-2"
     assert "rank-00001.safetensors" in told[0]
 

@@ -21,8 +21,8 @@ from tests.support.tiny_models import llama, lm_rows
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.claim import WRITING
-from trainer_lib.locks.lease import Holder, acquire
-from trainer_lib.locks.readers import reading
+from trainer_lib.locks.lease import Holder, acquire_lease
+from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
 
 
@@ -87,7 +87,7 @@ def test_a_folder_is_told_state_by_state(root: Path, capsys: pytest.CaptureFixtu
 
 
 def test_one_that_is_being_read_says_so_and_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with reading(Store.open(root / "checkpoint-1")):
+    with protect_from_removal(Store.open(root / "checkpoint-1")):
         _, answer = told(capsys, "checkpoints", "list", root)
         assert [bool(entry["in_use"]) for entry in answer["checkpoints"]] == [False, False, False, False, True]
         _, answer = told(capsys, "checkpoints", "prune", root, "--keep", "1")
@@ -161,7 +161,7 @@ def test_leftovers_of_a_folder_that_a_run_holds_stay(tmp_path: Path, capsys: pyt
     root = tmp_path / "stage" / "checkpoints"
     save(Store.open(root), 1)
     left = interrupted(root, 2, None)
-    lease = acquire(Store.open(tmp_path / "stage"))
+    lease = acquire_lease(Store.open(tmp_path / "stage"))
     assert lease is not None
     with lease:
         assert told(capsys, "checkpoints", "prune", tmp_path / "stage", "--keep", "1")[1]["removed"] == []

@@ -214,10 +214,10 @@ def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
 
 
 def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
-    from trainer_lib.locks.lease import _take
+    from trainer_lib.locks.lease import _take_epoch
 
     def overtaken(context: StageContext) -> StageOutput:
-        _take(context.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # another process, a moment ago
+        _take_epoch(context.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # another process, a moment ago
         return Toy()(context)
 
     with pytest.raises(LeaseLostError):

@@ -15,10 +15,11 @@ import pytest
 
 from tests.support.checkpoints import no_damage, save, save_untrained
 from tests.support.repository import ROOT
-from trainer_lib.checkpoint.catalogue import WRITING, newest_good, rotate
+from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import StorageError
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -79,20 +80,20 @@ def test_kill_9_while_saving_loses_nothing_that_was_committed(tmp_path: Path) ->
         time.sleep(pause.random() * 0.03)
         os.kill(victim, signal.SIGKILL)
         assert int(zygote.stdout.readline()) == -signal.SIGKILL
-        info = newest_good(root, on_damage=no_damage)
+        info = find_newest_intact(root, on_damage=no_damage)
         assert info is not None
         assert info.step > newest
         newest = info.step
-        load_checkpoint(root, info.name, SingleProcess()).optimizer()
+        load_checkpoint(root, info.name, SingleProcess()).read_optimizer()
     zygote.communicate()
 
 
 READER = """
 import sys
-from trainer_lib.locks.readers import reading
+from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
 
-with reading(Store.open(sys.argv[1])):
+with protect_from_removal(Store.open(sys.argv[1])):
     print("reading", flush=True)
     sys.stdin.read()
 """
@@ -107,7 +108,7 @@ def test_another_process_counts_while_it_lives_and_not_when_it_was_killed(tmp_pa
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == "reading\n"
-        assert rotate(root, keep=1, protect=()) == []
+        assert rotate_checkpoints(root, keep=1, protect=()) == []
         reader.send_signal(signal.SIGKILL)
-    assert rotate(root, keep=1, protect=()) == ["checkpoint-1"]
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1"]
     assert root.children() == ["checkpoint-2"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.publishing import digits_content
 from tests.support.repository import ROOT
-from trainer_lib.commit import verify
+from trainer_lib.commit import verify_files
 from trainer_lib.hub.folder import FolderHub
 
 
@@ -47,7 +47,7 @@ def test_a_killed_publisher_leaves_nothing_visible_and_its_leftovers_are_removed
             break
         assert done.returncode == -9, done.stderr
         seen.append(len(FolderHub(target).revisions()))
-        assert all(not verify(one.store, one.commit) for one in FolderHub(target).revisions())
+        assert all(not verify_files(one.store, one.commit) for one in FolderHub(target).revisions())
     else:
         pytest.fail("it never completed")
     assert seen == sorted(seen)  # killed after the commit, when the lease is given back: it stays

@@ -22,8 +22,8 @@ from tests.support.conformance import (
 )
 from tests.support.faulty import Faults, Kind
 from tests.support.s3 import PART, S3Server
-from trainer_lib.checkpoint.catalogue import list_checkpoints, rotate
-from trainer_lib.commit import withdraw
+from trainer_lib.checkpoint.catalogue import list_checkpoints, rotate_checkpoints
+from trainer_lib.commit import withdraw_folder
 from trainer_lib.storage import Store, s3
 
 
@@ -41,9 +41,9 @@ def test_save_load_replace_list_delete(any_store: Store) -> None:
     check_holds(any_store, one)
     check_holds(any_store, two)
     assert [info.step for info in list_checkpoints(any_store)] == [2, 1]
-    assert rotate(any_store, keep=1, protect=()) == ["checkpoint-1"]
+    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]
     assert [info.step for info in list_checkpoints(any_store)] == [2]
-    withdraw(any_store.child("checkpoint-2"))
+    withdraw_folder(any_store.child("checkpoint-2"))
     assert any_store.list() == []
     assert unfinished_uploads(any_store) == []
 

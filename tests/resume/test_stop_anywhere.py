@@ -18,7 +18,7 @@ from tests.support.toys import Augmented, Classifier, classification_rows
 from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact
 from trainer_lib.errors import Preempted
 from trainer_lib.storage import Store
 
@@ -161,7 +161,7 @@ def stopped_and_resumed(folder: str, kind: str, *, save_async: bool) -> tuple[in
         except BaseException as error:
             error.add_note(f"in phase {kind}")
             raise
-    found = newest_good(Store.open(out), on_damage=pytest.fail)
+    found = find_newest_intact(Store.open(out), on_damage=pytest.fail)
     assert found is not None and found.step == step, kind
     one.comm.barrier()
     compiling(None)

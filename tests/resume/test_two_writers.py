@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.conformance import ROOT, check_holds, damage, save, state
-from trainer_lib.checkpoint.catalogue import WRITING, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact
 from trainer_lib.errors import LeaseLostError, StorageError
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -83,7 +84,7 @@ def verdict(outcomes: list[StorageError | None], root: Store) -> None:
     assert isinstance(lost[0], LeaseLostError) or "being written" in lost[0].message, lost[0]
     assert str(lost[0].field).startswith(f"{root.url}/checkpoint-2")
     assert lost[0].remedy
-    info = newest_good(root, on_damage=damage)
+    info = find_newest_intact(root, on_damage=damage)
     assert info is not None
     check_holds(root, replace(state(2), data={"writer": outcomes.index(None)}))
 
@@ -114,7 +115,7 @@ def test_of_two_threads_one_wins(left: bool, any_store: Store) -> None:
             verdict(outcomes, any_store)
         else:  # the weaker guarantee: never two winners, and what is spoiled is found out
             assert outcomes.count(None) <= 1
-            newest_good(any_store, on_damage=lambda what: None)
+            find_newest_intact(any_store, on_damage=lambda what: None)
         any_store.delete_tree()
 
 
@@ -193,7 +194,7 @@ def test_of_two_processes_one_wins(where: str, tmp_path: Path, s3_url: str) -> N
             assert sorted(answer == "won" for answer in told) == [False, True], told
             lost = next(answer for answer in told if answer != "won")
             assert "being written" in lost or "taken this checkpoint's folder over" in lost, lost
-            assert newest_good(root, on_damage=damage) is not None
+            assert find_newest_intact(root, on_damage=damage) is not None
             check_holds(root, replace(state(2), data={"writer": told.index("won")}))
             root.delete_tree()
     finally:

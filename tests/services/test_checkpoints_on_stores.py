@@ -9,7 +9,7 @@ import torch
 
 from tests.support.checkpoints import FILES, Net, no_damage, save, save_untrained, snapshot, trained, untrained
 from trainer_lib.checkpoint.background import BackgroundSaver
-from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good, rotate
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import save_checkpoint
@@ -19,8 +19,9 @@ from trainer_lib.errors import (
     ConfigError,
 )
 from trainer_lib.locks import readers as module
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.readers import reading, withdraw_unread
+from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
 
 
@@ -32,21 +33,21 @@ def test_everything_that_was_saved_is_loaded(any_store: Store) -> None:
     assert [entry.path for entry in info.commit.files] == FILES
     assert info.commit.meta == {"strategy": "single", "global_samples": 16, "step": 2, "world_size": 1}
     assert any_store.child("checkpoint-2").children() == sorted({name.split("/")[0] for name in FILES} | {COMMIT})
-    assert newest_good(any_store, on_damage=no_damage) == info
+    assert find_newest_intact(any_store, on_damage=no_damage) == info
 
     loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
     assert loaded.commit == info.commit
     assert (loaded.scheduler, loaded.scaler, loaded.data) == (saved.scheduler, saved.scaler, saved.data)
     assert loaded.trainer_state == saved.trainer_state
-    assert loaded.rng(0) == saved.rng
-    assert loaded.file("tokenizer/vocab.txt") == b"a\nb\n"
+    assert loaded.read_rng(0) == saved.rng
+    assert loaded.read_file("tokenizer/vocab.txt") == b"a\nb\n"
     assert loaded.has_optimizer
-    found = loaded.model()
+    found = loaded.read_model()
     assert found.keys() == saved.model.keys()
     for name, tensor in saved.model.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-    optimizer = loaded.optimizer()
+    optimizer = loaded.read_optimizer()
     assert optimizer is not None
     assert saved.optimizer is not None
     assert optimizer.groups == saved.optimizer.groups
@@ -59,9 +60,9 @@ def test_training_goes_on_from_it_bit_for_bit(any_store: Store) -> None:
     save(any_store, 2)
     loaded = load_checkpoint(any_store, "checkpoint-2", SingleProcess())
     other = Net()
-    other.load_state_dict(loaded.model())
+    other.load_state_dict(loaded.read_model())
     resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
-    found = loaded.optimizer()
+    found = loaded.read_optimizer()
     assert found is not None
     restore_optimizer(resumed, other.named_parameters(), found)
 
@@ -77,7 +78,7 @@ def test_training_goes_on_from_it_bit_for_bit(any_store: Store) -> None:
 def test_saving_the_same_step_again_replaces_it(any_store: Store) -> None:
     save(any_store, 2, files={"old.txt": b"1"})
     info = save(any_store, 2, data={"position": 99})
-    assert newest_good(any_store, on_damage=no_damage) == info
+    assert find_newest_intact(any_store, on_damage=no_damage) == info
     assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
     assert not any_store.exists("checkpoint-2/old.txt")
 
@@ -97,9 +98,9 @@ def test_only_the_model_can_be_saved(any_store: Store) -> None:
     assert names == ["data.json", "model.safetensors", "trainer_state.json", "training_args.json"]
     loaded = load_checkpoint(any_store, info.name, SingleProcess())
     assert not loaded.has_optimizer
-    assert (loaded.optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
+    assert (loaded.read_optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
     with pytest.raises(ConfigError, match="no random state of rank 0"):
-        loaded.rng(0)
+        loaded.read_rng(0)
 
 
 def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
@@ -115,11 +116,11 @@ def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
 def test_one_that_is_being_read_stays_until_the_reader_is_done(any_store: Store) -> None:
     for step in (1, 2, 3):
         save_untrained(any_store, step)
-    with reading(any_store.child("checkpoint-1")):
-        assert rotate(any_store, keep=1, protect=()) == ["checkpoint-2"]
-        load_checkpoint(any_store, "checkpoint-1", SingleProcess()).model()
+    with protect_from_removal(any_store.child("checkpoint-1")):
+        assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-2"]
+        load_checkpoint(any_store, "checkpoint-1", SingleProcess()).read_model()
     assert all(not name.startswith("READING") for name in any_store.child("checkpoint-1").children())
-    assert rotate(any_store, keep=1, protect=()) == ["checkpoint-1"]
+    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]
     assert any_store.children() == ["checkpoint-3"]
 
 
@@ -128,29 +129,29 @@ def test_a_reader_that_comes_between_the_look_and_the_deletion_keeps_its_checkpo
 ) -> None:
     save_untrained(any_store, 1)
     folder = any_store.child("checkpoint-1")
-    look = module.readers
+    look = module.list_readers
     marks: list[AbstractContextManager[None]] = []
 
     def and_then_a_reader(store: Store) -> list[Holder]:
         found = look(store)
         if not marks:
-            marks.append(reading(folder))
+            marks.append(protect_from_removal(folder))
             marks[0].__enter__()
         return found
 
-    monkeypatch.setattr(module, "readers", and_then_a_reader)
-    assert not withdraw_unread(folder)
+    monkeypatch.setattr(module, "list_readers", and_then_a_reader)
+    assert not withdraw_if_unread(folder)
     assert read_commit(folder) is not None
-    load_checkpoint(any_store, "checkpoint-1", SingleProcess()).model()
+    load_checkpoint(any_store, "checkpoint-1", SingleProcess()).read_model()
     marks[0].__exit__(None, None, None)
-    assert withdraw_unread(folder)
+    assert withdraw_if_unread(folder)
 
 
 def test_a_reader_that_comes_after_the_deletion_finds_nothing(any_store: Store) -> None:
     save_untrained(any_store, 1)
     folder = any_store.child("checkpoint-1")
-    assert withdraw_unread(folder)
-    with reading(folder), pytest.raises(ConfigError, match="no committed checkpoint"):
+    assert withdraw_if_unread(folder)
+    with protect_from_removal(folder), pytest.raises(ConfigError, match="no committed checkpoint"):
         load_checkpoint(any_store, "checkpoint-1", SingleProcess())
     assert any_store.children() == []  # and leaves nothing
 
@@ -161,14 +162,14 @@ def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) ->
     waited = save_checkpoint(any_store.child("waited"), live, comm)
     followed: list[int] = []
     saver = BackgroundSaver(comm, comm, timeout_s=1)
-    saver.start(any_store.child("background"), live, then=lambda: followed.append(3))
+    saver.start(any_store.child("background"), live, after_commit=lambda: followed.append(3))
     for tensor in live.model.values():
         tensor.detach().zero_()
     assert live.optimizer is not None
     for tensor in live.optimizer.tensors.values():
         tensor.zero_()
     with pytest.raises(RuntimeError, match="One save at a time"):
-        saver.start(any_store.child("background"), live, then=lambda: None)
+        saver.start(any_store.child("background"), live, after_commit=lambda: None)
     info = saver.finish()
     saver.close()
     assert followed == [3]

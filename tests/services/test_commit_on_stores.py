@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.commits import committed, write_files
-from trainer_lib.commit import COMMIT, FileEntry, read_commit, verify, withdraw, write_commit
+from trainer_lib.commit import COMMIT, FileEntry, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, LeaseLostError, StorageError
 from trainer_lib.storage import Store
 
@@ -25,13 +25,13 @@ def test_a_commit_is_read_as_it_was_written(any_store: Store) -> None:
     assert [entry.path for entry in commit.files] == ["a/x.bin", "b.bin", "z"]
     assert commit.entry("b.bin") == files[0]
     assert commit.entry("c") is None
-    assert verify(any_store, commit) == []
+    assert verify_files(any_store, commit) == []
 
 
 def test_other_files_in_the_folder_are_nobodys_business(any_store: Store) -> None:
     commit = committed(any_store)
     any_store.write_bytes("lease/1.json", b"1")
-    assert verify(any_store, commit) == []
+    assert verify_files(any_store, commit) == []
 
 
 def test_the_second_commit_is_refused_and_the_first_stays(any_store: Store) -> None:
@@ -86,17 +86,17 @@ def test_damage_is_named_file_by_file(any_store: Store) -> None:
     any_store.write_bytes("z", b"1")
     any_store.delete("a/x.bin")
 
-    missing, digest, size = verify(any_store, commit)
+    missing, digest, size = verify_files(any_store, commit)
     assert missing == "a/x.bin: missing"
     assert digest.startswith("b.bin: digest ")
     assert size == "z: 1 bytes, committed 0"
-    assert verify(any_store, commit, digests=False) == [missing, size]
+    assert verify_files(any_store, commit, digests=False) == [missing, size]
 
 
 def test_withdrawing_leaves_nothing_and_is_repeatable(any_store: Store) -> None:
     committed(any_store)
-    withdraw(any_store)
-    withdraw(any_store)
+    withdraw_folder(any_store)
+    withdraw_folder(any_store)
     assert any_store.list() == []
     assert read_commit(any_store) is None
 

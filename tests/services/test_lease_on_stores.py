@@ -16,22 +16,22 @@ import pytest
 from tests.support.repository import ROOT
 from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import LeaseLostError
-from trainer_lib.locks.lease import Holder, acquire
+from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.storage import Store
 
 HOLD = """
 import sys
 from trainer_lib.errors import TrainflowError
-from trainer_lib.locks.lease import acquire
+from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.commit import write_commit
 from trainer_lib.storage import Store
 
 store = Store.open(sys.argv[1])
-with acquire(store, ttl_s=float(sys.argv[2]), poll_s=0.02) as lease:
+with acquire_lease(store, ttl_s=float(sys.argv[2]), poll_s=0.02) as lease:
     print(lease.epoch, flush=True)
     for line in sys.stdin:
         try:
-            write_commit(store, "stage", [], {"by": lease.epoch}, guard=lease.check)
+            write_commit(store, "stage", [], {"by": lease.epoch}, guard=lease.ensure_held)
             print("committed", flush=True)
         except TrainflowError as error:
             print(type(error).__name__, flush=True)
@@ -40,15 +40,15 @@ with acquire(store, ttl_s=float(sys.argv[2]), poll_s=0.02) as lease:
 
 COUNT = """
 import sys
-from trainer_lib.locks.lease import acquire
+from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import Store
 
 store = Store.open(sys.argv[1])
 for _ in range(int(sys.argv[2])):
-    with acquire(store, poll_s=0.01) as lease:
+    with acquire_lease(store, poll_s=0.01) as lease:
         count = int(store.read_bytes("count"))
         store.write_bytes("count", str(count + 1).encode())
-        lease.check()
+        lease.ensure_held()
 """
 
 
@@ -92,17 +92,17 @@ def lease_files(store: Store) -> list[str]:
 
 def test_a_free_folder_is_had_at_once_and_epochs_count_on(any_store: Store) -> None:
     for epoch in (1, 2, 3):
-        with acquire(any_store) as lease:  # type: ignore[union-attr]
+        with acquire_lease(any_store) as lease:  # type: ignore[union-attr]
             assert lease.epoch == epoch
-            lease.check()
+            lease.ensure_held()
             assert not lease.lost
         with pytest.raises(LeaseLostError):
-            lease.check()
+            lease.ensure_held()
         assert lease_files(any_store) == [f"0000000{epoch}.{kind}" for kind in ("beat", "json", "released")]
 
 
 def test_release_ends_the_thread(any_store: Store) -> None:
-    lease = acquire(any_store)
+    lease = acquire_lease(any_store)
     assert lease is not None
     name = "trainflow-lease-1"
     assert name in [thread.name for thread in threading.enumerate()]
@@ -119,9 +119,9 @@ def test_a_living_holder_keeps_others_out_until_the_work_is_done(any_store: Stor
         looks.append(1)
         return len(looks) == 4
 
-    with acquire(any_store, ttl_s=30) as lease:  # type: ignore[union-attr]
-        assert acquire(any_store, wait=done, on_wait=told.append, poll_s=0.01) is None
-        lease.check()
+    with acquire_lease(any_store, ttl_s=30) as lease:  # type: ignore[union-attr]
+        assert acquire_lease(any_store, wait=done, on_wait=told.append, poll_s=0.01) is None
+        lease.ensure_held()
     assert len(looks) == 4
     assert len(told) == 1
     assert told[0] is not None
@@ -135,7 +135,7 @@ def test_a_killed_holder_on_this_machine_is_replaced_at_once(holder: Process, tm
     while Path(f"/proc/{holder.popen.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
     began = time.monotonic()
-    with acquire(store, ttl_s=1000, poll_s=1000) as lease:  # type: ignore[union-attr]
+    with acquire_lease(store, ttl_s=1000, poll_s=1000) as lease:  # type: ignore[union-attr]
         assert time.monotonic() - began < 5
         assert lease.epoch == 2
         assert lease_files(store) == ["00000002.beat", "00000002.json"]
@@ -145,13 +145,13 @@ def test_a_stopped_holder_is_replaced_and_cannot_commit_when_it_wakes(holder: Pr
     store = Store.open(tmp_path / "s")
     holder.popen.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    with acquire(store, poll_s=0.02) as lease:  # type: ignore[union-attr]
+    with acquire_lease(store, poll_s=0.02) as lease:  # type: ignore[union-attr]
         assert time.monotonic() - began >= 0.9
         assert lease.epoch == 2
         holder.popen.send_signal(signal.SIGCONT)
         assert holder.ask("commit") == "LeaseLostError"
         assert read_commit(store) is None
-        write_commit(store, "stage", [], {"by": 2}, guard=lease.check)
+        write_commit(store, "stage", [], {"by": 2}, guard=lease.ensure_held)
     commit = read_commit(store)
     assert commit is not None
     assert commit.meta == {"by": 2}

@@ -20,10 +20,10 @@ import torch
 from tests.support.checkpoints import untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
 from tests.support.s3 import PART, S3Server
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
-from trainer_lib.commit import verify, withdraw
+from trainer_lib.commit import verify_files, withdraw_folder
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import StorageFullError, TrainflowError
 from trainer_lib.storage import Store, s3
@@ -60,27 +60,27 @@ def damage(what: str) -> None:
 def check_holds(root: Store, snapshot: Snapshot) -> None:
     """The checkpoint is there, and every tensor and number is what was saved."""
     loaded = load_checkpoint(root, f"checkpoint-{snapshot.step}", SingleProcess())
-    found = loaded.model()
+    found = loaded.read_model()
     assert found.keys() == snapshot.model.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in snapshot.model.items())
-    optimizer = loaded.optimizer()
+    optimizer = loaded.read_optimizer()
     assert optimizer is not None
     assert snapshot.optimizer is not None
     assert optimizer.groups == snapshot.optimizer.groups
     assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in snapshot.optimizer.tensors.items())
-    assert (loaded.rng(0), loaded.data) == (snapshot.rng, snapshot.data)
+    assert (loaded.read_rng(0), loaded.data) == (snapshot.rng, snapshot.data)
 
 
 def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, told: bool = False) -> bool:
     """Whether the attempted checkpoint counts. It may only if it is whole, and must if its writer was told so."""
-    newest = newest_good(root, on_damage=damage)
+    newest = find_newest_intact(root, on_damage=damage)
     assert newest is not None
     assert [info.step for info in list_checkpoints(root)] == sorted({newest.step, before.step}, reverse=True)
     assert newest.step in (before.step, attempted.step)
     committed = newest.step == attempted.step
     assert committed or not told
     if committed:
-        assert verify(root.child(newest.name), newest.commit) == []
+        assert verify_files(root.child(newest.name), newest.commit) == []
         check_holds(root, attempted)
     check_holds(root, before)
     return committed
@@ -156,7 +156,7 @@ def fault_each_write(root: Store, plain: Store, kind: Kind, *, every: int = 1) -
     FAULTS.plan(None)
     save(root, attempted)
     writes, hit, committed = FAULTS.count, 0, 0
-    withdraw(plain.child("checkpoint-2"))
+    withdraw_folder(plain.child("checkpoint-2"))
     for at in range(1, writes + 1, every):
         FAULTS.plan(at, kind)
         told = False
@@ -180,7 +180,7 @@ def fault_each_request(root: Store, server: S3Server, kind: str, *, every: int =
     server.plan()
     save(root, attempted)
     writes, hit, committed = len(server.seen()["writes"]), 0, 0
-    withdraw(root.child("checkpoint-2"))
+    withdraw_folder(root.child("checkpoint-2"))
     for at in range(1, writes + 1, every):
         server.plan(at, kind)
         told = False

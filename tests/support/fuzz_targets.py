@@ -22,19 +22,20 @@ from tests.support.hostile import saved
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.foreign import source as importing
-from trainer_lib.checkpoint.foreign.parameters import derived, slots_of
-from trainer_lib.checkpoint.foreign.recognise import recognise
+from trainer_lib.checkpoint.foreign.parameters import derive_names, list_slots
+from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.parsing import parse_json
-from trainer_lib.checkpoint.reader import Loaded
+from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
-from trainer_lib.checkpoint.sharded import Parts, ShardedTensors, index_of, write_shard
+from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify, write_commit
+from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify_files, write_commit
 from trainer_lib.errors import DamagedError
-from trainer_lib.locks.lease import Holder, holder_of
-from trainer_lib.locks.readers import readers
+from trainer_lib.locks.claim import WRITING, read_claim
+from trainer_lib.locks.lease import Holder, find_holder
+from trainer_lib.locks.readers import list_readers
 from trainer_lib.sharding import Rows
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
@@ -88,10 +89,10 @@ def _commit(folder: Path, whole: Path) -> Read:
     def read(data: bytes) -> object:
         (folder / "checkpoint-2" / COMMIT).write_bytes(data)
         catalogue.list_checkpoints(root)
-        info = catalogue.read_info(root, "checkpoint-2")
+        info = catalogue.read_checkpoint_info(root, "checkpoint-2")
         if info is not None:
-            Loaded(root.child("checkpoint-2"), info)
-            return verify(root.child("checkpoint-2"), info.commit)
+            Checkpoint(root.child("checkpoint-2"), info)
+            return verify_files(root.child("checkpoint-2"), info.commit)
         return info
 
     return read
@@ -119,9 +120,9 @@ def _marks(folder: Path) -> Read:
     store = Store.open(folder)
 
     def read(data: bytes) -> object:
-        for name in (catalogue.WRITING, "READING-0.json", "lease/00000001.json"):
+        for name in (WRITING, "READING-0.json", "lease/00000001.json"):
             (folder / name).write_bytes(data)
-        return catalogue.read_claim(store), readers(store), holder_of(store), recognise(store)
+        return read_claim(store), list_readers(store), find_holder(store), recognise_folder(store)
 
     return read
 
@@ -132,7 +133,7 @@ def _sharded(folder: Path) -> tuple[Read, bytes]:
     for rank in range(2):
         values = {f"model/{number}": torch.randn(3, 4) for number in range(3)}
         rows = {name: Rows(value, (6, 4), 3 * rank, True) for name, value in values.items()}
-        entry, said = write_shard(store, Parts(rows, {"model/tied": "model/0"}), rank)
+        entry, said = write_shard(store, LocalShard(rows, {"model/tied": "model/0"}), rank)
         entries[entry.path] = entry
         shards.append(said)
 
@@ -144,7 +145,7 @@ def _sharded(folder: Path) -> tuple[Read, bytes]:
         tensors = ShardedTensors(store, "model", index, entries)
         return [tensors[name] for name in tensors]
 
-    return read, json.dumps(index_of(shards)).encode()
+    return read, json.dumps(build_index(shards)).encode()
 
 
 def _loaded(folder: Path, whole: Path, name: str) -> Read:
@@ -163,20 +164,20 @@ def _loaded(folder: Path, whole: Path, name: str) -> Read:
         entry = FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
         files = tuple(entry if each.path == name else each for each in commit.files)
         crafted = Commit(commit.kind, files, commit.meta, commit.created, commit.content_digest)
-        loaded = Loaded(store, CheckpointInfo(2, "checkpoint-2", store.url, crafted))
+        loaded = Checkpoint(store, CheckpointInfo(2, "checkpoint-2", store.url, crafted))
         TrainerState.from_dict(loaded.trainer_state)
-        snapshot = loaded.optimizer()
-        with loaded.using("optimizer.json"):
+        snapshot = loaded.read_optimizer()
+        with loaded.treat_errors_as_damage("optimizer.json"):
             if snapshot is not None:
                 restore_optimizer(optimizer, names, snapshot)
-        with loaded.using("scheduler.json"):
+        with loaded.treat_errors_as_damage("scheduler.json"):
             schedule.load_state_dict(dict(loaded.scheduler or {}))
-        with loaded.using("data.json"):
+        with loaded.treat_errors_as_damage("data.json"):
             history = StepHistory(None, nonfinite_limit=3)  # type: ignore[arg-type]  # nothing is summed here
             history.load_state(loaded.data.get("history", {}))
             int(loaded.data["epoch"])
         try:
-            restore_rng(loaded.rng(0))
+            restore_rng(loaded.read_rng(0))
         finally:
             restore_rng(before)
         return loaded
@@ -269,11 +270,11 @@ def _importing(folder: Path) -> dict[str, Target]:
 def _imported(store: Store) -> object:
     """All but writing."""
     source = importing.read_source(store)
-    slots = slots_of(source.optimizer["state"], source.optimizer["param_groups"])
-    names = derived(source.tensors, slots, in_order=source.in_order, decays=lambda name: "bias" not in name)
-    snapshot = importing.optimizer_snapshot(source.optimizer, names)
-    schedule = importing.scheduler_state(source.scheduler, names)
-    return snapshot, schedule, importing.position(source.state), source.config
+    slots = list_slots(source.optimizer["state"], source.optimizer["param_groups"])
+    names = derive_names(source.tensors, slots, in_order=source.in_order, decays=lambda name: "bias" not in name)
+    snapshot = importing.convert_optimizer(source.optimizer, names)
+    schedule = importing.convert_scheduler(source.scheduler, names)
+    return snapshot, schedule, importing.derive_position(source.state), source.config
 
 
 def _index(folder: Path, files: dict[str, bytes]) -> Read:

@@ -122,7 +122,7 @@ def model_and_rows(kind: str) -> tuple[Callable[[], Any], list[Any]]:
 def life(kind: str, folder: Path, callbacks: list[TrainerCallback]) -> None:
     """Train, stop, resume, evaluate, export, verify."""
     from tests.support.training import StopAt, preempted_at, trainer
-    from trainer_lib.checkpoint.catalogue import newest_good
+    from trainer_lib.checkpoint.catalogue import find_newest_intact
 
     build, rows = model_and_rows(kind)
     settings: dict[str, Any] = {
@@ -146,7 +146,7 @@ def life(kind: str, folder: Path, callbacks: list[TrainerCallback]) -> None:
     again.save_model(str(folder / "export"))
     from trainer_lib.storage import Store
 
-    assert newest_good(Store.open(folder), on_damage=found.append) is not None
+    assert find_newest_intact(Store.open(folder), on_damage=found.append) is not None
 
 
 def main(kind: str, folder: Path, *, sabotage: bool) -> int:

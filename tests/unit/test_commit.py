@@ -19,8 +19,8 @@ from trainer_lib.commit import (
     FileEntry,
     content_digest,
     read_commit,
-    verify,
-    withdraw,
+    verify_files,
+    withdraw_folder,
     write_commit,
 )
 from trainer_lib.errors import DamagedError, StorageError, TrainflowError
@@ -56,12 +56,12 @@ def test_a_store_that_fails_at_each_write_in_turn_leaves_nothing_that_looks_comp
         if told is not None:
             assert found == told
         if found is not None:
-            assert verify(store, found) == []
+            assert verify_files(store, found) == []
         # The next run of the same work finds nothing in its way.
         if found is None:
-            withdraw(store)
+            withdraw_folder(store)
             committed(store)
-            assert verify(store, committed_again := read_commit(store) or pytest.fail()) == []
+            assert verify_files(store, committed_again := read_commit(store) or pytest.fail()) == []
             assert committed_again.files
 
 
@@ -71,14 +71,14 @@ def test_a_deletion_that_stops_half_way_never_leaves_a_complete_looking_folder(
 ) -> None:
     store = Store.open(faulty_url)
     for at in range(1, 5):
-        withdraw(store)
+        withdraw_folder(store)
         commit = committed(store)
         faults.plan(at, kind)
         with pytest.raises((StorageError, Died)):
-            withdraw(store)
+            withdraw_folder(store)
         faults.plan(None)
         found = read_commit(store)
-        assert found is None or verify(store, commit) == []
+        assert found is None or verify_files(store, commit) == []
 
 
 def test_a_commit_whose_answer_got_lost_counts(faulty_url: str, faults: Faults) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.staging import HostCopy, freeze
+from trainer_lib.checkpoint.staging import HostCopy, freeze_snapshot
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.storage import Store
 
@@ -48,16 +48,16 @@ class BackgroundSaver:
         self._unfinished: Pending | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a save was started whose outcome nobody has taken yet. The same on every rank."""
         return self._job is not None
 
-    def start(self, root: Store, snapshot: Snapshot, *, then: Callable[[], None]) -> None:
+    def start(self, root: Store, snapshot: Snapshot, *, after_commit: Callable[[], None]) -> None:
         """Copy the snapshot and begin to write it; collective. On return its tensors may change.
 
         Args:
             root, snapshot: see `save_checkpoint`.
-            then: called in the thread, after the commit.
+            after_commit: called in the thread, after the commit.
 
         Raises (the same on every rank):
             ConfigError: a part of the state cannot be written; OutOfMemoryError: no room for the copy.
@@ -65,10 +65,10 @@ class BackgroundSaver:
         """
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
-        frozen = run_on_all_ranks(self._disk, lambda: freeze(snapshot, self._disk.rank, self.memory))
-        self._job = _Job(lambda: self._save(root, frozen, then), name=f"trainflow-save-{snapshot.step}")
+        frozen = run_on_all_ranks(self._disk, lambda: freeze_snapshot(snapshot, self._disk.rank, self.memory))
+        self._job = _Job(lambda: self._save(root, frozen, after_commit), name=f"trainflow-save-{snapshot.step}")
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not, on every rank. Collective while there is one.
 
         With several ranks the answer is one call old: it travels while the step between two calls computes.
@@ -91,9 +91,9 @@ class BackgroundSaver:
         asked, self._unfinished = self._unfinished, None
         if asked is not None:  # at the last boundary, by everyone
             asked.result()
-        return self.finish_alone()
+        return self.finish_without_agreement()
 
-    def finish_alone(self) -> CheckpointInfo:
+    def finish_without_agreement(self) -> CheckpointInfo:
         """The same without a word to the other ranks' main threads, which may have failed or gone on."""
         if self._job is None:
             raise RuntimeError("No save is under way.")
@@ -105,9 +105,9 @@ class BackgroundSaver:
         """Give the copy's memory back; call it when nothing is under way."""
         self.memory.close()
 
-    def _save(self, root: Store, snapshot: Snapshot, then: Callable[[], None]) -> CheckpointInfo:
+    def _save(self, root: Store, snapshot: Snapshot, after_commit: Callable[[], None]) -> CheckpointInfo:
         info = save_checkpoint(root, snapshot, self._channel, keep=self._keep)
-        then()
+        after_commit()
         return info
 
 

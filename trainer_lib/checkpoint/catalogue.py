@@ -9,26 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from trainer_lib.checkpoint.foreign.recognise import is_foreign
-from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify
+from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
+from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks import claim
-from trainer_lib.locks.readers import readers, withdraw_unread
+from trainer_lib.locks.claim import read_claim
+from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.storage import Store
-
-KIND = "checkpoint"
-RESUMABLE = "optimizer.json"
-"""A file that is only in a checkpoint which can be resumed from, and not in one that holds a model alone."""
-DAMAGED = "DAMAGED.json"
-WRITING = claim.WRITING
-"""The claim (`lease.Holder`) of whoever is writing a folder; gone when it is done, no part of the checkpoint."""
-
-read_claim = claim.read_claim
-_NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
 
 
 @dataclass(frozen=True)
@@ -41,18 +31,7 @@ class CheckpointInfo:
     commit: Commit
 
 
-def checkpoint_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"checkpoint-{step}"
-
-
-def step_of(name: str) -> int | None:
-    """The step a folder name stands for; None when it is not a checkpoint's name."""
-    match = _NAME.fullmatch(name)
-    return int(match.group(1)) if match else None
-
-
-def read_info(root: Store, name: str) -> CheckpointInfo | None:
+def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
     """The committed checkpoint of that name; None when it is absent or not committed.
 
     Raises:
@@ -63,7 +42,7 @@ def read_info(root: Store, name: str) -> CheckpointInfo | None:
     if commit is None:
         return None
     step = commit.meta.get("step")
-    if type(step) is not int or step < 0 or step_of(name) not in (step, None):
+    if type(step) is not int or step < 0 or parse_step(name) not in (step, None):
         raise DamagedError(
             f"The commit file is of step {step!r}.",
             field=f"{store.url}/{COMMIT}",
@@ -78,7 +57,7 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
     found = []
     for _, name in _named(root):
         try:
-            info = read_info(root, name)
+            info = read_checkpoint_info(root, name)
         except DamagedError:
             continue
         if info is not None:
@@ -86,7 +65,7 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
     return found
 
 
-def newest_good(
+def find_newest_intact(
     root: Store,
     *,
     on_damage: Callable[[str], None],
@@ -109,25 +88,27 @@ def newest_good(
     for _, name in _named(root):
         problems = []
         try:
-            info = read_info(root, name)
+            info = read_checkpoint_info(root, name)
             if info is None or name in skip or (resumable and not is_resumable(info)):
                 continue
-            problems = verify(root.child(name), info.commit, digests=digests)
+            problems = verify_files(root.child(name), info.commit, digests=digests)
             if not problems:
                 return info
         except DamagedError as error:
             problems = [f"{COMMIT}: {error.message}"]
-        on_damage(set_aside(root, name, problems))
+        on_damage(set_aside_damaged(root, name, problems))
     return None
 
 
-def rotate(root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None) -> list[str]:
-    """Delete the oldest checkpoints until `keep` are left (`excess`); the names deleted, oldest first."""
-    victims = [info.name for info in excess(root, keep=keep, protect=protect, just_written=just_written)]
-    return [name for name in victims if withdraw_unread(root.child(name))]
+def rotate_checkpoints(
+    root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None
+) -> list[str]:
+    """Delete the oldest checkpoints until `keep` are left (`list_excess`); the names deleted, oldest first."""
+    victims = [info.name for info in list_excess(root, keep=keep, protect=protect, just_written=just_written)]
+    return [name for name in victims if withdraw_if_unread(root.child(name))]
 
 
-def excess(
+def list_excess(
     root: Store,
     *,
     keep: int | None,
@@ -139,7 +120,7 @@ def excess(
 
     These are never among them, and count: the newest good one, and damaged ones after it; the newest from which
     training can be resumed, where the newest holds only a model; those named in `protect` (the best); those that
-    somebody is reading (`readers`).
+    somebody is reading (`list_readers`).
 
     Args:
         root: the folder of checkpoints.
@@ -153,13 +134,13 @@ def excess(
     if count <= 0:
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
-    free = (info for info in reversed(infos) if info.name not in spared and not readers(root.child(info.name)))
+    free = (info for info in reversed(infos) if info.name not in spared and not list_readers(root.child(info.name)))
     return list(itertools.islice(free, count))
 
 
 def is_resumable(info: CheckpointInfo) -> bool:
     """Whether it holds what training needs, and not a model alone."""
-    return info.commit.entry(RESUMABLE) is not None
+    return info.commit.entry(OPTIMIZER) is not None
 
 
 def _newest_needed(
@@ -172,7 +153,7 @@ def _newest_needed(
             continue
         # One pass over the newest's bytes is worth it; a further one was the newest once.
         every_byte = digests and not good and info.name != just_written
-        intact = not verify(root.child(info.name), info.commit, digests=every_byte)
+        intact = not verify_files(root.child(info.name), info.commit, digests=every_byte)
         if intact or not good:
             yield info.name  # a damaged newest is for the next resume to report and set aside
         good = good or intact
@@ -180,7 +161,7 @@ def _newest_needed(
             return
 
 
-def clean_leftovers(root: Store) -> list[str]:
+def delete_leftovers(root: Store) -> list[str]:
     """Delete what interrupted saves left: checkpoint folders without a commit. The names deleted.
 
     Only the owner of `root` may call this (the holder of its lease, a training that just began): another machine's save
@@ -188,7 +169,7 @@ def clean_leftovers(root: Store) -> list[str]:
     and checkpoints that another program wrote.
     """
     victims = []
-    for name in uncommitted(root):
+    for name in list_uncommitted(root):
         writer = read_claim(root.child(name))
         if writer is None or not writer.is_alive():
             root.child(name).delete_tree()
@@ -196,7 +177,7 @@ def clean_leftovers(root: Store) -> list[str]:
     return victims
 
 
-def uncommitted(root: Store) -> list[str]:
+def list_uncommitted(root: Store) -> list[str]:
     """Folders named like a checkpoint that were never committed: a save under way, or what an interrupted one left.
 
     Those that were set aside, and what another program wrote, are not among them.
@@ -209,7 +190,7 @@ def uncommitted(root: Store) -> list[str]:
     return found
 
 
-def foreign_checkpoints(root: Store) -> list[str]:
+def list_foreign(root: Store) -> list[str]:
     """Folders named like a checkpoint that another program wrote, newest step first."""
     return [name for _, name in _named(root) if is_foreign(root.child(name).children())]
 
@@ -228,12 +209,12 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 def _named(root: Store) -> Iterator[tuple[int, str]]:
     # A link leads out of the folder: nothing behind it is ours to use, still less to delete.
     steps = [
-        (step, name) for name in root.children() if (step := step_of(name)) is not None and not is_link(root, name)
+        (step, name) for name in root.children() if (step := parse_step(name)) is not None and not is_link(root, name)
     ]
     yield from sorted(steps, reverse=True)
 
 
-def set_aside(root: Store, name: str, problems: list[str]) -> str:
+def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:
     """Turn a damaged checkpoint's commit file into a record of the damage, so that it is found once; the report."""
     store = root.child(name)
     return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_renamed(store, problems)}"

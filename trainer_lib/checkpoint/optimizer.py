@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.sharding import is_sharded, like, spec
+from trainer_lib.sharding import is_sharded, load_like, read_spec
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Group settings that say how to compute, not what: the current ones stay."""
@@ -155,8 +155,8 @@ def _finder(
                 field="optimizer.json",
                 remedy="Use an earlier checkpoint.",
             )
-        if param is not None and is_sharded(param) and spec(tensors, key)[1] == tuple(param.shape):
-            return like(param, tensors, key)
+        if param is not None and is_sharded(param) and read_spec(tensors, key)[1] == tuple(param.shape):
+            return load_like(param, tensors, key)
         tensor = tensors[key]
         # A copy: the snapshot may be used again, and the optimizer works in place.
         return tensor.to(_device(reference.get("device"), tensor, param, group), copy=True)

@@ -14,24 +14,24 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint import writer as files
+from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.reader import Loaded
+from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.errors import DamagedError
 
 Share = Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
-_READ_AT_ONCE = {files.SCHEDULER, files.SCALER, files.DATA, files.TRAINER_STATE, files.TRAINING_ARGS}
+_READ_AT_ONCE = {layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS}
 
 
-class ReadAhead(Loaded):
-    """A `Loaded` whose parts are here already. Each is handed out once, and read again when it is asked for again."""
+class PreloadedCheckpoint(Checkpoint):
+    """A `Checkpoint` whose parts are in memory already. Each is handed out once; asked for again, it is read again."""
 
     _model: Mapping[str, Tensor] | None = None
     _optimizer: OptimizerSnapshot | None = None
     _rng: tuple[int, dict[str, Any]] | None = None
     _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
-    def read(self, *, rank: int, tensors: bool) -> None:
+    def preload(self, *, rank: int, tensors: bool) -> None:
         """Read everything this rank needs; the first rank also what no rank does.
 
         Args:
@@ -42,43 +42,43 @@ class ReadAhead(Loaded):
             DamagedError: a file is missing or has other bytes than were committed.
         """
         done = set(_READ_AT_ONCE)
-        if tensors and files.MODEL in self._entries:
-            self._model = super().model()
-            done.add(files.MODEL)
-        if tensors and files.OPTIMIZER_TENSORS in self._entries:
-            self._optimizer = super().optimizer()
-            done |= {files.OPTIMIZER, files.OPTIMIZER_TENSORS}
-        own = files.rng_file(rank)
+        if tensors and layout.MODEL in self._entries:
+            self._model = super().read_model()
+            done.add(layout.MODEL)
+        if tensors and layout.OPTIMIZER_TENSORS in self._entries:
+            self._optimizer = super().read_optimizer()
+            done |= {layout.OPTIMIZER, layout.OPTIMIZER_TENSORS}
+        own = layout.rng_file(rank)
         if own in self._entries:
-            self._rng = rank, super().rng(rank)
+            self._rng = rank, super().read_rng(rank)
             done.add(own)
-        self._extra = {each: super(ReadAhead, self).further_tensors(each) for each in {0, rank}}
-        done |= {files.extra_file(each) for each in self._extra}
+        self._extra = {each: super(PreloadedCheckpoint, self).read_extra(each) for each in {0, rank}}
+        done |= {layout.extra_file(each) for each in self._extra}
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
             self._compare(name)
 
-    def model(self) -> Mapping[str, Tensor]:
-        """See `Loaded.model`."""
+    def read_model(self) -> Mapping[str, Tensor]:
+        """See `Checkpoint.read_model`."""
         held, self._model = self._model, None
-        return super().model() if held is None else held
+        return super().read_model() if held is None else held
 
-    def optimizer(self, share: Share | None = None) -> OptimizerSnapshot | None:
-        """See `Loaded.optimizer`; `share` is given what reads the tensors, to have it done on one rank for all."""
+    def read_optimizer(self, share: Share | None = None) -> OptimizerSnapshot | None:
+        """See `Checkpoint.read_optimizer`."""
         held, self._optimizer = self._optimizer, None
         if held is None:
-            return super().optimizer(share)
+            return super().read_optimizer(share)
         tensors = held.tensors
         return held if share is None else dataclasses.replace(held, tensors=share(lambda: tensors))
 
-    def rng(self, rank: int) -> dict[str, Any]:
-        """See `Loaded.rng`."""
+    def read_rng(self, rank: int) -> dict[str, Any]:
+        """See `Checkpoint.read_rng`."""
         held, self._rng = self._rng, None
-        return held[1] if held is not None and held[0] == rank else super().rng(rank)
+        return held[1] if held is not None and held[0] == rank else super().read_rng(rank)
 
-    def further_tensors(self, rank: int) -> Mapping[str, Tensor]:
-        """See `Loaded.further_tensors`."""
+    def read_extra(self, rank: int) -> Mapping[str, Tensor]:
+        """See `Checkpoint.read_extra`."""
         held = self._extra.get(rank)
-        return super().further_tensors(rank) if held is None else held
+        return super().read_extra(rank) if held is None else held
 
     def _compare(self, name: str) -> None:
         entry = self._entries[name]

@@ -19,12 +19,12 @@ def capture_rng() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": encode(torch.get_rng_state()),
+        "torch": encode_state(torch.get_rng_state()),
     }
     if torch.cuda.is_available():
-        state["cuda"] = encode(torch.cuda.get_rng_state())
+        state["cuda"] = encode_state(torch.cuda.get_rng_state())
     if torch.backends.mps.is_available():
-        state["mps"] = encode(torch.mps.get_rng_state())
+        state["mps"] = encode_state(torch.mps.get_rng_state())
     return state
 
 
@@ -70,7 +70,7 @@ def _numpy_state(saved: Any) -> tuple[Any, ...]:
     return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
 
 
-def encode(state: torch.Tensor) -> str:
+def encode_state(state: torch.Tensor) -> str:
     """A generator's state (bytes) as text."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer_lib.checkpoint.tensors import DTYPES, bytes_of, damaged, dtype_name, is_shape, write_safetensors
+from trainer_lib.checkpoint.layout import SHARD_INDEX, shard_file
+from trainer_lib.checkpoint.tensors import DTYPES, damaged_file, dtype_name, is_shape, view_bytes, write_safetensors
 from trainer_lib.sharding import Rows, is_sharded, local_rows
 from trainer_lib.storage import FileEntry, Store
 
-INDEX = "shards.json"
 _BLOCK = 64 * 2**20
 """Bytes that are asked for at a time, at least one chunk: remote stores serve the ranges of a block side by side."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class LocalShard:
     """What this rank writes.
 
     Attributes:
@@ -44,12 +44,12 @@ class Parts:
     tied: Mapping[str, str]
 
 
-def is_divided(tensors: Mapping[str, Tensor]) -> bool:
+def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
     """Whether some of them are divided over ranks. The same on every rank."""
     return any(map(is_sharded, tensors.values()))
 
 
-def divide(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> Parts:
+def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
     """This rank's part of groups of tensors, all under ``<group>/<name>``."""
     rows: dict[str, Rows] = {}
     tied: dict[str, str] = {}
@@ -64,15 +64,10 @@ def divide(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> Parts:
             held = local_rows(tensor, rank=rank)
             if held.is_first_copy or rank == 0:
                 rows[full] = held
-    return Parts(rows, tied)
+    return LocalShard(rows, tied)
 
 
-def shard_file(rank: int) -> str:
-    """Where a rank's rows lie."""
-    return f"shards/rank-{rank:05d}.safetensors"
-
-
-def write_shard(store: Store, parts: Parts, rank: int) -> tuple[FileEntry, dict[str, Any]]:
+def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, dict[str, Any]]:
     """Write this rank's file; its entry, and what the index says of it, JSON.
 
     Raises ConfigError and StorageError as `write_safetensors` does.
@@ -84,13 +79,13 @@ def write_shard(store: Store, parts: Parts, rank: int) -> tuple[FileEntry, dict[
     chunks = {}
     for name, values in own.items():
         rows = parts.rows[name]
-        digest = hashlib.sha256(bytes_of(values)).hexdigest()
+        digest = hashlib.sha256(view_bytes(values)).hexdigest()
         chunks[name] = [file, rows.start, len(values) if values.ndim else 1, positions[name], digest]
     specs = {name: [dtype_name(name, rows.values), list(rows.shape)] for name, rows in parts.rows.items()}
     return writer.entry, {"chunks": chunks, "specs": specs if rank == 0 else {}, "tied": dict(parts.tied)}
 
 
-def index_of(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The index over what `write_shard` said on every rank, in rank order."""
     first = shards[0]
     tensors: dict[str, Any] = {
@@ -136,27 +131,23 @@ class ShardedTensors(Mapping[str, Tensor]):
     def __init__(self, store: Store, group: str, index: Any, files: Mapping[str, FileEntry]) -> None:
         """Raises DamagedError for an index that contradicts itself or the files that were committed."""
         self._store = store
-        self._where = f"{store.url}/{INDEX}"
+        self._where = f"{store.url}/{SHARD_INDEX}"
         prefix = f"{group}/"
         try:
             tensors = {name: _spec(one, files) for name, one in index["tensors"].items() if name.startswith(prefix)}
             tied = {name: first for name, first in index["tied"].items() if name.startswith(prefix)}
             specs = tensors | {name: tensors[first] for name, first in tied.items()}
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise damaged(self._where, "it is not an index that trainflow writes") from error
+            raise damaged_file(self._where, "it is not an index that trainflow writes") from error
         self._specs = {name.removeprefix(prefix): spec for name, spec in specs.items()}
         self._expected: list[tuple[str, int, int]] = [(name, 0, _length(one)) for name, one in self._specs.items()]
         self._ready: dict[_Chunk, Tensor] = {}
 
-    def expect(self, requests: Sequence[tuple[str, int, int]]) -> None:
-        """Say in which order (name, start, stop) will be asked for."""
-        self._expected, self._ready = list(requests), {}
-
-    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Element type and shape of a tensor."""
         return self._specs[name].dtype, self._specs[name].shape
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop), as memory of its own. Raises DamagedError, StorageError."""
         spec = self._specs[name]
         chunks = spec.within(start, stop) if spec.row_bytes else []
@@ -170,7 +161,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         return out
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.rows(name, 0, _length(self._specs[name])).reshape(self._specs[name].shape)
+        return self.read_rows(name, 0, _length(self._specs[name])).reshape(self._specs[name].shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
@@ -194,7 +185,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             self._store.read_into(file, parts)
         for chunk, values in self._ready.items():
             if hashlib.sha256(values.numpy().data).hexdigest() != chunk.sha256:
-                raise damaged(f"{self._store.url}/{chunk.file}", "rows of it are not those that were committed")
+                raise damaged_file(f"{self._store.url}/{chunk.file}", "rows of it are not those that were committed")
 
     def _following(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         request = (name, start, stop)

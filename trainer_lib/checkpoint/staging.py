@@ -17,18 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer_lib.checkpoint.sharded import INDEX, Parts
-from trainer_lib.checkpoint.writer import (
-    DATA,
-    MODEL,
-    OPTIMIZER,
-    TRAINER_STATE,
-    TRAINING_ARGS,
-    Snapshot,
-    extra_file,
-    json_text,
-    own_part,
-)
+from trainer_lib.checkpoint import layout
+from trainer_lib.checkpoint.sharded import LocalShard
+from trainer_lib.checkpoint.writer import Snapshot, render_json, select_part
 from trainer_lib.errors import OutOfMemoryError
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size
@@ -45,17 +36,17 @@ class HostCopy:
     @property
     def size(self) -> int:
         """Bytes held."""
-        self._settle()
+        self._join_reservation()
         return 0 if self._block is None else self._block.numel()
 
     def reserve(self, size: int) -> None:
-        """Get `size` bytes ready, in the background. What cannot be had now is asked for again by `take`."""
+        """Get `size` bytes ready, in the background. What cannot be had now is asked for again by `copy_tensors`."""
         if self._thread is None and (self._block is None or self._block.numel() < size):
             self._thread = threading.Thread(target=self._grow, args=(size,), name="trainflow-reserve", daemon=True)
             self._thread.start()
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def copy_tensors(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """The values as they are now, on the host; overwritten by the next call. What was one memory stays one.
 
         Tensors without plain values (meta, sparse) are left as they are: the writer refuses them by name.
@@ -64,7 +55,7 @@ class HostCopy:
             OutOfMemoryError: the host has no room for the copy.
         """
         distinct = _distinct(tensors.values())
-        block = self._room(size_of(distinct.values()))
+        block = self._room(bytes_to_copy(distinct.values()))
         copies: dict[Hashable, Tensor] = {}
         begin = 0
         for memory, tensor in distinct.items():
@@ -78,16 +69,16 @@ class HostCopy:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._settle()
+        self._join_reservation()
         self._block = None
 
-    def _settle(self) -> None:
+    def _join_reservation(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _room(self, size: int) -> Tensor:
-        self._settle()
+        self._join_reservation()
         if self._block is None or self._block.numel() < size:
             self._grow(size)
         if self._block is None:
@@ -106,47 +97,49 @@ class HostCopy:
             self._block = None
 
 
-def size_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that `HostCopy.take` needs for tensors of different memory."""
+def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
+    """Bytes that `HostCopy.copy_tensors` needs for tensors of different memory."""
     return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
-def freeze(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
+def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
     """What of a snapshot this rank writes, as it is at this moment; valid until the next call with the same memory.
 
     Raises:
-        ConfigError: a part cannot be written as JSON; OutOfMemoryError: see `HostCopy.take`.
+        ConfigError: a part cannot be written as JSON; OutOfMemoryError: see `HostCopy.copy_tensors`.
     """
-    own = own_part(snapshot, rank)
+    own = select_part(snapshot, rank)
     optimizer = own.optimizer
-    live = {(MODEL, name): tensor for name, tensor in own.model.items()}
+    live = {(layout.MODEL, name): tensor for name, tensor in own.model.items()}
     if optimizer is not None:
-        live.update({(OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
+        live.update({(layout.OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
     if own.parts is not None:
-        live.update({(INDEX, name): rows.values for name, rows in own.parts.rows.items()})
-    live.update({(extra_file(rank), name): tensor for name, tensor in own.extra.items()})
-    taken = memory.take(live)
+        live.update({(layout.SHARD_INDEX, name): rows.values for name, rows in own.parts.rows.items()})
+    live.update({(layout.extra_file(rank), name): tensor for name, tensor in own.extra.items()})
+    taken = memory.copy_tensors(live)
     if optimizer is not None:
-        tensors = {name: tensor for (file, name), tensor in taken.items() if file == OPTIMIZER}
+        tensors = {name: tensor for (file, name), tensor in taken.items() if file == layout.OPTIMIZER}
         optimizer = replace(optimizer, tensors=tensors)
     return replace(
         own,
-        model={name: tensor for (file, name), tensor in taken.items() if file == MODEL},
+        model={name: tensor for (file, name), tensor in taken.items() if file == layout.MODEL},
         optimizer=optimizer,
-        parts=_frozen_parts(own.parts, {name: tensor for (file, name), tensor in taken.items() if file == INDEX}),
-        extra={name: tensor for (file, name), tensor in taken.items() if file == extra_file(rank)},
+        parts=_frozen_parts(
+            own.parts, {name: tensor for (file, name), tensor in taken.items() if file == layout.SHARD_INDEX}
+        ),
+        extra={name: tensor for (file, name), tensor in taken.items() if file == layout.extra_file(rank)},
         scheduler=copy.deepcopy(own.scheduler),
         scaler=copy.deepcopy(own.scaler),
         rng=_as_written("rng", own.rng),
-        data=_as_written(DATA, own.data),
-        trainer_state=_as_written(TRAINER_STATE, own.trainer_state),
-        training_args=_as_written(TRAINING_ARGS, own.training_args),
+        data=_as_written(layout.DATA, own.data),
+        trainer_state=_as_written(layout.TRAINER_STATE, own.trainer_state),
+        training_args=_as_written(layout.TRAINING_ARGS, own.training_args),
         files=dict(own.files),
         meta=_as_written("meta", own.meta),
     )
 
 
-def _frozen_parts(parts: Parts | None, taken: Mapping[str, Tensor]) -> Parts | None:
+def _frozen_parts(parts: LocalShard | None, taken: Mapping[str, Tensor]) -> LocalShard | None:
     if parts is None:
         return None
     return replace(parts, rows={name: replace(rows, values=taken[name]) for name, rows in parts.rows.items()})
@@ -154,7 +147,7 @@ def _frozen_parts(parts: Parts | None, taken: Mapping[str, Tensor]) -> Parts | N
 
 def _as_written(name: str, value: dict[str, Any]) -> dict[str, Any]:
     """A copy that gives the same JSON: through JSON, which is several times faster than `copy.deepcopy`."""
-    written: dict[str, Any] = json.loads(json_text(name, value))
+    written: dict[str, Any] = json.loads(render_json(name, value))
     return written
 
 

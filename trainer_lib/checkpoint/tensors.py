@@ -78,7 +78,7 @@ def write_safetensors(
         )
     writer.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        writer.write(bytes_of(stored[name]))
+        writer.write(view_bytes(stored[name]))
     positions = {name: 8 + len(text) + int(header[name]["data_offsets"][0]) for name in order}
     return positions | {alias: positions[name] for alias, name in aliases.items()}
 
@@ -99,21 +99,21 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
     """
     where = f"{store.url}/{rel}"
     if expect is not None and not store.exists(rel):
-        raise damaged(where, "it is missing")
+        raise damaged_file(where, "it is missing")
     size = store.size(rel)
     if expect is not None and size != expect.size:
-        raise damaged(where, f"it has {size:,} bytes, committed were {expect.size:,}")
+        raise damaged_file(where, f"it has {size:,} bytes, committed were {expect.size:,}")
     with store.open_read(rel) as stream:
         reader = _Reader(stream, where)
         header = _header(reader, size)
         tensors = {name: reader.tensor(*header.pop(name)) for name in sorted(header, key=lambda name: header[name][2])}
         if reader.read(1):
-            raise damaged(where, "it has more bytes than its header says")
+            raise damaged_file(where, "it has more bytes than its header says")
     if expect is not None and reader.digest.hexdigest() != expect.sha256:
-        raise damaged(where, "its digest is not the one that was committed")
+        raise damaged_file(where, "its digest is not the one that was committed")
     for alias, name in reader.aliases.items():
         if name not in tensors or alias in tensors:
-            raise damaged(where, "it names tied tensors that are not there")
+            raise damaged_file(where, "it names tied tensors that are not there")
         tensors[alias] = tensors[name]
     return tensors
 
@@ -140,7 +140,7 @@ class _Reader:
         while filled < len(view):
             taken = self._stream.readinto(view[filled : filled + 8 * 2**20])  # type: ignore[attr-defined]  # see Store
             if not taken:
-                raise damaged(self.where, "it ends too early")
+                raise damaged_file(self.where, "it ends too early")
             self.digest.update(view[filled : filled + taken])
             filled += taken
         return flat.view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
@@ -150,7 +150,7 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
     """Name → dtype, shape, begin, end; checked to cover the file exactly, so that sizes can be trusted."""
     length = int.from_bytes(reader.read(8), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-        raise damaged(reader.where, "its header has an impossible length")
+        raise damaged_file(reader.where, "its header has an impossible length")
     try:
         record = parse_json(reader.read(length), unique=True)
         metadata = record.pop("__metadata__", {})
@@ -159,14 +159,14 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
         if not all(isinstance(name, str) for name in [*reader.aliases, *reader.aliases.values()]):
             raise TypeError("aliases")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(reader.where, "its header is malformed") from error
+        raise damaged_file(reader.where, "its header is malformed") from error
     position = 0
     for dtype, shape, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
         if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
-            raise damaged(reader.where, "its header contradicts itself")
+            raise damaged_file(reader.where, "its header contradicts itself")
         position = end
     if position != size - 8 - length:
-        raise damaged(reader.where, f"its header promises {position:,} bytes, there are {size - 8 - length:,}")
+        raise damaged_file(reader.where, f"its header promises {position:,} bytes, there are {size - 8 - length:,}")
     return entries
 
 
@@ -219,14 +219,14 @@ def dtype_name(name: str, tensor: Tensor) -> str:
         ) from None
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """Its values, row by row."""
     # resolve_*: conjugate and negated views keep their sign as a flag, not in memory.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def damaged(where: str, reason: str) -> DamagedError:
+def damaged_file(where: str, reason: str) -> DamagedError:
     """What is raised of a file that is not as it was committed."""
     return DamagedError(
         f"The file is damaged: {reason}.",

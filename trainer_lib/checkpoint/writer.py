@@ -22,16 +22,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.checkpoint.catalogue import (
-    DAMAGED,
-    KIND,
-    RESUMABLE,
-    CheckpointInfo,
-    checkpoint_name,
-    list_checkpoints,
-)
+from trainer_lib.checkpoint import layout
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.sharded import INDEX, Parts, divide, index_of, is_divided, write_shard
+from trainer_lib.checkpoint.sharded import LocalShard, build_index, collect_local_rows, is_any_sharded, write_shard
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import to_json
 from trainer_lib.commit import COMMIT, Commit, FileEntry, write_commit
@@ -42,25 +36,13 @@ from trainer_lib.errors import (
     StorageFullError,
     TrainflowError,
 )
-from trainer_lib.locks import claim as claims
+from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store, relative_problem
 
 if TYPE_CHECKING:
     from trainer_lib.distributed import Communicator
 
-MODEL = "model.safetensors"
-OPTIMIZER_TENSORS = "optimizer.safetensors"
-OPTIMIZER = RESUMABLE
-SCHEDULER = "scheduler.json"
-SCALER = "scaler.json"
-DATA = "data.json"
-TRAINER_STATE = "trainer_state.json"
-TRAINING_ARGS = "training_args.json"
-
-_STATE = {MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS}
-_OURS = {*_STATE, INDEX, COMMIT, DAMAGED}
-_FOLDERS = ("rng/", "extra/", "shards/")
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _OVERHEAD = 2**20
 """Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
@@ -99,7 +81,7 @@ class Snapshot:
     training_args: dict[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
-    parts: Parts | None = None
+    parts: LocalShard | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -108,7 +90,7 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
     """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its snapshot.
 
     A checkpoint of the same step that is there already is replaced: its commit is removed first. `keep` is what older
-    ones will be rotated to (`catalogue.rotate`), for the word to someone whose disk is too small for it.
+    ones will be rotated to (`catalogue.rotate_checkpoints`), for the word to someone whose disk is too small for it.
 
     Raises (the same on every rank):
         StorageFullError: there is no room; says the bytes needed and free. Nothing was written.
@@ -116,7 +98,7 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
         LeaseLostError: another process took the folder over while we were writing.
         ConfigError: the state cannot be written without pickle.
     """
-    name = checkpoint_name(snapshot.step)
+    name = layout.checkpoint_name(snapshot.step)
     store = root.child(name)
     is_first = comm.rank == 0
     with _claim() as claim:
@@ -139,26 +121,26 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
     return CheckpointInfo(snapshot.step, name, store.url, Commit(**{**record, "files": committed}))
 
 
-def own_part(snapshot: Snapshot, rank: int) -> Snapshot:
+def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
     """What of a snapshot a rank writes: shared state is rank 0's, random states are each rank's own."""
     if rank == 0:
         return snapshot
     return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
 
 
-def divided(snapshot: Snapshot, rank: int) -> Snapshot:
+def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     """The snapshot with this rank's rows in place of tensors that are divided over ranks; itself when none is."""
-    if not is_divided(snapshot.model):
+    if not is_any_sharded(snapshot.model):
         return snapshot
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
-    parts = divide(groups, rank)
+    parts = collect_local_rows(groups, rank)
     return replace(
         snapshot, model={}, optimizer=None if optimizer is None else replace(optimizer, tensors={}), parts=parts
     )
 
 
-def bytes_needed(snapshot: Snapshot, world_size: int) -> int:
+def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
     """An upper estimate of a checkpoint's size in bytes."""
     tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
     payload: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -184,25 +166,21 @@ def _claim() -> Iterator[Holder]:
 
 def _prepare(root: Store, snapshot: Snapshot, claim: Holder, world_size: int, keep: int | None) -> None:
     """Check what can be checked, claim the folder, remove what is left of earlier saves."""
-    store = root.child(checkpoint_name(snapshot.step))
+    store = root.child(layout.checkpoint_name(snapshot.step))
     for file in snapshot.files:
-        problem = "is one of the checkpoint's own names" if _is_ours(file) else relative_problem(file)
-        if problem or file.startswith(_FOLDERS):
+        problem = "is one of the checkpoint's own names" if layout.is_own_file(file) else relative_problem(file)
+        if problem:
             raise ConfigError(
                 f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
             )
-    _check_space(root, store, bytes_needed(snapshot, world_size), keep)
-    other = claims.take(
+    _check_space(root, store, estimate_bytes(snapshot, world_size), keep)
+    other = claim_folder(
         store, claim, lambda other: other.is_alive() and (other.pid != claim.pid or other.id in _saving)
     )
     if other is not None:
         raise _being_written(store, str(other))
     store.delete(COMMIT)
     _remove_files(store)
-
-
-def _is_ours(name: str) -> bool:
-    return name in _OURS or claims.is_claim(name)
 
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:
@@ -233,32 +211,32 @@ def _being_written(store: Store, who: str) -> StorageError:
 
 def _remove_files(store: Store) -> None:
     for info in store.list():
-        if not claims.is_claim(info.path):
+        if not is_claim(info.path):
             store.delete(info.path)
 
 
 def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: Holder) -> Commit:
     def guard() -> None:
-        if not claims.holds(store, claim):
+        if not holds_claim(store, claim):
             raise LeaseLostError(
                 "Another process has taken this checkpoint's folder over while we were writing it.",
                 field=store.url,
                 remedy="Give each run its own output_dir.",
             )
 
-    commit = write_commit(store, KIND, files, meta, guard=guard)
+    commit = write_commit(store, layout.KIND, files, meta, guard=guard)
     with contextlib.suppress(StorageError):  # the checkpoint is complete; a claim that stays does no harm
-        claims.release(store)
+        release_claim(store)
     return commit
 
 
 def _clear_failed(store: Store, claim: Holder) -> None:
     """Give the space back, if the folder is still ours; what cannot be removed is a leftover for the next save."""
     with contextlib.suppress(StorageError):
-        if claims.holds(store, claim):
+        if holds_claim(store, claim):
             store.delete(COMMIT)
             _remove_files(store)
-            claims.release(store)
+            release_claim(store)
             if not store.list():
                 store.delete_tree()  # what is left of it on a disk: empty folders
 
@@ -268,9 +246,9 @@ def _clear_failed(store: Store, claim: Holder) -> None:
 
 def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileEntry], dict[str, Any]]:
     """This rank's files, and what the index says of its shard."""
-    entries = [_write_json(store, rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
+    entries = [_write_json(store, layout.rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
     if snapshot.extra:
-        entries.append(_write_tensors(store, extra_file(rank), snapshot.extra))
+        entries.append(_write_tensors(store, layout.extra_file(rank), snapshot.extra))
     shard: dict[str, Any] = {}
     if snapshot.parts is not None:
         entry, shard = write_shard(store, snapshot.parts, rank)
@@ -279,35 +257,25 @@ def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileE
 
 
 def _write_index(store: Store, shards: list[dict[str, Any]], is_first: bool) -> list[FileEntry]:
-    return [_write_json(store, INDEX, index_of(shards), indent=None)] if is_first else []
+    return [_write_json(store, layout.SHARD_INDEX, build_index(shards), indent=None)] if is_first else []
 
 
 def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
     whole, optimizer = snapshot.parts is None, snapshot.optimizer
-    entries = [_write_tensors(store, MODEL, snapshot.model)] if whole else []
+    entries = [_write_tensors(store, layout.MODEL, snapshot.model)] if whole else []
     if optimizer is not None:
         if whole:
-            entries.append(_write_tensors(store, OPTIMIZER_TENSORS, optimizer.tensors))
-        entries.append(_write_json(store, OPTIMIZER, {"groups": optimizer.groups, "scalars": optimizer.scalars}))
-    for name, state in ((SCHEDULER, snapshot.scheduler), (SCALER, snapshot.scaler)):
+            entries.append(_write_tensors(store, layout.OPTIMIZER_TENSORS, optimizer.tensors))
+        entries.append(_write_json(store, layout.OPTIMIZER, {"groups": optimizer.groups, "scalars": optimizer.scalars}))
+    for name, state in ((layout.SCHEDULER, snapshot.scheduler), (layout.SCALER, snapshot.scaler)):
         if state is not None:
             entries.append(_write_json(store, name, to_json(state, name)))
-    for name, state in ((DATA, snapshot.data), (TRAINER_STATE, snapshot.trainer_state)):
+    for name, state in ((layout.DATA, snapshot.data), (layout.TRAINER_STATE, snapshot.trainer_state)):
         entries.append(_write_json(store, name, state))
-    entries.append(_write_json(store, TRAINING_ARGS, _without_secrets(snapshot.training_args)))
+    entries.append(_write_json(store, layout.TRAINING_ARGS, _without_secrets(snapshot.training_args)))
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
-    entries.extend(_write_json(store, rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
+    entries.extend(_write_json(store, layout.rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
     return entries
-
-
-def extra_file(rank: int) -> str:
-    """Where a rank's further tensors lie."""
-    return f"extra/rank-{rank:05d}.safetensors"
-
-
-def rng_file(rank: int) -> str:
-    """Where a rank's random state lies."""
-    return f"rng/rank-{rank:05d}.json"
 
 
 def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
@@ -317,10 +285,10 @@ def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> Fi
 
 
 def _write_json(store: Store, name: str, value: object, *, indent: int | None = 1) -> FileEntry:
-    return store.write_bytes(name, (json_text(name, value, indent=indent) + "\n").encode())
+    return store.write_bytes(name, (render_json(name, value, indent=indent) + "\n").encode())
 
 
-def json_text(name: str, value: object, *, indent: int | None = None) -> str:
+def render_json(name: str, value: object, *, indent: int | None = None) -> str:
     """A part of the state as JSON. Raises ConfigError when it holds anything else."""
     try:
         return json.dumps(value, indent=indent)

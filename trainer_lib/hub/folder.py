@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_lib.commit import Commit, read_commit, verify, withdraw, write_commit
+from trainer_lib.commit import Commit, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
-from trainer_lib.locks.lease import acquire
+from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
 REVISIONS = "revisions"
@@ -50,16 +50,18 @@ class FolderHub:
 
     def newest(self) -> Revision | None:
         """The newest committed revision whose files are all as committed; None when there is none."""
-        return next((one for one in self.revisions() if not verify(one.store, one.commit)), None)
+        return next((one for one in self.revisions() if not verify_files(one.store, one.commit)), None)
 
     def holds(self, revision: str, digest: str) -> bool:
         """Whether the revision is there, intact, with this content digest."""
         found = self._read(revision) if revision in self._names() else None
-        return found is not None and found.commit.content_digest == digest and not verify(found.store, found.commit)
+        if found is None or found.commit.content_digest != digest:
+            return False
+        return not verify_files(found.store, found.commit)
 
     def publish(self, content: Content, *, message: str) -> Published:
         """Copy the files into a new revision and commit it, unless the newest one holds the same content, intact."""
-        lease = acquire(self._root)
+        lease = acquire_lease(self._root)
         if lease is None:  # only a `wait` that says so gives up
             raise StorageError("Another process is publishing there.", field=self.target, remedy="Try again.")
         with lease:
@@ -79,11 +81,11 @@ class FolderHub:
                 "message": message,
                 "lineage": dict(content.lineage),
             }
-            commit = write_commit(store, "published", entries, meta, guard=lease.check)
+            commit = write_commit(store, "published", entries, meta, guard=lease.ensure_held)
             return self._published(Revision(number, name, self.branch, store, commit), created=True)
 
     def _same(self, revision: Revision, content: Content) -> bool:
-        return revision.commit.content_digest == content.digest and not verify(revision.store, revision.commit)
+        return revision.commit.content_digest == content.digest and not verify_files(revision.store, revision.commit)
 
     def _published(self, revision: Revision, *, created: bool) -> Published:
         commit = revision.commit
@@ -108,7 +110,7 @@ class FolderHub:
         for name in self._names():
             store = self._root.child(REVISIONS, name)
             if not store.exists("COMMIT.json"):
-                withdraw(store)
+                withdraw_folder(store)
 
 
 def _number(name: str) -> int:
@@ -128,7 +130,7 @@ def _check(content: Content, entries: list[FileEntry], store: Store) -> None:
     wanted = {entry.path: entry for entry in content.entries()}
     for entry in entries:
         if entry != wanted[entry.path]:
-            withdraw(store)
+            withdraw_folder(store)
             raise DamagedError(
                 f"{entry.path} is not what its stage committed ({entry.size:,} bytes, committed "
                 f"{wanted[entry.path].size:,}).",

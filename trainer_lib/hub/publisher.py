@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import HubStrategy, TrainingArguments
-from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import KIND, checkpoint_name, step_of
-from trainer_lib.checkpoint.sharded import INDEX
+from trainer_lib.checkpoint import layout
+from trainer_lib.checkpoint.layout import KIND, SHARD_INDEX, checkpoint_name, parse_step
 from trainer_lib.commit import COMMIT, read_commit
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
@@ -36,7 +35,7 @@ from trainer_lib.hub.draft import REPOSITORY, CardDetails, CardFacts, draft_card
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.hub.transport import SCHEME
-from trainer_lib.locks.readers import reading
+from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trackers.params import mask
@@ -51,7 +50,7 @@ _CHECKPOINT = checkpoint_name(0).removesuffix("0")
 _CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has no files under them
 _CARD_LIMIT_BYTES = 1 << 20
 _RESUMING = frozenset(
-    (writer.OPTIMIZER_TENSORS, writer.OPTIMIZER, writer.SCHEDULER, writer.SCALER, writer.DATA, writer.TRAINER_STATE)
+    (layout.OPTIMIZER_TENSORS, layout.OPTIMIZER, layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE)
 )
 
 
@@ -269,7 +268,7 @@ class Publisher:
         """
         args, store = self._trainer.args, Store.open(url, field="checkpoint")
         name = url.rstrip("/").rpartition("/")[2]
-        step = step_of(name)
+        step = parse_step(name)
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self._trainer.is_world_process_zero():
             return None
         if step is None:
@@ -297,7 +296,7 @@ class Publisher:
     def _push_checkpoint(self, push: CheckpointPush) -> str:
         """Runs in the push's thread."""
         try:
-            with reading(push.store):  # rotation by another process waits as well
+            with protect_from_removal(push.store):  # rotation by another process waits as well
                 return self._publish(push.content, f"Training in progress, step {push.step}")
         except Exception as error:
             _log_failed_push(error)
@@ -312,14 +311,14 @@ class Publisher:
             raise ConfigError(
                 "The checkpoint is not committed.", field="checkpoint", value=store.url, remedy="Save it first."
             )
-        if any(entry.path == INDEX for entry in commit.files):
+        if any(entry.path == SHARD_INDEX for entry in commit.files):
             raise ConfigError(
                 "The checkpoint holds a sharded model, which cannot be loaded from a hub.",
                 field="hub_strategy",
                 value=str(strategy),
                 remedy='Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.',
             )
-        left_out = _RESUMING | ({writer.MODEL} if without_weights else set())
+        left_out = _RESUMING | ({layout.MODEL} if without_weights else set())
         files = {
             entry.path: Source(store, entry)
             for entry in commit.files

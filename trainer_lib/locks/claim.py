@@ -5,8 +5,9 @@ one would delete the faster one's: it is *succeeded*, by creating ``WRITING.<dig
 too. The last claim of this chain holds the folder. They are removed first to last, so that nobody joins a chain that is
 going away, and are no part of the checkpoint.
 
-On stores without exclusive create (`Store.exclusive`) two who come in the same milliseconds may both write; `holds`,
-right before the commit, lets one of them at most commit, and the digests tell if the other has spoiled a file of it.
+On stores without exclusive create (`Store.exclusive`) two who come in the same milliseconds may both write;
+`holds_claim`, right before the commit, lets one of them at most commit, and the digests tell if the other has spoiled
+a file of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def read_claim(store: Store) -> Holder | None:
     return Holder.from_bytes(chain[-1][1]) if chain else None
 
 
-def take(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holder | None:
+def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holder | None:
     """Claim a folder. None when it is ours now, else whose it is.
 
     Args:
@@ -55,13 +56,13 @@ def take(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holde
     return None
 
 
-def holds(store: Store, claim: Holder) -> bool:
+def holds_claim(store: Store, claim: Holder) -> bool:
     """Whether the folder is still ours."""
     chain = _chain(store)
     return bool(chain) and chain[-1][1] == claim.to_bytes()
 
 
-def release(store: Store) -> None:
+def release_claim(store: Store) -> None:
     """Give a folder back that is ours."""
     chain = [name for name, _ in _chain(store)]
     strays = [info.path for info in store.list() if is_claim(info.path) and info.path not in chain]

@@ -6,9 +6,9 @@ A lease is a file ``lease/<epoch>.json``, created exclusively; the highest epoch
 - at once, when the holder has released, or lived on this machine and is gone (pid free, or with another start time);
 - otherwise when it has itself watched the beat stand still for the time-to-live: no two clocks are ever compared.
 
-A holder that was stopped and wakes up later finds the higher epoch in `Lease.check`, which is called right before a
-commit. On stores without exclusive create (see `Store.exclusive`) two processes that take an epoch in the same
-milliseconds may both believe they have it; `check` lets only the one whose file stayed commit.
+A holder that was stopped and wakes up later finds the higher epoch in `Lease.ensure_held`, which is called right before
+a commit. On stores without exclusive create (see `Store.exclusive`) two processes that take an epoch in the same
+milliseconds may both believe they have it; `ensure_held` lets only the one whose file stayed commit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, Self
 from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
 from trainer_lib.storage import Store
 
-__all__ = ["Holder", "Lease", "acquire", "holder_of"]
+__all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"(\d{8})\.(json|beat|released)")
@@ -120,7 +120,7 @@ class Lease:
     ) -> None:
         self.release()
 
-    def check(self) -> None:
+    def ensure_held(self) -> None:
         """Make sure that the folder is still ours.
 
         Raises:
@@ -167,11 +167,11 @@ class Lease:
                     self.lost = True
                     return
                 self._beat()
-            except TrainflowError as error:  # the next beat may get through; if none does, `check` will say so
+            except TrainflowError as error:  # the next beat may get through; if none does, `ensure_held` will say so
                 _LOG.warning("A lease could not be renewed: %s", error)
 
 
-def acquire(
+def acquire_lease(
     store: Store,
     *,
     ttl_s: float = 30.0,
@@ -197,7 +197,7 @@ def acquire(
     while True:
         newest = _newest(folder)
         if watch.is_free(newest):
-            lease = _take(folder, newest + 1, ttl_s)
+            lease = _take_epoch(folder, newest + 1, ttl_s)
             if lease is not None:
                 if waited and wait is not None and wait():
                     lease.release()
@@ -212,7 +212,7 @@ def acquire(
         time.sleep(poll_s)
 
 
-def holder_of(store: Store) -> Holder | None:
+def find_holder(store: Store) -> Holder | None:
     """Who holds a folder, as far as can be told at one look; None when nobody does, or its process is gone."""
     folder = store.child("lease")
     newest = _newest(folder)
@@ -254,7 +254,7 @@ class _Watch:
         return new
 
 
-def _take(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
+def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
     holder = Holder.this_process(ttl_s)
     name, data = _name(epoch, "json"), holder.to_bytes()
     try:

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def reading(store: Store) -> Iterator[None]:
+def protect_from_removal(store: Store) -> Iterator[None]:
     """Mark a checkpoint's folder as in use for the length of a ``with`` block; look for its commit inside the block.
 
     Where no mark can be written (a store that may only be read), or there is nothing to read, it runs without one.
@@ -45,23 +45,23 @@ def reading(store: Store) -> Iterator[None]:
         mark.remove()
 
 
-def readers(store: Store) -> list[Holder]:
+def list_readers(store: Store) -> list[Holder]:
     """Who is reading a checkpoint now, as far as can be told."""
     names = [name for name in store.children() if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
     return [holder for name in names if (holder := _holder(store, name)) is not None and _counts(holder)]
 
 
-def withdraw_unread(store: Store) -> bool:
+def withdraw_if_unread(store: Store) -> bool:
     """Delete a checkpoint that nobody is reading; False, and all as before, when somebody is.
 
     Raises:
         StorageError: it could not be deleted, or only its commit.
     """
-    if readers(store):
+    if list_readers(store):
         return False
     commit = store.read_if_exists(COMMIT, limit=LIMIT)
     store.delete(COMMIT)
-    if commit is not None and readers(store):
+    if commit is not None and list_readers(store):
         store.create(COMMIT, commit)
         return False
     store.delete_tree()

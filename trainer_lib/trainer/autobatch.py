@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trainer_lib.checkpoint.catalogue import checkpoint_name
+from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.iterable import ForeignLoader
 from trainer_lib.distributed import Communicator

@@ -15,7 +15,7 @@ from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.checkpoint.reader import Loaded
+    from trainer_lib.checkpoint.reader import Checkpoint
 
 
 def saved_batch(data: Mapping[str, Any], source: TrainSource) -> int | None:
@@ -32,7 +32,7 @@ def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]
     return divmod(samples, source.global_batch)
 
 
-def refusal(loaded: Loaded, source: TrainSource, args: TrainingArguments, world_size: int) -> ConfigError:
+def refusal(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, world_size: int) -> ConfigError:
     """What to raise when a changed global batch was not allowed."""
     then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), world_size)
     return ConfigError(
@@ -45,7 +45,7 @@ def refusal(loaded: Loaded, source: TrainSource, args: TrainingArguments, world_
     )
 
 
-def total_steps(loaded: Loaded, source: TrainSource, args: TrainingArguments, max_steps: int) -> int:
+def total_steps(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, max_steps: int) -> int:
     """Steps to do in all: those done under the old batch, and what the epochs have left under this one."""
     if args.max_steps > 0 or source.steps_per_epoch is None:
         return max_steps
@@ -53,7 +53,7 @@ def total_steps(loaded: Loaded, source: TrainSource, args: TrainingArguments, ma
     return loaded.step + max(0, math.ceil(args.num_train_epochs * source.steps_per_epoch) - done)
 
 
-def consequence(loaded: Loaded, source: TrainSource, max_steps: int) -> str:
+def consequence(loaded: Checkpoint, source: TrainSource, max_steps: int) -> str:
     """What an allowed change means, in a line."""
     steps, again = position_in(loaded.data, source)
     twice = f" ({again} samples before it are trained on a second time)" if again else ""

@@ -14,7 +14,7 @@ from torch import nn
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.loop import EvaluationLoop
-from trainer_lib.precision import full_eval_dtype, way_back
+from trainer_lib.precision import back_up_weights, full_eval_dtype
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.storage import Store
@@ -93,7 +93,7 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         was_training = self.model.training
         self._past = None
         casts = full_eval_dtype(self.args) is not None and not self.is_in_train
-        restore = way_back(self.model) if casts else None
+        restore = back_up_weights(self.model) if casts else None
         try:
             with torch.no_grad():
                 return EvaluationLoop(self, loss_only=loss_only, ignore_keys=ignore_keys).run(

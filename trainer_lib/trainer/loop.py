@@ -18,7 +18,7 @@ from torch import nn
 from trainer_lib.agreement import lost_peer
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.checkpoint.reader import Loaded
+from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
@@ -140,7 +140,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, url: str | None, trial: Any) -> tuple[TrainingRun, Loaded | None]:
+    def _begin(self, url: str | None, trial: Any) -> tuple[TrainingRun, Checkpoint | None]:
         """Data, length, model, optimizer, and whatever a checkpoint restores."""
         if self._trained_before:
             self._reset_optimizer()
@@ -193,7 +193,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
         return self.args.max_nonfinite_steps + (24 if self.precision.name == "fp16" else 0)
 
     def _begin_callbacks(
-        self, run: TrainingRun, loaded: Loaded | None, trial: Any, ignore_keys_for_eval: list[str] | None
+        self, run: TrainingRun, loaded: Checkpoint | None, trial: Any, ignore_keys_for_eval: list[str] | None
     ) -> None:
         """`on_train_begin`; the evaluation before the first step, or what a stopped run still had to do."""
         pending = TrainerControl()

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.checkpoint.catalogue import checkpoint_name, is_resumable, list_checkpoints
-from trainer_lib.commit import verify
+from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
+from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.commit import verify_files
 from trainer_lib.distributed import Communicator, Pending
 from trainer_lib.errors import TrainflowError
 from trainer_lib.storage import Store
@@ -86,7 +87,7 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
             return None
         found = [info for info in list_checkpoints(root) if info.name not in skip]
         infos = [info for info in found if is_resumable(info)] or found
-        return [info.step for info in infos if not verify(root.child(info.name), info.commit, digests=False)]
+        return [info.step for info in infos if not verify_files(root.child(info.name), info.commit, digests=False)]
 
     found = comm.broadcast_json(comm.gather_json(run_on_all_ranks(comm, steps)))
     common = set.intersection(*(set(each) for each in found if each is not None))

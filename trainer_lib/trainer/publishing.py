@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainer_lib.checkpoint.catalogue import checkpoint_name
+from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.hub.draft import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.saving import SavingMixin

@@ -12,23 +12,23 @@ from torch import nn
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import (
-    clean_leftovers,
-    foreign_checkpoints,
+    delete_leftovers,
+    find_newest_intact,
     list_checkpoints,
-    newest_good,
-    set_aside,
+    list_foreign,
+    set_aside_damaged,
 )
+from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.preload import ReadAhead
-from trainer_lib.checkpoint.reader import Loaded, load_checkpoint, open_checkpoint
+from trainer_lib.checkpoint.preload import PreloadedCheckpoint
+from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
-from trainer_lib.checkpoint.writer import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
-from trainer_lib.commit import COMMIT, withdraw
+from trainer_lib.commit import COMMIT, withdraw_folder
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.locks.readers import reading
-from trainer_lib.sharding import FromFirst, specs_of
+from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer import batch_change, models
@@ -45,7 +45,7 @@ _IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint 
 class ResumingMixin(SavingMixin):
     """Resuming."""
 
-    _ahead: ReadAhead | None = None
+    _ahead: PreloadedCheckpoint | None = None
 
     # -- which ---------------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class ResumingMixin(SavingMixin):
         else:
             url = self._newest_whole()
         if url is None and asked is True:
-            foreign = foreign_checkpoints(self._checkpoint_root())
+            foreign = list_foreign(self._checkpoint_root())
             but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
             remedy = 'Give "auto" to start anew when there is none, or the URL of one.'
             raise ConfigError(
@@ -96,7 +96,7 @@ class ResumingMixin(SavingMixin):
                 return str(url)
             damaged.append(name)
             if problems := [each.removeprefix(f"{root.child(name).url}/") for each in found or () if each]:
-                _log.warning("%s", set_aside(root, name, list(dict.fromkeys(problems))))
+                _log.warning("%s", set_aside_damaged(root, name, list(dict.fromkeys(problems))))
 
     def _find_checkpoint(self, skip: Collection[str]) -> str | None:
         """By names, sizes and commit files: what the bytes are is seen when they are read."""
@@ -107,7 +107,7 @@ class ResumingMixin(SavingMixin):
         root = self._checkpoint_root()
         # One that holds only a model is better than none: what is asked for can then be said.
         for resumable in (True, False):
-            found = newest_good(root, on_damage=tell, digests=False, resumable=resumable, skip=skip)
+            found = find_newest_intact(root, on_damage=tell, digests=False, resumable=resumable, skip=skip)
             if found is not None:
                 return found.url
         return None
@@ -118,12 +118,12 @@ class ResumingMixin(SavingMixin):
         root, damage = Store.open(parent or ".", field="resume_from_checkpoint"), list[DamagedError]()
         self._hold_checkpoint(url)
 
-        def read() -> ReadAhead | None:
+        def read() -> PreloadedCheckpoint | None:
             # Where a forward is one of all ranks together, rank 0 reads whole tensors for all of them.
             alone = self.strategy.forward_communicates
             try:
-                loaded = open_checkpoint(root, name, ReadAhead)
-                loaded.read(rank=self._disk.rank, tensors=not alone or self.comm.rank == 0)
+                loaded = open_checkpoint(root, name, PreloadedCheckpoint)
+                loaded.preload(rank=self._disk.rank, tensors=not alone or self.comm.rank == 0)
             except DamagedError as error:
                 damage.append(error)
                 return None
@@ -137,12 +137,13 @@ class ResumingMixin(SavingMixin):
         self._release_checkpoint()
         if self._disk.rank == 0:
             parent, _, name = url.rstrip("/").rpartition("/")
-            self._held.enter_context(reading(Store.open(parent or ".", field="resume_from_checkpoint").child(name)))
+            root = Store.open(parent or ".", field="resume_from_checkpoint")
+            self._held.enter_context(protect_from_removal(root.child(name)))
 
     def _release_checkpoint(self) -> None:
         self._held.close()
 
-    def _open_checkpoint(self, url: str) -> Loaded:
+    def _open_checkpoint(self, url: str) -> Checkpoint:
         if self._ahead is not None and self._ahead.url == url.rstrip("/"):
             return self._ahead
         parent, _, name = url.rstrip("/").rpartition("/")
@@ -165,14 +166,14 @@ class ResumingMixin(SavingMixin):
                 )
             state = self.strategy.local_state(target)
             keep = state.keys() - models.trained_state(target, state).keys()
-        self.strategy.load_model_state(target, self._read(loaded, loaded.model), keep=keep)
+        self.strategy.load_model_state(target, self._read(loaded, loaded.read_model), keep=keep)
 
-    def _read(self, loaded: Loaded, read: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+    def _read(self, loaded: Checkpoint, read: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """A checkpoint's tensors. Where parameters are divided, rank 0 reads whole ones for all. Collective."""
         if loaded.is_sharded or not self.strategy.forward_communicates:
             return read()
         own = run_on_all_ranks(self.comm, lambda: read() if self.comm.rank == 0 else {})
-        return FromFirst(own, self.comm.broadcast_json(specs_of(own)), self.comm.rank)
+        return BroadcastTensors(own, self.comm.broadcast_json(describe_tensors(own)), self.comm.rank)
 
     def _load_best_model(self) -> None:
         """Put the best checkpoint's weights into the model."""
@@ -190,7 +191,7 @@ class ResumingMixin(SavingMixin):
 
     # -- everything else -----------------------------------------------------------------------------------------------
 
-    def _resume(self, run: TrainingRun, loaded: Loaded) -> TrainerState:
+    def _resume(self, run: TrainingRun, loaded: Checkpoint) -> TrainerState:
         """Everything but the weights and the random numbers; returns the saved state."""
         if not loaded.has_optimizer or loaded.scheduler is None:
             raise ConfigError(
@@ -200,23 +201,23 @@ class ResumingMixin(SavingMixin):
                 remedy="Load its weights and start anew, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
-        snapshot = loaded.optimizer(lambda read: self._read(loaded, read))
+        snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
         if self.optimizer is not None and snapshot is not None:
-            with loaded.using(OPTIMIZER):
+            with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(self.optimizer, self.strategy.named_parameters(self.model_wrapped), snapshot)
         if self.lr_scheduler is not None:
-            with loaded.using(SCHEDULER):
+            with loaded.treat_errors_as_damage(SCHEDULER):
                 self.lr_scheduler.load_state_dict(loaded.scheduler)
-        with loaded.using(SCALER):
+        with loaded.treat_errors_as_damage(SCALER):
             self.precision.load_scaler_state(loaded.scaler)
-        with loaded.using(DATA):
+        with loaded.treat_errors_as_damage(DATA):
             run.load_position(loaded.data, from_position=not self.args.ignore_data_skip)
         run.saved_step = run.first_step = saved.global_step
         run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changes(loaded)
         return saved
 
-    def _accept_batch(self, loaded: Loaded, source: TrainSource, max_steps: int) -> int:
+    def _accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The steps to do in all. Raises ConfigError for a global batch that changed without being allowed to."""
         if self.args.ignore_data_skip or batch_change.saved_batch(loaded.data, source) is None:
             return max_steps
@@ -227,7 +228,7 @@ class ResumingMixin(SavingMixin):
             _log.warning("%s", batch_change.consequence(loaded, source, max_steps))
         return max_steps
 
-    def _warn_of_changes(self, loaded: Loaded) -> None:
+    def _warn_of_changes(self, loaded: Checkpoint) -> None:
         now, then = self.args.to_dict(), loaded.training_args
         if not self.is_world_process_zero():
             return
@@ -235,17 +236,17 @@ class ResumingMixin(SavingMixin):
             if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
                 _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
 
-    def _restore_random_numbers(self, loaded: Loaded) -> None:
+    def _restore_random_numbers(self, loaded: Checkpoint) -> None:
         """This rank's generators; a rank the saved run did not have is seeded from (seed, step, rank)."""
         if loaded.has_rng(self._disk.rank):
-            state = loaded.rng(self._disk.rank)
+            state = loaded.read_rng(self._disk.rank)
             restore_rng(state)
             self._restore_past(loaded, state.get("past"))
             return
         self._part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
 
-    def _restore_past(self, loaded: Loaded, past: Any) -> None:
+    def _restore_past(self, loaded: Checkpoint, past: Any) -> None:
         if past is None:
             return
         if (loaded.world_size, loaded.trainer_state.get("train_batch_size")) != (
@@ -254,15 +255,15 @@ class ResumingMixin(SavingMixin):
         ):
             _log.warning("What the model remembers (past_index) was of other batches: it begins without.")
             return
-        with loaded.using(rng_file(self._disk.rank)):
-            self._training_run().past = decoded(past, loaded.further_tensors(self._disk.rank), self.device)
+        with loaded.treat_errors_as_damage(rng_file(self._disk.rank)):
+            self._training_run().past = decoded(past, loaded.read_extra(self._disk.rank), self.device)
 
     def _part_random_numbers(self) -> None:
         """Let every rank but the first draw its own: equal dropout masks on all ranks would be half the noise."""
         if self.comm.rank > 0:
             set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
 
-    def _restore_callbacks(self, loaded: Loaded) -> TrainerControl:
+    def _restore_callbacks(self, loaded: Checkpoint) -> TrainerControl:
         """Give stateful callbacks their state back (by class, in order); the saved control.
 
         With `restore_callback_states_from_checkpoint` the constructor's arguments are restored too: the callback is
@@ -270,9 +271,9 @@ class ResumingMixin(SavingMixin):
         """
         control = TrainerControl()
         handler = self.callback_handler
-        with loaded.using(TRAINER_STATE):
+        with loaded.treat_errors_as_damage(TRAINER_STATE):
             saved = TrainerState.from_dict(loaded.trainer_state).stateful_callbacks or {}
-            every: dict[str, Any] = decoded(saved, loaded.further_tensors(0), self.device)
+            every: dict[str, Any] = decoded(saved, loaded.read_extra(0), self.device)
         for name, states in every.items():
             listed = states if isinstance(states, list) else [states]
             if name == TrainerControl.__name__:
@@ -315,13 +316,13 @@ class ResumingMixin(SavingMixin):
             self._spare_foreign(root)
             if resumed_from is None:
                 self._clear_earlier_run(root)
-            clean_leftovers(root)
+            delete_leftovers(root)
 
         self._on_main_process(claim)
 
     def _spare_foreign(self, root: Store) -> None:
         """A checkpoint of ours would take the place of another program's of the same step."""
-        foreign = foreign_checkpoints(root)
+        foreign = list_foreign(root)
         if foreign and self.args.save_strategy != "no" and not self.args.overwrite_output_dir:
             raise ConfigError(
                 f"holds checkpoints that another program wrote ({foreign[0]}).",
@@ -341,4 +342,4 @@ class ResumingMixin(SavingMixin):
                 remedy='Resume (resume_from_checkpoint="auto"), set overwrite_output_dir=True, or choose another.',
             )
         for info in present:
-            withdraw(root.child(info.name))
+            withdraw_folder(root.child(info.name))

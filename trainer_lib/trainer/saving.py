@@ -14,15 +14,16 @@ from torch import nn
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.background import BackgroundSaver
-from trainer_lib.checkpoint.catalogue import checkpoint_name, rotate
+from trainer_lib.checkpoint.catalogue import rotate_checkpoints
+from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
-from trainer_lib.checkpoint.staging import size_of
+from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.checkpoint.writer import Snapshot, divided, save_checkpoint
+from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint, shard_snapshot
 from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.sharding import local_rows
-from trainer_lib.state import TrainerState, callback_states
+from trainer_lib.state import TrainerState, collect_callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.extras import encoded
@@ -133,7 +134,7 @@ class SavingMixin(ReportingMixin):
         if self._saver is None:
             return False
         try:
-            self._saver.start(root, snapshot, then=lambda: self._rotate_checkpoints(root, snapshot.step, best))
+            self._saver.start(root, snapshot, after_commit=lambda: self._rotate_checkpoints(root, snapshot.step, best))
         except OutOfMemoryError as error:
             _log.warning("Training waits for the checkpoint of step %d: %s", snapshot.step, error)
             return False
@@ -145,7 +146,7 @@ class SavingMixin(ReportingMixin):
             return
         protected = {best.rsplit("/", 1)[-1]} if best else set()
         try:
-            rotate(
+            rotate_checkpoints(
                 root,
                 keep=self.args.save_total_limit,
                 protect={*protected, *self._trainflow_publisher.checkpoints_being_pushed},
@@ -168,14 +169,14 @@ class SavingMixin(ReportingMixin):
         saver = self._saver
         if saver is None:
             return
-        if saver.ended():
+        if saver.has_ended():
             self._finish_save()
         elif self._disk.rank == 0 and self.state.global_step == self._training_run().first_step + 1:
             saver.memory.reserve(self._state_size())  # the optimizer has its state now
 
     def _finish_save(self) -> None:
         """Wait for the background save under way, if any, and see to its outcome. Collective."""
-        if self._saver is None or not self._saver.busy:
+        if self._saver is None or not self._saver.is_busy:
             return
         run = self._training_run()
         try:
@@ -214,7 +215,7 @@ class SavingMixin(ReportingMixin):
         """`on_save` and the push, once the newest save is committed; `state`: as it was at that step."""
         run = self._training_run()
         self.control.should_save = False
-        is_committed = run.save_error is None and (self._saver is None or not self._saver.busy)
+        is_committed = run.save_error is None and (self._saver is None or not self._saver.is_busy)
         if not is_committed or run.announced_step == state.global_step:
             return
         run.announced_step = state.global_step
@@ -244,10 +245,10 @@ class SavingMixin(ReportingMixin):
         saver = self._saver
         if saver is None:
             return
-        if saver.busy:
+        if saver.is_busy:
             _log.warning("A checkpoint is still being written: waiting for it.")
             try:
-                url = saver.finish_alone().url
+                url = saver.finish_without_agreement().url
                 self._own_checkpoints.add(url)
                 _log.warning("%s is committed.", url)
             except KeyboardInterrupt:
@@ -268,7 +269,7 @@ class SavingMixin(ReportingMixin):
         metric and callbacks' states (trainer_state.json).
         """
         extra: dict[str, torch.Tensor] = {}
-        states = callback_states(self._stateful_callbacks())
+        states = collect_callback_states(self._stateful_callbacks())
         self.state.stateful_callbacks = encoded(states, "callbacks", extra if self._disk.rank == 0 else {})
         whole = not self.args.save_only_model or run.stopping  # a stop is to be resumed from
         strategy = self.strategy
@@ -294,7 +295,7 @@ class SavingMixin(ReportingMixin):
             },
             extra=extra,
         )
-        return divided(snapshot, self.comm.rank)
+        return shard_snapshot(snapshot, self.comm.rank)
 
     def _past_state(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
         """What the model remembers of the last batch, for `past_index`; every rank has its own."""
@@ -329,7 +330,7 @@ class SavingMixin(ReportingMixin):
         weights = models.trained_state(self.model, self.strategy.local_state(self.model_wrapped))
         states = {} if self.optimizer is None or self.args.save_only_model else self.optimizer.state
         kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
-        return size_of(local_rows(each, rank=self.comm.rank).values for each in (*weights.values(), *kept))
+        return bytes_to_copy(local_rows(each, rank=self.comm.rank).values for each in (*weights.values(), *kept))
 
     def _training_run(self) -> TrainingRun:
         if self._run is None:

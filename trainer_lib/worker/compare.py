@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
+from trainer_lib.checkpoint.layout import TRAINER_STATE, TRAINING_ARGS
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.checkpoint.writer import TRAINER_STATE, TRAINING_ARGS
-from trainer_lib.commit import verify
+from trainer_lib.commit import verify_files
 from trainer_lib.errors import DamagedError
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.session import Work
@@ -62,7 +62,7 @@ def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, Che
             remedy="Look at the folders with --keep.",
         )
     for info in (side[step] for side in sides for step in steps):
-        if problems := verify(Store.open(info.url), info.commit):
+        if problems := verify_files(Store.open(info.url), info.commit):
             raise DamagedError(f"{problems[0]}.", field=info.url, remedy="Run the proof again.")
     return [(step, sides[0][step], sides[1][step]) for step in steps]
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.checkpoint.catalogue import checkpoint_name, read_info
+from trainer_lib.checkpoint.catalogue import read_checkpoint_info
 from trainer_lib.checkpoint.foreign import source as importing
-from trainer_lib.checkpoint.foreign.parameters import Names, chosen, derived, slots_of
+from trainer_lib.checkpoint.foreign.parameters import Names, choose_names, derive_names, list_slots
+from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError
@@ -39,12 +40,12 @@ def run(work: Work) -> dict[str, Any]:
     snapshot = Snapshot(
         step=step,
         model=weights,
-        optimizer=importing.optimizer_snapshot(source.optimizer, names),
-        scheduler=importing.scheduler_state(source.scheduler, names),
+        optimizer=importing.convert_optimizer(source.optimizer, names),
+        scheduler=importing.convert_scheduler(source.scheduler, names),
         scaler=source.scaler,
         rng=source.rngs[0] if source.rngs else {},
         more_rngs=source.rngs[1:],
-        data=importing.position(source.state),
+        data=importing.derive_position(source.state),
         trainer_state=_trainer_state(source, root),
         files=source.files,
         meta={**meta, "imported_from": source.url, "strategy": "transformers", "global_samples": 0},
@@ -62,7 +63,7 @@ def run(work: Work) -> dict[str, Any]:
 
 
 def _check_free(root: Store, step: int) -> None:
-    if read_info(root, checkpoint_name(step)) is not None:
+    if read_checkpoint_info(root, checkpoint_name(step)) is not None:
         raise ConfigError(
             f"There is a checkpoint of step {step} already.",
             field="destination",
@@ -99,15 +100,15 @@ def _model(work: Work, source: importing.Source) -> nn.Module | None:
 def _names(source: importing.Source, model: nn.Module | None) -> Names:
     """Parameter names by group and place in the optimizer's state."""
     groups = source.optimizer["param_groups"]
-    slots = slots_of(source.optimizer["state"], groups)
+    slots = list_slots(source.optimizer["state"], groups)
     if model is None:
-        return derived(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
+        return derive_names(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
     trained = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     candidates = [
         [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
         for decaying in (set(_peers_decay_names(model, "")), set(get_decay_parameter_names(model)))
     ]
-    return chosen([*candidates, [list(trained)]], slots, trained)
+    return choose_names([*candidates, [list(trained)]], slots, trained)
 
 
 def _may_decay(name: str) -> bool:
@@ -163,7 +164,7 @@ def _trainer_state(source: importing.Source, root: Store) -> dict[str, Any]:
     state = source.state.to_dict()
     best = source.state.best_global_step
     name = None if best is None else checkpoint_name(best)
-    is_here = name is not None and (best == source.state.global_step or read_info(root, name) is not None)
+    is_here = name is not None and (best == source.state.global_step or read_checkpoint_info(root, name) is not None)
     state["best_model_checkpoint"] = root.child(name).url if name is not None and is_here else None
     return state
 

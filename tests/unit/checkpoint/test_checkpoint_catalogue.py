@@ -10,15 +10,10 @@ import pytest
 
 from tests.support.checkpoints import commit, no_damage, save, steps
 from tests.support.faulty import Faults, FaultyFileSystem
-from trainer_lib.checkpoint import catalogue
-from trainer_lib.checkpoint.catalogue import (
-    WRITING,
-    clean_leftovers,
-    list_checkpoints,
-    newest_good,
-    rotate,
-)
+from trainer_lib.checkpoint.catalogue import delete_leftovers, find_newest_intact, list_checkpoints, rotate_checkpoints
+from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -33,7 +28,7 @@ def test_a_store_that_cannot_be_read_is_no_reason_to_go_back(faulty_url: str, mo
 
     monkeypatch.setattr(FaultyFileSystem, "_open", unreachable)
     with pytest.raises(StorageError) as caught:
-        newest_good(root, on_damage=no_damage)
+        find_newest_intact(root, on_damage=no_damage)
     assert not isinstance(caught.value, DamagedError)
     monkeypatch.undo()
     assert steps(root) == [2, 1]
@@ -46,7 +41,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over_all_the_same(faul
     root.write_bytes("checkpoint-2/model.safetensors", b"12345")
     told: list[str] = []
     faults.plan(1)
-    found = newest_good(root, on_damage=told.append)
+    found = find_newest_intact(root, on_damage=told.append)
     faults.plan(None)
     assert found is not None
     assert found.step == 1
@@ -78,7 +73,7 @@ def test_neither_the_newest_nor_a_protected_one_is_deleted(
     root = Store.open(tmp_path)
     for step in (1, 2, 3, 4):
         commit(root, step)
-    rotate(root, keep=keep, protect=protect)
+    rotate_checkpoints(root, keep=keep, protect=protect)
     assert steps(root) == left
 
 
@@ -87,9 +82,9 @@ def test_a_damaged_newest_does_not_cost_the_newest_good_one(tmp_path: Path) -> N
     for step in (1, 2, 3):
         commit(root, step)
     (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"")
-    rotate(root, keep=1, protect=())
+    rotate_checkpoints(root, keep=1, protect=())
     assert 2 in steps(root)
-    found = newest_good(root, on_damage=lambda _: None)
+    found = find_newest_intact(root, on_damage=lambda _: None)
     assert found is not None
     assert found.step == 2
 
@@ -100,11 +95,11 @@ def test_a_deletion_that_fails_leaves_no_half_checkpoint(faulty_url: str, faults
         commit(root, step)
     faults.plan(2)
     with pytest.raises(StorageError):
-        rotate(root, keep=1, protect=())
+        rotate_checkpoints(root, keep=1, protect=())
     faults.plan(None)
     assert steps(root) == [3, 2]
-    assert clean_leftovers(root) == ["checkpoint-1"]
-    assert rotate(root, keep=1, protect=()) == ["checkpoint-2"]
+    assert delete_leftovers(root) == ["checkpoint-1"]
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2"]
 
 
 def test_a_save_under_way_on_this_machine_is_no_leftover(tmp_path: Path) -> None:
@@ -113,7 +108,7 @@ def test_a_save_under_way_on_this_machine_is_no_leftover(tmp_path: Path) -> None
     for step, claim in ((1, living), (2, replace(living, started="1")), (3, replace(living, machine="elsewhere"))):
         root.write_bytes(f"checkpoint-{step}/{WRITING}", claim.to_bytes())
     root.write_bytes(f"checkpoint-4/{WRITING}", b"torn")
-    assert clean_leftovers(root) == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
+    assert delete_leftovers(root) == ["checkpoint-4", "checkpoint-3", "checkpoint-2"]
     assert root.children() == ["checkpoint-1"]
 
 
@@ -121,4 +116,4 @@ def test_it_lists_what_the_writer_writes(tmp_path: Path) -> None:
     root = Store.open(tmp_path)
     first, second = save(root, 1), save(root, 2)
     assert list_checkpoints(root) == [second, first]
-    assert catalogue.checkpoint_name(2) == second.name
+    assert checkpoint_name(2) == second.name

@@ -13,16 +13,17 @@ import torch
 
 from tests.support.checkpoints import FILES, Net, no_damage, save, snapshot, trained
 from tests.support.faulty import Died, Faults, Kind
-from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import bytes_needed, save_checkpoint
-from trainer_lib.commit import COMMIT, verify
+from trainer_lib.checkpoint.writer import estimate_bytes, save_checkpoint
+from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (
     ConfigError,
     StorageFullError,
     TrainflowError,
 )
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.storage import Store
 
 # --------------------------------------------------------------------------------------------------- what others read
@@ -53,8 +54,8 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.Mon
     root = Store.open(tmp_path)
     save(root)
     loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
-    loaded.model()
-    loaded.optimizer()
+    loaded.read_model()
+    loaded.read_optimizer()
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or path.suffix in (".json", ".safetensors", ".txt")
 
@@ -85,18 +86,18 @@ def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(
         except (TrainflowError, Died) as error:
             assert isinstance(error, StorageFullError) or kind != "full", error
         faults.plan(None)
-        found = newest_good(root, on_damage=lambda _: None)
+        found = find_newest_intact(root, on_damage=lambda _: None)
         assert found is not None
         if told is not None:
             assert found == told
         else:
             # Whole and committed although the writer does not know it, or absent: nothing between.
-            assert found == first or (found.step == 2 and verify(root.child(found.name), found.commit) == [])
+            assert found == first or (found.step == 2 and verify_files(root.child(found.name), found.commit) == [])
         if kind not in ("die", "after") and told is None:
             left = {info.path for info in root.list() if info.path.startswith("checkpoint-2")}
             assert left <= {f"checkpoint-2/{WRITING}"}  # the space is given back
         root.delete_tree("checkpoint-2")
-    assert newest_good(root, on_damage=no_damage) == first
+    assert find_newest_intact(root, on_damage=no_damage) == first
 
 
 def test_after_a_death_at_each_write_the_same_save_works(faulty_url: str, faults: Faults) -> None:
@@ -115,7 +116,7 @@ def test_after_a_death_at_each_write_the_same_save_works(faulty_url: str, faults
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Store.open(tmp_path)
     save(root, 1)
-    needed = bytes_needed(snapshot(2), 1)
+    needed = estimate_bytes(snapshot(2), 1)
     monkeypatch.setattr(Store, "free_bytes", lambda self: 1234)
     with pytest.raises(StorageFullError, match=f"needs {needed:,} bytes, 1,234 are free"):
         save(root, 2)
@@ -142,7 +143,7 @@ def test_what_an_interrupted_save_of_the_same_step_left_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Store.open(tmp_path)
-    needed = bytes_needed(snapshot(2), 1)
+    needed = estimate_bytes(snapshot(2), 1)
     root.write_bytes("checkpoint-2/model.safetensors", bytes(needed - 1000))
     monkeypatch.setattr(Store, "free_bytes", lambda self: 1000)
     save(root, 2)
@@ -151,7 +152,7 @@ def test_what_an_interrupted_save_of_the_same_step_left_counts_as_free(
 
 def test_the_space_check_is_an_upper_bound(tmp_path: Path) -> None:
     info = save(Store.open(tmp_path))
-    assert sum(entry.size for entry in info.commit.files) <= bytes_needed(snapshot(2), 1)
+    assert sum(entry.size for entry in info.commit.files) <= estimate_bytes(snapshot(2), 1)
 
 
 @pytest.mark.parametrize(

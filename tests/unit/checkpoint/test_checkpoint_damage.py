@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import no_damage, save
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.commit import COMMIT, read_commit, write_commit
 from trainer_lib.distributed import SingleProcess
@@ -62,7 +62,7 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
         assert str(caught.value.field).endswith(name)
 
         told: list[str] = []
-        found = newest_good(store, on_damage=told.append)
+        found = find_newest_intact(store, on_damage=told.append)
         assert found is not None
         assert found.step == 1
         assert len(told) == 1
@@ -71,16 +71,16 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
         record = json.loads((root / "checkpoint-2" / "DAMAGED.json").read_text())
         assert record["problems"][0].startswith(name)
         assert json.loads(record["commit"])["meta"]["step"] == 2
-        assert newest_good(store, on_damage=no_damage) == found  # set aside: it is not reported twice
+        assert find_newest_intact(store, on_damage=no_damage) == found  # set aside: it is not reported twice
 
 
 def _read_all(store: Store, name: str) -> None:
     loaded = load_checkpoint(store, name, SingleProcess())
-    loaded.model()
-    loaded.optimizer()
-    loaded.rng(0)
+    loaded.read_model()
+    loaded.read_optimizer()
+    loaded.read_rng(0)
     for entry in loaded.commit.files:
-        loaded.file(entry.path)
+        loaded.read_file(entry.path)
 
 
 def test_a_file_with_the_right_digest_and_the_wrong_content_is_refused(tmp_path: Path) -> None:
@@ -105,4 +105,4 @@ def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
     write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
     loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
     with pytest.raises(DamagedError, match="does not list it"):
-        loaded.model()
+        loaded.read_model()

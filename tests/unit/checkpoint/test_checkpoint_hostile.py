@@ -29,9 +29,9 @@ TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def load(root: Path) -> None:
     """Everything that a resume reads."""
     loaded = load_checkpoint(Store.open(root), "checkpoint-2", SingleProcess())
-    loaded.model()
-    loaded.optimizer()
-    loaded.rng(0)
+    loaded.read_model()
+    loaded.read_optimizer()
+    loaded.read_rng(0)
 
 
 def refused(root: Path, match: str, names: str = "") -> TrainflowError:
@@ -74,7 +74,7 @@ def test_a_commit_that_lists_what_is_outside_is_refused(path: str, reason: str, 
     commit.write_text(json.dumps(record))
     refused(root, reason, COMMIT)
     told: list[str] = []
-    found = catalogue.newest_good(Store.open(root), on_damage=told.append)
+    found = catalogue.find_newest_intact(Store.open(root), on_damage=told.append)
     assert found is not None
     assert found.step == 1
     assert len(told) == 1
@@ -163,11 +163,11 @@ def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp
     (root / "checkpoint-10").symlink_to(root)
     (root / "checkpoint-11").symlink_to("checkpoint-11")
     store = Store.open(root)
-    found = catalogue.newest_good(store, on_damage=pytest.fail)
+    found = catalogue.find_newest_intact(store, on_damage=pytest.fail)
     assert found is not None
     assert found.step == 2
-    assert catalogue.rotate(store, keep=1, protect=()) == ["checkpoint-1"]
-    assert catalogue.clean_leftovers(store) == []
+    assert catalogue.rotate_checkpoints(store, keep=1, protect=()) == ["checkpoint-1"]
+    assert catalogue.delete_leftovers(store) == []
     assert (outside / COMMIT).exists()
 
 
@@ -338,9 +338,9 @@ def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str
         load(tmp_path / "run")
     assert remedy in str(caught.value.remedy)
     store = Store.open(tmp_path / "run")
-    assert catalogue.newest_good(store, on_damage=pytest.fail) is None
+    assert catalogue.find_newest_intact(store, on_damage=pytest.fail) is None
     if kind not in ("weights", "lightning"):
-        assert catalogue.clean_leftovers(store) == [], "another program's checkpoint was deleted"
+        assert catalogue.delete_leftovers(store) == [], "another program's checkpoint was deleted"
         assert (tmp_path / "run" / "checkpoint-2" / names[0]).exists()
     if what != "transformers Trainer":
         with pytest.raises(ConfigError, match=what):

@@ -19,10 +19,10 @@ from tests.support.imported import SETTINGS, import_here, losses, peer_run
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
-from trainer_lib.checkpoint.foreign.parameters import Slot, derived
-from trainer_lib.checkpoint.foreign.source import position
+from trainer_lib.checkpoint.foreign.parameters import Slot, derive_names
+from trainer_lib.checkpoint.foreign.source import derive_position
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import read_commit, verify
+from trainer_lib.commit import read_commit, verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import TrainerState
@@ -118,21 +118,21 @@ def test_the_imported_checkpoint_is_whole_and_says_where_it_came_from(
     store = Store.open(tmp_path / "checkpoint-6")
     commit = read_commit(store, kind="checkpoint")
     assert commit is not None
-    assert verify(store, commit) == []
+    assert verify_files(store, commit) == []
     assert commit.meta["imported_from"] == str(source)
     loaded = load_checkpoint(Store.open(tmp_path), "checkpoint-6", SingleProcess())
     theirs = load_file(source / "model.safetensors")
-    assert all(torch.equal(loaded.model()[name], value) for name, value in theirs.items())
+    assert all(torch.equal(loaded.read_model()[name], value) for name, value in theirs.items())
     saved = torch.load(source / "optimizer.pt", weights_only=True)["state"]
-    optimizer = loaded.optimizer()
+    optimizer = loaded.read_optimizer()
     assert optimizer is not None
     assert len(optimizer.tensors) == 3 * len(saved)
     assert optimizer.groups[0]["params"][0] == "model.embed_tokens.weight"
     state = json.loads((source / "trainer_state.json").read_text())
     assert loaded.trainer_state["log_history"] == state["log_history"]
     rng = torch.load(source / "rng_state.pth", weights_only=False)
-    assert loaded.rng(0)["python"] == [rng["python"][0], list(rng["python"][1]), rng["python"][2]]
-    assert loaded.rng(0)["numpy"][1] == rng["numpy"][1].tolist()
+    assert loaded.read_rng(0)["python"] == [rng["python"][0], list(rng["python"][1]), rng["python"][2]]
+    assert loaded.read_rng(0)["numpy"][1] == rng["numpy"][1].tolist()
 
 
 @given(batches=st.integers(1, 60), accumulation=st.integers(1, 9), epoch=st.integers(0, 300), share=st.floats(0, 1))
@@ -145,7 +145,7 @@ def test_the_position_is_found_for_every_length_and_accumulation(
     state = TrainerState(
         global_step=epoch * per_epoch + done, epoch=epoch + min(done * accumulation, batches) / batches
     )
-    found = position(state)
+    found = derive_position(state)
     expected = (epoch + 1, 0) if done == per_epoch else (epoch, done)
     assert (found["epoch"], found["step_in_epoch"]) == expected or (
         epoch == 0 and done == per_epoch and (found["epoch"], found["step_in_epoch"]) == (1, 0)
@@ -154,7 +154,7 @@ def test_the_position_is_found_for_every_length_and_accumulation(
 
 def test_a_position_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(DamagedError, match="cannot be at epoch"):
-        position(TrainerState(global_step=2, epoch=5.5))
+        derive_position(TrainerState(global_step=2, epoch=5.5))
 
 
 # ----------------------------------------------------------------------------------- names without the model's class
@@ -206,10 +206,10 @@ def test_names_are_dealt_in_order_or_not_at_all() -> None:
         return "bias" not in name
 
     slots = [[Slot(0, (3,)), Slot(1, (3,))], [Slot(2, (3,)), Slot(3, (3,))]]
-    assert derived(weights, slots, in_order=True, decays=decays) == [["a", "c"], ["b.bias", "d.bias"]]
+    assert derive_names(weights, slots, in_order=True, decays=decays) == [["a", "c"], ["b.bias", "d.bias"]]
     for in_order, places in ((False, slots), (True, [slots[0], slots[1][:1]]), (True, [[Slot(0, (4,))], []])):
         with pytest.raises(ConfigError, match="cannot be told"):
-            derived(weights, places, in_order=in_order, decays=decays)
+            derive_names(weights, places, in_order=in_order, decays=decays)
 
 
 # ---------------------------------------------------------------------------------------------- other kinds of folder
@@ -303,7 +303,7 @@ def test_every_ranks_random_state_and_the_scaler_are_taken_over(small: tuple[Pat
     import_here(source, tmp_path / "ours")
     loaded = load_checkpoint(Store.open(tmp_path / "ours"), "checkpoint-6", SingleProcess())
     assert loaded.world_size == 3
-    assert [loaded.rng(rank)["python"][2] for rank in range(3)] == [0.0, 1.0, 2.0]
+    assert [loaded.read_rng(rank)["python"][2] for rank in range(3)] == [0.0, 1.0, 2.0]
     assert loaded.scaler is not None
     assert loaded.scaler["_growth_tracker"] == 3
 

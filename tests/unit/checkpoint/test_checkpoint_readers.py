@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import save_untrained, steps
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good, rotate
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.commit import COMMIT
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.locks import readers as module
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.readers import reading, withdraw_unread
+from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
 
 
@@ -25,11 +25,11 @@ def test_several_may_read_at_once(tmp_path: Path) -> None:
     root = Store.open(tmp_path)
     save_untrained(root, 1)
     folder = root.child("checkpoint-1")
-    with reading(folder):
-        with reading(folder):
-            assert len(module.readers(folder)) == 2
-        assert not withdraw_unread(folder)
-    assert withdraw_unread(folder)
+    with protect_from_removal(folder):
+        with protect_from_removal(folder):
+            assert len(module.list_readers(folder)) == 2
+        assert not withdraw_if_unread(folder)
+    assert withdraw_if_unread(folder)
     assert root.children() == []
 
 
@@ -43,7 +43,7 @@ def test_a_mark_from_another_machine_counts_for_an_hour(minutes: int | None, cou
     mark = replace(Holder.this_process(module.TTL_S), machine="elsewhere", since=since)
     root.write_bytes("checkpoint-1/READING-1.json", mark.to_bytes())
     root.write_bytes("checkpoint-1/READING-2.json", b"torn")
-    assert withdraw_unread(root.child("checkpoint-1")) is not counts
+    assert withdraw_if_unread(root.child("checkpoint-1")) is not counts
 
 
 def test_a_long_reader_renews_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_long_reader_renews_its_mark(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "RENEW_S", 0.02)
     names: set[str] = set()
     enough = threading.Event()
-    with reading(folder):
+    with protect_from_removal(folder):
         while len(names) < 3 and not enough.wait(0.005):
             now = {name for name in folder.children() if name.startswith("READING")}
             assert now, "a moment without a mark"
@@ -67,9 +67,9 @@ def test_where_nothing_can_be_written_reading_works_all_the_same(faulty_url: str
     root = Store.open(faulty_url)
     save_untrained(root, 1)
     FAULTS.plan(1)
-    with reading(root.child("checkpoint-1")):
+    with protect_from_removal(root.child("checkpoint-1")):
         FAULTS.plan(None)
-        load_checkpoint(root, "checkpoint-1", SingleProcess()).model()
+        load_checkpoint(root, "checkpoint-1", SingleProcess()).read_model()
 
 
 # ------------------------------------------------------------------------------------------------------- what is needed
@@ -86,8 +86,8 @@ def test_a_flipped_bit_in_the_newest_does_not_cost_the_newest_good_one(tmp_path:
     for step in (1, 2, 3):
         save_untrained(root, step)
     flip(tmp_path / "checkpoint-3" / "model.safetensors")
-    assert rotate(root, keep=1, protect=()) == ["checkpoint-1"]
-    found = newest_good(root, on_damage=lambda _: None)
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1"]
+    found = find_newest_intact(root, on_damage=lambda _: None)
     assert found is not None
     assert found.step == 2
 
@@ -98,7 +98,7 @@ def test_one_just_written_is_known_by_its_writing(tmp_path: Path, monkeypatch: p
         save_untrained(root, step)
     read: list[str] = []
     monkeypatch.setattr(Store, "digest", lambda self, rel: read.append(rel))
-    assert rotate(root, keep=1, protect=(), just_written="checkpoint-2") == ["checkpoint-1"]
+    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-2") == ["checkpoint-1"]
     assert read == []
 
 
@@ -107,7 +107,7 @@ def test_its_sizes_are_looked_at_all_the_same(tmp_path: Path) -> None:
     for step in (1, 2):
         save_untrained(root, step)
     (tmp_path / "checkpoint-2" / "optimizer.safetensors").write_bytes(b"")
-    assert rotate(root, keep=1, protect=(), just_written="checkpoint-2") == []
+    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-2") == []
     assert steps(root) == [2, 1]
 
 
@@ -118,14 +118,14 @@ def test_models_alone_do_not_cost_the_newest_that_can_be_resumed(tmp_path: Path)
     save_untrained(root, 2)
     for step in (3, 4, 5):
         save_untrained(root, step, **alone)
-    assert rotate(root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     assert steps(root) == [5, 2]
-    assert newest_good(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
-    resumable = newest_good(root, on_damage=pytest.fail, resumable=True)
+    assert find_newest_intact(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
+    resumable = find_newest_intact(root, on_damage=pytest.fail, resumable=True)
     assert resumable is not None
     assert resumable.step == 2
     save_untrained(root, 6)
-    assert rotate(root, keep=1, protect=()) == ["checkpoint-2", "checkpoint-5"]
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2", "checkpoint-5"]
 
 
 def test_the_commit_is_there_or_nothing_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.checkpoints import Net, untrained
 from trainer_lib.checkpoint.background import BackgroundSaver
-from trainer_lib.checkpoint.staging import HostCopy, freeze, size_of
+from trainer_lib.checkpoint.staging import HostCopy, bytes_to_copy, freeze_snapshot
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, OutOfMemoryError
 from trainer_lib.storage import Store
@@ -32,7 +32,7 @@ def test_values_are_kept_whatever_happens_to_the_tensors() -> None:
         "learned": torch.nn.Parameter(torch.ones(2)),
     }
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
-    taken = memory.take(live)
+    taken = memory.copy_tensors(live)
     for tensor in live.values():
         tensor.detach().fill_(1) if tensor.dtype == torch.bool else tensor.detach().zero_()
     for name, tensor in taken.items():
@@ -42,22 +42,22 @@ def test_values_are_kept_whatever_happens_to_the_tensors() -> None:
 
 def test_tied_weights_stay_one() -> None:
     net = Net()
-    taken = HostCopy().take(net.state_dict())
+    taken = HostCopy().copy_tensors(net.state_dict())
     assert taken["embed.weight"].data_ptr() == taken["head.weight"].data_ptr()
     assert taken["norm.weight"].data_ptr() != taken["norm.bias"].data_ptr()
 
 
 def test_the_memory_is_one_copy_and_is_used_again() -> None:
     memory = HostCopy()
-    first = memory.take({"a": torch.ones(1000), "b": torch.ones(500)})
+    first = memory.copy_tensors({"a": torch.ones(1000), "b": torch.ones(500)})
     size, where = memory.size, first["a"].data_ptr()
-    assert size == size_of([torch.ones(1000), torch.ones(500)]) < 6200
-    assert memory.take({"a": torch.zeros(1000), "b": torch.ones(500)})["a"].data_ptr() == where
+    assert size == bytes_to_copy([torch.ones(1000), torch.ones(500)]) < 6200
+    assert memory.copy_tensors({"a": torch.zeros(1000), "b": torch.ones(500)})["a"].data_ptr() == where
     assert first["a"].sum() == 0  # the same memory: the earlier copy is no more
-    memory.take({"a": torch.ones(10)})
+    memory.copy_tensors({"a": torch.ones(10)})
     assert memory.size == size
-    memory.take({"a": torch.ones(2000)})
-    assert memory.size == size_of([torch.ones(2000)])
+    memory.copy_tensors({"a": torch.ones(2000)})
+    assert memory.size == bytes_to_copy([torch.ones(2000)])
     memory.close()
     assert memory.size == 0
 
@@ -68,7 +68,7 @@ def test_memory_can_be_had_beforehand() -> None:
     assert memory.size == 4096
     memory.reserve(64)  # there is enough
     assert memory.size == 4096
-    assert memory.take({"a": torch.ones(8)})["a"].sum() == 8
+    assert memory.copy_tensors({"a": torch.ones(8)})["a"].sum() == 8
 
 
 def test_more_than_there_is_is_an_error_that_says_how_much() -> None:
@@ -76,15 +76,15 @@ def test_more_than_there_is_is_an_error_that_says_how_much() -> None:
     memory.reserve(2**60)
     huge = torch.empty(1).expand(2**58)
     with pytest.raises(OutOfMemoryError, match=rf"no {2**60:,} bytes free.*save_async=False"):
-        memory.take({"a": huge})
-    assert memory.take({"a": torch.ones(2)})["a"].sum() == 2  # the next may fit
+        memory.copy_tensors({"a": huge})
+    assert memory.copy_tensors({"a": torch.ones(2)})["a"].sum() == 2  # the next may fit
 
 
 def test_the_rest_of_a_snapshot_is_kept_too() -> None:
     live = untrained(2)
     live.data, live.trainer_state = {"source": {"at": [1]}}, {"log_history": [{"loss": 1.0}]}
     live.scheduler = {"base_lrs": [0.1], "betas": (0.9, 0.99)}
-    frozen = freeze(live, 0, HostCopy())
+    frozen = freeze_snapshot(live, 0, HostCopy())
     live.data["source"]["at"].append(2)
     live.trainer_state["log_history"].append({"loss": 2.0})
     live.scheduler["base_lrs"].append(0.2)
@@ -96,7 +96,7 @@ def test_the_rest_of_a_snapshot_is_kept_too() -> None:
 def test_a_rank_keeps_what_it_writes() -> None:
     memory = HostCopy()
     live = untrained(2)
-    other = freeze(live, 1, memory)
+    other = freeze_snapshot(live, 1, memory)
     assert (other.rng, other.step, memory.size) == (live.rng, 2, 0)
     assert other.optimizer is None and not other.model
 
@@ -105,8 +105,8 @@ def test_what_cannot_be_written_is_refused_before_anything_runs_in_the_backgroun
     comm = SingleProcess()
     saver = BackgroundSaver(comm, comm, timeout_s=1)
     with pytest.raises(ConfigError, match=r"data\.json: It cannot be written as JSON"):
-        saver.start(Store.open(tmp_path), replace(untrained(2), data={"x": object()}), then=lambda: None)
-    assert not saver.busy
+        saver.start(Store.open(tmp_path), replace(untrained(2), data={"x": object()}), after_commit=lambda: None)
+    assert not saver.is_busy
     assert list(tmp_path.iterdir()) == []
 
 
@@ -117,9 +117,9 @@ def test_whatever_ends_the_thread_is_the_callers(tmp_path: Path, monkeypatch: py
     def fail() -> None:
         raise SystemExit(3)
 
-    saver.start(Store.open(tmp_path), untrained(2), then=fail)
+    saver.start(Store.open(tmp_path), untrained(2), after_commit=fail)
     with pytest.raises(SystemExit):
         saver.finish()
-    assert not saver.busy
+    assert not saver.is_busy
     with pytest.raises(RuntimeError, match="No save is under way"):
         saver.finish()

@@ -11,9 +11,10 @@ import pytest
 
 from tests.support.checkpoints import no_damage, save, snapshot
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.catalogue import WRITING, list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import CodeError, LeaseLostError, StorageError, TrainflowError
+from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -33,7 +34,7 @@ def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(writer, "_write_shared", meanwhile)
     info = save(root, 2)
     assert len(errors) == 1
-    assert newest_good(root, on_damage=no_damage) == info
+    assert find_newest_intact(root, on_damage=no_damage) == info
 
 
 def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.publishing import digits_content
-from trainer_lib.commit import read_commit, verify
+from trainer_lib.commit import read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Published
 from trainer_lib.hub.folder import FolderHub
@@ -29,7 +29,7 @@ def test_a_revision_is_a_committed_folder_with_every_file(tmp_path: Path, target
     store = Store.open(done.url)
     commit = read_commit(store, kind="published")
     assert commit is not None
-    assert verify(store, commit) == []
+    assert verify_files(store, commit) == []
     assert commit.content_digest == content.digest == done.content_digest
     assert (Path(done.url) / "README.md").read_bytes() == b"# Digits\n"
     assert commit.meta["lineage"] == dict(content.lineage)
@@ -85,7 +85,7 @@ def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target:
     for thread in threads:
         thread.join()
     assert sorted(one.revision[:5] for one in done) == ["00001", "00002"]
-    assert all(not verify(revision.store, revision.commit) for revision in FolderHub(target).revisions())
+    assert all(not verify_files(revision.store, revision.commit) for revision in FolderHub(target).revisions())
 
 
 def test_a_source_that_changed_is_not_published(tmp_path: Path, target: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.faulty import Faults
 from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import StorageError
-from trainer_lib.locks.lease import Holder, acquire
+from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.storage import Store
 
 
@@ -22,7 +22,7 @@ def lease_files(store: Store) -> list[str]:
 
 def test_a_waiting_process_does_not_repeat_work_that_got_done(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
-    first = acquire(store)
+    first = acquire_lease(store)
     assert first is not None
     waiting = threading.Event()
 
@@ -38,21 +38,21 @@ def test_a_waiting_process_does_not_repeat_work_that_got_done(tmp_path: Path) ->
         waiting.set()
         return lease_files(store)[0].startswith("00000002") and store.exists("result")
 
-    assert acquire(store, wait=done, poll_s=0.01) is None
+    assert acquire_lease(store, wait=done, poll_s=0.01) is None
     timer.join()
 
 
 def test_a_long_beat_keeps_the_lease_alive(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
     until = time.monotonic() + 1.5
-    with acquire(store, ttl_s=0.4) as lease:  # type: ignore[union-attr]
-        assert acquire(store, wait=lambda: time.monotonic() > until, poll_s=0.02) is None
-        lease.check()
+    with acquire_lease(store, ttl_s=0.4) as lease:  # type: ignore[union-attr]
+        assert acquire_lease(store, wait=lambda: time.monotonic() > until, poll_s=0.02) is None
+        lease.ensure_held()
 
 
 def test_a_holder_learns_from_its_beat_that_it_lost(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
-    lease = acquire(store, ttl_s=0.15)
+    lease = acquire_lease(store, ttl_s=0.15)
     assert lease is not None
     store.create("lease/00000002.json", Holder.this_process(30).to_bytes())
     lease._thread.join(timeout=10)
@@ -66,7 +66,7 @@ def test_a_holder_elsewhere_is_given_its_own_time(tmp_path: Path) -> None:
     record = json.loads(Holder.this_process(0.5).to_bytes()) | {"machine": "another-host", "pid": 1}
     store.write_bytes("lease/00000007.json", json.dumps(record).encode())
     began = time.monotonic()
-    with acquire(store, ttl_s=1000, poll_s=0.02) as lease:  # type: ignore[union-attr]
+    with acquire_lease(store, ttl_s=1000, poll_s=0.02) as lease:  # type: ignore[union-attr]
         assert 0.5 <= time.monotonic() - began < 30
         assert lease.epoch == 8
 
@@ -75,7 +75,7 @@ def test_a_holder_elsewhere_is_given_its_own_time(tmp_path: Path) -> None:
 def test_an_unreadable_record_is_waited_out(record: bytes, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
     store.write_bytes("lease/00000001.json", record)
-    with acquire(store, ttl_s=0.1, poll_s=0.02) as lease:  # type: ignore[union-attr]
+    with acquire_lease(store, ttl_s=0.1, poll_s=0.02) as lease:  # type: ignore[union-attr]
         assert lease.epoch == 2
 
 
@@ -85,9 +85,9 @@ def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
     from trainer_lib.locks import lease as module
 
     store = Store.open(tmp_path / "s")
-    with acquire(store), acquire(store.child("other")):  # type: ignore[union-attr]
+    with acquire_lease(store), acquire_lease(store.child("other")):  # type: ignore[union-attr]
         store.write_bytes("lease/00000005.json", Holder.this_process(30).to_bytes())
-        assert module._take(store.child("lease"), 4, 30) is None
+        assert module._take_epoch(store.child("lease"), 4, 30) is None
     assert "00000004.json" not in lease_files(store)
 
 
@@ -97,7 +97,7 @@ def test_of_threads_that_race_one_holds_at_a_time(memory_url: str) -> None:
 
     def work() -> None:
         for _ in range(5):
-            with acquire(Store.open(memory_url), poll_s=0.005):  # type: ignore[union-attr]
+            with acquire_lease(Store.open(memory_url), poll_s=0.005):  # type: ignore[union-attr]
                 inside.append(1)
                 assert len(inside) == 1
                 inside.pop()
@@ -116,15 +116,15 @@ def test_a_store_that_fails_while_taking_does_not_block_the_next_try(
 ) -> None:
     store = Store.open(faulty_url)
     faults.plan(None)
-    with acquire(store):  # type: ignore[union-attr]
+    with acquire_lease(store):  # type: ignore[union-attr]
         taking = faults.count
     store.delete_tree()
     for at in range(1, taking + 1):
         faults.plan(at, kind)  # type: ignore[arg-type]
         try:
-            lease = acquire(store, ttl_s=1000, poll_s=1000)
+            lease = acquire_lease(store, ttl_s=1000, poll_s=1000)
         except StorageError:
-            lease = acquire(store, ttl_s=1000, poll_s=1000)
+            lease = acquire_lease(store, ttl_s=1000, poll_s=1000)
         assert lease is not None
         lease.release()
         faults.plan(None)
@@ -132,10 +132,10 @@ def test_a_store_that_fails_while_taking_does_not_block_the_next_try(
 
 def test_when_the_store_cannot_be_asked_nothing_may_be_committed(faulty_url: str, faults: Faults) -> None:
     store = Store.open(faulty_url)
-    with acquire(store) as lease:  # type: ignore[union-attr]
+    with acquire_lease(store) as lease:  # type: ignore[union-attr]
         store.write_bytes("x", b"1")
         faults.plan(1)
         with pytest.raises(StorageError):
-            write_commit(store, "stage", [], {}, guard=lease.check)
+            write_commit(store, "stage", [], {}, guard=lease.ensure_held)
         faults.plan(None)
         assert read_commit(store) is None

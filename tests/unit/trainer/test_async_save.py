@@ -17,7 +17,7 @@ from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import TrainerCallback
-from trainer_lib.checkpoint.catalogue import list_checkpoints, newest_good
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.staging import HostCopy
 from trainer_lib.errors import OutOfMemoryError, StorageError, StorageFullError
 from trainer_lib.storage import Store
@@ -180,7 +180,7 @@ def test_a_failed_save_ends_training_with_the_stores_reason(
     faults.plan(None)
     assert note == [2]
     assert reached[-1] == (reached[-1] if save_async else 4) and 4 <= reached[-1] <= 6  # the next boundary, or save
-    found = newest_good(Store.open(faulty_url), on_damage=pytest.fail)
+    found = find_newest_intact(Store.open(faulty_url), on_damage=pytest.fail)
     assert found is not None
     assert found.step == 2
 

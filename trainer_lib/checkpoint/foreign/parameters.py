@@ -34,7 +34,7 @@ class Slot:
         return self.shape is None or self.shape == shape
 
 
-def slots_of(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
+def list_slots(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
     """The places of each group, in order."""
     return [[Slot(number, _shape(state.get(number, {}))) for number in group["params"]] for group in groups]
 
@@ -46,7 +46,7 @@ def _shape(values: Mapping[str, Any]) -> Shape | None:
     return None
 
 
-def chosen(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Shape]) -> Names:
+def choose_names(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Shape]) -> Names:
     """The one candidate that fits the places: as many names in each group, in the shapes that the state has.
 
     Args:
@@ -83,7 +83,7 @@ def _fits(names: Names, slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Sh
     return all(slot.fits(shapes[name]) for slot, name in zip(flat_slots, flat_names, strict=True))
 
 
-def derived(
+def derive_names(
     tensors: Mapping[str, Tensor], slots: Sequence[Sequence[Slot]], *, in_order: bool, decays: Callable[[str], bool]
 ) -> Names:
     """Names for the places without the model, from the weights alone.

@@ -83,7 +83,7 @@ def is_foreign(names: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in _NEVER_OURS)
 
 
-def recognise(store: Store) -> Foreign | None:
+def recognise_folder(store: Store) -> Foreign | None:
     """What a folder is, by the names in it; None when there is nothing that is known. Raises StorageError."""
     names = store.children()
     for kind in _KINDS:

@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer_lib.checkpoint.foreign.recognise import TRANSFORMERS, recognise
-from trainer_lib.checkpoint.foreign.torch_files import read_torch_file, refused
+from trainer_lib.checkpoint.foreign.recognise import TRANSFORMERS, recognise_folder
+from trainer_lib.checkpoint.foreign.torch_files import read_torch_file, refuse_file
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.parsing import parse_json
-from trainer_lib.checkpoint.rng import encode
+from trainer_lib.checkpoint.rng import encode_state
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import to_json
 from trainer_lib.commit import COMMIT
@@ -112,7 +112,7 @@ def read_source(store: Store) -> Source:
     )
 
 
-def position(state: TrainerState) -> dict[str, Any]:
+def derive_position(state: TrainerState) -> dict[str, Any]:
     """Where in the data the run stood: whole epochs, and optimizer steps of the next.
 
     Steps per epoch U were not saved, but ``epoch`` was, to the micro-batch: after k steps of epoch e the global step is
@@ -134,7 +134,7 @@ def position(state: TrainerState) -> dict[str, Any]:
     return {"epoch": whole, "step_in_epoch": done, "samples_seen": 0}
 
 
-def optimizer_snapshot(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> OptimizerSnapshot:
+def convert_optimizer(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> OptimizerSnapshot:
     """An optimizer's ``state_dict()`` by parameter name; groups without parameters are left out.
 
     Args:
@@ -159,7 +159,7 @@ def optimizer_snapshot(optimizer: Mapping[str, Any], names: Sequence[Sequence[st
     return OptimizerSnapshot(tensors, groups, {"state": state})
 
 
-def scheduler_state(scheduler: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def convert_scheduler(scheduler: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
     """A schedule's ``state_dict()`` for the groups that have parameters; functions are made anew, not restored."""
     kept = [place for place, called in enumerate(names) if called]
     state = {}
@@ -178,7 +178,7 @@ def _check_kind(store: Store) -> set[str]:
     """Names of the folder's files, once it is sure that it is what can be imported."""
     if store.exists(COMMIT):
         raise _not_this(store, "It is trainflow's own already.", "Resume from it, or copy the folder.")
-    known = recognise(store)
+    known = recognise_folder(store)
     if known is None or known.kind != TRANSFORMERS:
         what = f"There is {known.what}" if known else "There is no checkpoint"
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
@@ -218,13 +218,13 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
     try:
         record = parse_json(data)
     except ValueError as error:
-        raise refused(where, f"it is not JSON ({str(error)[:80]})") from error
+        raise refuse_file(where, f"it is not JSON ({str(error)[:80]})") from error
     return _mapping(record, where)
 
 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise refused(where, "it holds no dictionary")
+        raise refuse_file(where, "it holds no dictionary")
     return value
 
 
@@ -248,7 +248,7 @@ def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
     where = f"{store.url}/{name}"
     tensors = _mapping(read_torch_file(store, name), where)
     if not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise refused(where, "it holds more than tensors")
+        raise refuse_file(where, "it holds more than tensors")
     return tensors
 
 
@@ -257,16 +257,16 @@ def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, T
     weight_map = _mapping(_object(_read(store, index), where).get("weight_map"), where)
     for shard in weight_map.values():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
-            raise refused(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
+            raise refuse_file(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
     shards = list(dict.fromkeys(weight_map.values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         for name, tensor in _read_tensors(store, shard).items():
             if weight_map.get(name) != shard:
-                raise refused(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")
+                raise refuse_file(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")
             tensors[name] = tensor
     if missing := sorted(weight_map.keys() - tensors.keys()):
-        raise refused(where, f"no file holds {missing[0][:80]!r}, which it lists")
+        raise refuse_file(where, f"no file holds {missing[0][:80]!r}, which it lists")
     return tensors, {index, *shards}
 
 
@@ -277,17 +277,17 @@ def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
     """An optimizer's ``state_dict()``, parameters numbered from 0 through its groups."""
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
-        raise refused(where, "it holds no optimizer's state")
+        raise refuse_file(where, "it holds no optimizer's state")
     numbers: list[Any] = []
     for group in groups:
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, list):
-            raise refused(where, "a group in it names no parameters")
+            raise refuse_file(where, "a group in it names no parameters")
         numbers += members
     if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
-        raise refused(where, "it does not number its parameters from 0 on")
+        raise refuse_file(where, "it does not number its parameters from 0 on")
     if not all(type(number) is int and isinstance(values, dict) for number, values in state.items()):
-        raise refused(where, "its state is not by parameter")
+        raise refuse_file(where, "its state is not by parameter")
     return optimizer
 
 
@@ -308,11 +308,11 @@ def _rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
         state: dict[str, Any] = {
             "python": [version, list(words), gauss],
             "numpy": [str(kind), keys.tolist(), int(place), int(has_gauss), float(cached)],
-            "torch": encode(saved["cpu"]),
+            "torch": encode_state(saved["cpu"]),
         }
         if "cuda" in saved:
             devices = saved["cuda"] if isinstance(saved["cuda"], list) else [saved["cuda"]]
-            state["cuda"] = encode(devices[rank % len(devices)])
+            state["cuda"] = encode_state(devices[rank % len(devices)])
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
-        raise refused(where, f"it holds no random states ({type(error).__name__}: {error})") from error
+        raise refuse_file(where, f"it holds no random states ({type(error).__name__}: {error})") from error
     return state

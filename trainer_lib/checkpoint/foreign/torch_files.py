@@ -64,7 +64,7 @@ def read_torch_file(store: Store, rel: str) -> Any:
     with store.open_read(rel) as stream:
         try:
             if size < _SMALLEST or not zipfile.is_zipfile(stream):
-                raise refused(where, "it is no ZIP archive, as torch writes since version 1.6")
+                raise refuse_file(where, "it is no ZIP archive, as torch writes since version 1.6")
             stream.seek(0)
             with zipfile.ZipFile(stream) as archive:
                 program = _program(archive, size, where)
@@ -74,15 +74,15 @@ def read_torch_file(store: Store, rel: str) -> Any:
         except StorageError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
                 raise
-            raise refused(where, "its records lie outside of it") from error
+            raise refuse_file(where, "its records lie outside of it") from error
         except MemoryError:
-            raise refused(where, "it asks for more memory than there is") from None
+            raise refuse_file(where, "it asks for more memory than there is") from None
         except Exception as error:  # the many ways in which an archive or a program can be wrong
             reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-            raise refused(where, f"it cannot be read ({reason})") from error
+            raise refuse_file(where, f"it cannot be read ({reason})") from error
 
 
-def refused(where: str, reason: str) -> DamagedError:
+def refuse_file(where: str, reason: str) -> DamagedError:
     """The failure for a file that cannot be imported."""
     return DamagedError(
         f"The file is refused: {reason}.",
@@ -96,14 +96,14 @@ def _program(archive: zipfile.ZipFile, size: int, where: str) -> zipfile.ZipInfo
     records = archive.infolist()
     programs = [record for record in records if record.filename.rpartition("/")[2] == "data.pkl"]
     if len(records) > _RECORDS or len({each.filename for each in records}) != len(records) or len(programs) != 1:
-        raise refused(where, "its records are not those of torch.save")
+        raise refuse_file(where, "its records are not those of torch.save")
     if any(record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 for record in records):
-        raise refused(where, "it is compressed, which torch never does")
+        raise refuse_file(where, "it is compressed, which torch never does")
     if sum(record.file_size for record in records) > size or programs[0].file_size > _PROGRAM_LIMIT:
-        raise refused(where, "it would unpack to more than it is")
+        raise refuse_file(where, "it would unpack to more than it is")
     order = programs[0].filename.removesuffix("data.pkl") + "byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
-        raise refused(where, "it was written on a big-endian machine")
+        raise refuse_file(where, "it was written on a big-endian machine")
     return programs[0]
 
 
@@ -142,9 +142,11 @@ class _Interpreter:
                 return self.stack.pop()
             action = _ACTIONS.get(opcode.name)
             if action is None:
-                raise refused(self.where, f"its program has the instruction {opcode.name}, which torch.save never uses")
+                raise refuse_file(
+                    self.where, f"its program has the instruction {opcode.name}, which torch.save never uses"
+                )
             action(self, argument)
-        raise refused(self.where, "its program has no end")
+        raise refuse_file(self.where, "its program has no end")
 
     def push(self, value: Any) -> None:
         """Put a value on the stack."""
@@ -169,7 +171,9 @@ class _Interpreter:
         """GLOBAL: what would be imported is only noted, if it is known at all."""
         known = text in _CALLS or text.startswith("torch ") or text in ("numpy ndarray", "torch.storage UntypedStorage")
         if not known:
-            raise refused(self.where, f"loading it would import {text.replace(' ', '.')[:80]!r}, which can run code")
+            raise refuse_file(
+                self.where, f"loading it would import {text.replace(' ', '.')[:80]!r}, which can run code"
+            )
         self.push(_Word(text))
 
     def call(self) -> None:
@@ -178,7 +182,7 @@ class _Interpreter:
         make = _CALLS.get(function.text) if isinstance(function, _Word) else None
         if make is None:
             named = function.text.replace(" ", ".") if isinstance(function, _Word) else type(function).__name__
-            raise refused(self.where, f"loading it would call {named[:80]!r}, which can run code")
+            raise refuse_file(self.where, f"loading it would call {named[:80]!r}, which can run code")
         self.push(make(*arguments))
 
     def build(self) -> None:
@@ -188,7 +192,7 @@ class _Interpreter:
         if isinstance(target, _Made):
             target.state = state
         elif not isinstance(target, dict):
-            raise refused(self.where, f"loading it would set the state of a {type(target).__name__}")
+            raise refuse_file(self.where, f"loading it would set the state of a {type(target).__name__}")
 
     def storage(self) -> None:
         """BINPERSID: the bytes of a storage, as a flat tensor."""
@@ -320,7 +324,7 @@ class _Plain:
         """A plain copy. DamagedError when it is too large, too deep, or something else."""
         self._left -= 1
         if self._left < 0 or depth > _DEPTH:
-            raise refused(self._where, f"it holds more than {_VALUES:,} values, or nests them deeper than {_DEPTH}")
+            raise refuse_file(self._where, f"it holds more than {_VALUES:,} values, or nests them deeper than {_DEPTH}")
         if value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor):
             return value
         if isinstance(value, _Made) and value.kind == "array":
@@ -330,4 +334,4 @@ class _Plain:
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
             return {key: self.value(item, depth + 1) for key, item in value.items()}
-        raise refused(self._where, f"it holds a {type(value).__name__.strip('_')}")
+        raise refuse_file(self._where, f"it holds a {type(value).__name__.strip('_')}")

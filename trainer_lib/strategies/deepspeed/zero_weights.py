@@ -68,7 +68,7 @@ class ZeroWeights(SingleStrategy):
         found = {same[0]: next((name for name in same if name in state), None) for same in names.values()}
         known = {first: name for first, name in found.items() if name is not None}
         missing = [name for name in own if found[names[id(own[name])][0]] is None and name not in keep]
-        reshaped = [name for first, name in known.items() if sharding.spec(state, name)[1] != _shape(own[first])]
+        reshaped = [name for first, name in known.items() if sharding.read_spec(state, name)[1] != _shape(own[first])]
         refuse_others(missing, state.keys() - own.keys(), reshaped)
         self._masters = {}
         for first, name in known.items():

@@ -165,15 +165,15 @@ class FsdpStrategy(SingleStrategy):
 
     def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
         """The first rank's parameters and buffers, one at a time."""
-        specs = self.comm.broadcast_json(sharding.specs_of(first))
-        source = sharding.FromFirst(first, specs, self.comm.rank)
+        specs = self.comm.broadcast_json(sharding.describe_tensors(first))
+        source = sharding.BroadcastTensors(first, specs, self.comm.rank)
         with torch.no_grad():
             for name, tensor in all_tensors(model).items():
                 if name not in specs:
                     raise ConfigError(
                         f"The first process's model has no {name}.", field="model", remedy="Build the same everywhere."
                     )
-                sharding.fill(tensor, source, name)
+                sharding.fill_rows(tensor, source, name)
 
     def _order_gathering(self, model: nn.Module, parts: list[nn.Module]) -> None:
         """Which part is gathered while which one computes. torch prefetches in the backward, and not in the forward."""
@@ -293,7 +293,7 @@ class FsdpStrategy(SingleStrategy):
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Whole on the first rank, gathered when asked for."""
-        return sharding.Gathered(tensors, keep=self.comm.rank == 0)
+        return sharding.GatheredTensors(tensors, keep=self.comm.rank == 0)
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Divided where every rank writes its own part, else whole on the first rank. Collective."""
@@ -310,12 +310,13 @@ class FsdpStrategy(SingleStrategy):
         }
         missing = [name for name, found in given.items() if found is None and name not in keep]
         found = {name: other for name, other in given.items() if other is not None}
-        reshaped = [name for name, other in found.items() if sharding.spec(state, other)[1] != tuple(own[name].shape)]
+        shapes = {name: sharding.read_spec(state, other)[1] for name, other in found.items()}
+        reshaped = [name for name, shape in shapes.items() if shape != tuple(own[name].shape)]
         refuse_others(missing, state.keys() - own.keys(), reshaped)
         with torch.no_grad():
             for same in names.values():
                 if same[0] in found:
-                    sharding.fill(own[same[0]], state, found[same[0]])
+                    sharding.fill_rows(own[same[0]], state, found[same[0]])
 
     def describe(self) -> dict[str, Any]:
         """Name and mode."""

@@ -1,0 +1,85 @@
+"""The names of a checkpoint's folder and of every file in it. No torch here.
+
+::
+
+    checkpoint-<step>/
+        model.safetensors        weights and buffers; any safetensors reader loads it
+        optimizer.safetensors    the optimizer's tensors, named <parameter>/<key>
+        optimizer.json           its groups and everything that is not a tensor, by parameter name
+        scheduler.json           the learning-rate schedule, if there is one
+        scaler.json              the loss scaler of fp16, if there is one
+        data.json                the position in the training data
+        trainer_state.json       counters, log history, best metric, callbacks' states
+        training_args.json       the arguments, secrets removed
+        rng/rank-00000.json      random states, one file per rank
+        extra/rank-00000.safetensors    tensors of callbacks and of `past_index`, if there are any
+        shards/rank-00000.safetensors   of a sharded model, in place of the two .safetensors files above: the rows of
+        shards.json                     both that this rank holds, and an index over the rows of all ranks
+        config.json, ...         files that make the model usable elsewhere
+        COMMIT.json              written last: the checkpoint exists from here on
+
+    While a process writes the folder it also holds WRITING.json (`locks.claim`); a damaged checkpoint that was set
+    aside holds DAMAGED.json in place of COMMIT.json.
+"""
+
+from __future__ import annotations
+
+import re
+
+from trainer_lib.commit import COMMIT
+from trainer_lib.locks.claim import is_claim
+
+KIND = "checkpoint"
+"""The kind that the folder's commit file states."""
+
+MODEL = "model.safetensors"
+OPTIMIZER_TENSORS = "optimizer.safetensors"
+OPTIMIZER = "optimizer.json"
+"""Only a checkpoint that training can resume from has this file; one that holds a model alone does not."""
+SCHEDULER = "scheduler.json"
+SCALER = "scaler.json"
+DATA = "data.json"
+TRAINER_STATE = "trainer_state.json"
+TRAINING_ARGS = "training_args.json"
+SHARD_INDEX = "shards.json"
+DAMAGED = "DAMAGED.json"
+
+_OWN_FILES = frozenset(
+    {
+        *(MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS),
+        *(SHARD_INDEX, COMMIT, DAMAGED),
+    }
+)
+_OWN_FOLDERS = ("rng/", "extra/", "shards/")
+_FOLDER_NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder name of the checkpoint of an optimizer step."""
+    return f"checkpoint-{step}"
+
+
+def parse_step(name: str) -> int | None:
+    """The optimizer step in a folder name; None when the name is not a checkpoint's."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def rng_file(rank: int) -> str:
+    """The file of a rank's random states."""
+    return f"rng/rank-{rank:05d}.json"
+
+
+def extra_file(rank: int) -> str:
+    """The file of a rank's tensors that are neither the model's nor the optimizer's."""
+    return f"extra/rank-{rank:05d}.safetensors"
+
+
+def shard_file(rank: int) -> str:
+    """The file of the rows that a rank holds of a sharded model and its optimizer."""
+    return f"shards/rank-{rank:05d}.safetensors"
+
+
+def is_own_file(path: str) -> bool:
+    """Whether the format uses a path inside the folder itself, so that no further file may have it."""
+    return path in _OWN_FILES or is_claim(path) or path.startswith(_OWN_FOLDERS)
