@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import yaml
-
 from flows.report import render_report
 from flows.results import STAGES, PipelineResult, StageOutcome, Status, stage_name
 from flows.spec import checks as _checks
@@ -32,6 +30,7 @@ from tasks.stage import progress as _progress
 from tasks.stage.closure import closure, find_root
 from trainer_lib.errors import ConfigError, Interrupted, StorageError, TrainflowError
 from trainer_lib.storage import Store
+from trainer_lib.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -340,7 +339,7 @@ class Run:
     def _keep_sources(self) -> None:
         """The spec and the recipe's files as they were, so that another machine can do the same."""
         spec = self.spec.model_dump(mode="json")
-        self.folder.write_bytes("spec.yaml", yaml.safe_dump(spec, sort_keys=False, allow_unicode=True).encode())
+        self.folder.write_bytes("spec.yaml", dump_yaml(spec).encode())
         recipes = {self.spec.recipe, *(c.recipe for c in _configs(self.spec) if c.recipe)}
         root = Path(self.spec.root or ".")
         for recipe in sorted(recipes):

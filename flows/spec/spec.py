@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from flows.spec import checks as _checks
-from flows.spec import yaml as _yaml
+from flows.spec.spec_file import parse_override_value, read_spec_file
 from tasks.configs import (
     EvaluateConfig,
     PredictConfig,
@@ -121,7 +121,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> PipelineSpec:
         ConfigError: anything wrong with the file, a key, a value, or what they point at. Nothing was started.
     """
     path = Path(path)
-    raw, lines = _yaml.read_file(path)
+    raw, lines = read_spec_file(path)
     overridden = [_override(raw, text) for text in overrides]
     source = _Source(path, lines, frozenset(overridden))
     try:
@@ -176,7 +176,7 @@ def _override(raw: dict[str, Any], text: str) -> str:
             )
         place = inner
     try:
-        place[parts[-1]] = _yaml.parse_value(value_text.strip())
+        place[parts[-1]] = parse_override_value(value_text.strip())
     except ValueError as error:
         raise ConfigError(
             f"Not a value: {error} (on the command line).",

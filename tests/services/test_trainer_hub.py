@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import snapshot_download
 from safetensors.torch import load
 
@@ -23,6 +22,7 @@ from trainer_lib import TrainerCallback
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.trainer.publishing import PublishingMixin
+from trainer_lib.yaml_text import parse_yaml
 
 # huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -48,7 +48,7 @@ def newest(hub: HubServer, repo: str = "org/toy") -> dict[str, bytes]:
 
 
 def head(readme: bytes) -> dict[str, Any]:
-    parsed: dict[str, Any] = yaml.safe_load(readme.decode().split("---\n")[1])
+    parsed: dict[str, Any] = parse_yaml(readme.decode().split("---\n")[1])
     return parsed
 
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import yaml
+from trainer_lib.yaml_text import YamlProblem, parse_yaml
 
 LFS_SUFFIXES = (".safetensors", ".parquet", ".bin")
 LFS_BYTES = 1 << 20
@@ -241,9 +241,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _validate(self, readme: str) -> tuple[int, dict[str, str], bytes]:
         try:
-            head = yaml.safe_load(readme.split("---\n")[1]) if readme.startswith("---\n") else {}
+            head = parse_yaml(readme.split("---\n")[1]) if readme.startswith("---\n") else {}
             assert isinstance(head, dict)
-        except (yaml.YAMLError, IndexError, AssertionError) as error:
+        except (YamlProblem, IndexError, AssertionError) as error:
             return self._json({"errors": [{"message": str(error)}], "warnings": []}, 400)
         return self._json({"errors": [], "warnings": []})
 

@@ -52,7 +52,8 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
     """The mapping in a JSON (`.json`) or YAML (any other suffix) file.
 
     Raises:
-        ConfigError: no such file, not JSON or YAML, or not a mapping of names; `field` says which argument named it.
+        ConfigError: no such file, not JSON or YAML, a key given twice in YAML, or not a mapping of names; `field` says
+            which argument named the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -62,7 +63,7 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
             f"cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
         ) from None
     try:
-        values = json.loads(text) if path.suffix == ".json" else _yaml(text)
+        values = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
     except ValueError as error:
         where = " ".join(str(error).split())
         raise ConfigError(
@@ -78,10 +79,7 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
     return values
 
 
-def _yaml(text: str) -> Any:
-    import yaml
+def _parse_yaml(text: str) -> Any:
+    from trainer_lib.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
 
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    return parse_yaml(text)

@@ -29,6 +29,9 @@ REPORTERS = (
 )
 #: Fields that may be given as a file's name instead of a mapping; the file is read by whoever uses it.
 FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
+#: Mappings that go to a function of another library as they are.
+_FREE_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
+_TRUTH_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 _SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -79,6 +82,8 @@ def normalise(args: ArgumentGroups) -> None:
     """One form for what may be written in several."""
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
+    for name in _FREE_MAPPINGS:
+        setattr(args, name, _with_truth_values(getattr(args, name)))
     args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
     if args.fsdp is True:
         args.fsdp = FSDPOption.FULL_SHARD.value
@@ -97,6 +102,16 @@ def normalise(args: ArgumentGroups) -> None:
             setattr(args, name, int(value))
     if isinstance(args.warmup_steps, float) and args.warmup_steps >= 1:
         args.warmup_steps = coerce(args.warmup_steps, int, field="warmup_steps")
+
+
+def _with_truth_values(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return settings of another library's function with yes, no, on and off as truth values.
+
+    YAML 1.2 reads these words as text, and no type is declared here; the text "no" would count as true.
+    """
+    if settings is None:
+        return None
+    return {key: _TRUTH_WORDS.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
 
 
 def _words(name: str, value: Any, allowed: list[str]) -> list[str]:

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.params import flatten_params
+from trainer_lib.yaml_text import YamlProblem, dump_yaml, parse_yaml
 
 _BOOKKEEPING = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|model_preparation_time)$")
 
@@ -66,7 +65,7 @@ class Card:
 
 def model_card(card: Card) -> str:
     """The README of a model, YAML head included."""
-    head = yaml.safe_dump(_metadata(card), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    head = dump_yaml(_metadata(card))
     parts = [
         f"---\n{head}---",
         f"# {_line(card.title)}",
@@ -215,7 +214,7 @@ def card_metadata(readme: str) -> dict[str, Any]:
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:
-        head = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+        head = parse_yaml(parts[1])
+    except YamlProblem:
         return {}
     return head if isinstance(head, dict) else {}

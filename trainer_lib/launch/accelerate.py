@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.arguments import io, launched
+from trainer_lib.arguments.coerce import coerce
 from trainer_lib.errors import ConfigError
 
 _FIELD = "train.launch.config_file"
@@ -61,7 +62,7 @@ def merged(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") ->
 def variables(config: Mapping[str, Any]) -> dict[str, str]:
     """The variables that `accelerate launch` sets for this configuration, as far as they concern arguments."""
     found = {"ACCELERATE_MIXED_PRECISION": config.get("mixed_precision")}
-    if config.get("use_cpu"):
+    if coerce(config.get("use_cpu") or False, bool, field=f"{_FIELD}: use_cpu"):
         found["ACCELERATE_USE_CPU"] = "true"
     for key, value in (config.get("dynamo_config") or {}).items():
         found[f"ACCELERATE_DYNAMO_{key.removeprefix('dynamo_').upper()}"] = value

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from trainer_lib.arguments import (
 )
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.errors import ConfigError
+from trainer_lib.yaml_text import dump_yaml, parse_yaml
 
 _names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12).filter(
     lambda text: text.lower() not in ("none", "null", "~") and not text.startswith("-")
@@ -71,7 +71,7 @@ def test_json_and_dictionaries(changes: dict[str, Any]) -> None:
 @given(_changes)
 def test_yaml(changes: dict[str, Any]) -> None:
     args = TrainingArguments("out", **changes)
-    assert TrainingArguments.from_dict(yaml.safe_load(yaml.safe_dump(args.to_dict()))) == args
+    assert TrainingArguments.from_dict(parse_yaml(dump_yaml(args.to_dict()))) == args
 
 
 @settings(max_examples=40)
@@ -91,7 +91,7 @@ def test_the_command_line(changes: dict[str, Any]) -> None:
 def test_files(tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments("out", learning_rate=1e-3, predict_with_generate=True)
     (tmp_path / "args.json").write_text(args.to_json_string())
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump(args.to_dict()))
+    (tmp_path / "args.yaml").write_text(dump_yaml(args.to_dict()))
     assert Seq2SeqTrainingArguments.from_file(tmp_path / "args.json") == args
     assert Seq2SeqTrainingArguments.from_file(str(tmp_path / "args.yaml")) == args
 
@@ -99,12 +99,18 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "field_name", "expected"),
     [
-        ("learning_rate: 1e-3", "learning_rate", 1e-3),  # YAML 1.1 reads 1e-3 as text
-        ("eval_strategy: no", "eval_strategy", "no"),  # and a bare no as False
+        ("learning_rate: 1e-3", "learning_rate", 1e-3),
+        ("eval_strategy: no", "eval_strategy", "no"),
         ("save_strategy: no", "save_strategy", "no"),
         ("include_num_input_tokens_seen: no", "include_num_input_tokens_seen", "no"),
         ("include_num_input_tokens_seen: true", "include_num_input_tokens_seen", "all"),
         ('bf16: "true"', "bf16", True),
+        ("bf16: yes", "bf16", True),  # text in YAML 1.2, and a truth value where one is declared
+        ("tf32: off", "tf32", False),
+        ("lr_scheduler_kwargs: {smooth: no, eta: 1e-3}", "lr_scheduler_kwargs", {"smooth": False, "eta": 1e-3}),
+        ("seed: 010", "seed", 10),
+        ("run_name: 2024_01", "run_name", "2024_01"),
+        ("run_name: 12:30", "run_name", "12:30"),
         ('max_steps: "1e3"', "max_steps", 1000),
         ("num_train_epochs: 3", "num_train_epochs", 3.0),
         ("save_steps: 100.0", "save_steps", 100),
@@ -125,7 +131,7 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_files_hold_becomes_what_was_meant(text: str, field_name: str, expected: Any) -> None:
-    value = getattr(TrainingArguments.from_dict({"output_dir": "out", **yaml.safe_load(text)}), field_name)
+    value = getattr(TrainingArguments.from_dict({"output_dir": "out", **parse_yaml(text)}), field_name)
     assert value == expected
     assert type(value) is type(expected) or isinstance(value, str)
 
@@ -262,7 +268,7 @@ def test_mappings_and_files_become_instances(tmp_path: Path) -> None:
     args, model = parser.parse_dict(values)
     assert (args.learning_rate, model.layers) == (1e-2, [3, 4])
     (tmp_path / "v.json").write_text(json.dumps(values))
-    (tmp_path / "v.yaml").write_text(yaml.safe_dump(values))
+    (tmp_path / "v.yaml").write_text(dump_yaml(values))
     assert (
         parser.parse_json_file(tmp_path / "v.json") == parser.parse_yaml_file(str(tmp_path / "v.yaml")) == (args, model)
     )

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import ModelCard
 
 from trainer_lib.hub.card import Card, model_card, tidy_metrics
 from trainer_lib.storage import FileEntry
+from trainer_lib.yaml_text import parse_yaml
 
 CARD = Card(
     title="Handwritten digits",
@@ -32,7 +32,7 @@ CARD = Card(
 
 
 def _head(text: str) -> dict[str, object]:
-    head = yaml.safe_load(text.split("---\n")[1])
+    head = parse_yaml(text.split("---\n")[1])
     assert isinstance(head, dict)
     return head
 

@@ -1,0 +1,79 @@
+"""The text of a spec: YAML or JSON, with the line of each key, so that an error can name it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
+
+MAX_BYTES = 1 << 20
+
+
+def read_spec_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the mapping in a YAML or JSON file, and the line (from 1) of each dotted key.
+
+    Raises:
+        ConfigError: not there, not a file, larger than 1 MiB, not UTF-8, malformed, a repeated key, or not a mapping.
+    """
+    text = _read_text(path)
+    if path.suffix == ".json":
+        data, lines = _load_json(path, text), dict[str, int]()
+    else:
+        data, lines = _load_yaml(path, text)
+    if not isinstance(data, dict):
+        raise ConfigError(
+            "A spec is a mapping of keys to values.", field=str(path), remedy="Start it with 'name:' and 'recipe:'."
+        )
+    return data, lines
+
+
+def parse_override_value(text: str) -> Any:
+    """Return the value of an override: JSON or YAML when it begins with a bracket or a quote, else a YAML scalar.
+
+    Raises:
+        ValueError: brackets or quotes that do not close.
+    """
+    try:
+        return parse_yaml(text) if text[:1] in ("[", "{", '"', "'") else parse_yaml_scalar(text)
+    except YamlProblem as error:
+        raise ValueError(error.problem) from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"Larger than {MAX_BYTES} bytes.", field=str(path), remedy="A spec is a small text file.")
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError("Not UTF-8 text.", field=str(path), remedy="Save it as UTF-8.") from error
+    except OSError as error:
+        reason = {2: "There is no such file.", 21: "A folder, not a file."}.get(error.errno or 0, str(error.strerror))
+        raise ConfigError(reason, field=str(path), remedy="Give the path of a spec (pipeline.yaml).") from error
+
+
+def _load_json(path: Path, text: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in items]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(f"The key '{key}' is given twice.", field=str(path), remedy="Remove one of the two.")
+        return dict(items)
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"Not valid JSON: {error.msg}.", field=f"{path}, line {error.lineno}", remedy="Correct the file."
+        ) from error
+
+
+def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
+    try:
+        data, lines = parse_yaml_with_lines(text)
+    except YamlProblem as error:
+        where = str(path) if error.line is None else f"{path}, line {error.line}"
+        raise ConfigError(f"Not valid YAML: {error.problem}.", field=where, remedy="Correct the file.") from error
+    return ({} if data is None else data), lines
