@@ -33,7 +33,7 @@ ATTRIBUTES = (
     *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled", "deepspeed"),
 )
 #: Public methods of the Trainer that serve other parts of the library, not its users.
-INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "run_trial", "spool_folder", "target_items"}
+INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "spool_folder", "target_items"}
 #: What the documents of all ages have, and the newest class has not.
 OLDER_METHODS = {"prediction_loop", "init_git_repo", "num_tokens"}
 _TITLES = {"batch": "batch and length", "precision": "precision and memory"}

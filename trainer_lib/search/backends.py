@@ -1,4 +1,4 @@
-"""Which library proposes hyperparameters."""
+"""The libraries that propose hyperparameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainer_lib.search.optuna import OptunaSearch
 
 
 def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
-    """The backend of that name; None = optuna. Raises ConfigError for one that is not served."""
+    """The backend of that name; None = optuna. Raises ConfigError for any other name."""
     wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
     if wanted != "optuna":
         known = wanted in ("ray", "wandb", "sigopt")
         remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
         raise ConfigError(
-            "is not served." if known else "is no backend.",
+            "This backend is not supported." if known else "This backend does not exist.",
             field="backend",
             value=wanted,
             remedy=remedy if known else suggestion(wanted, ["optuna"]),

@@ -1,11 +1,11 @@
-"""What a search and the Trainer say to each other; the parts that are the same for every backend.
+"""The interface between a search backend and the Trainer, and the parts that every backend shares.
 
-One trial, as told between the two::
+One trial::
 
-    backend: ask -> hp_space(trial)             on rank 0; its answer goes to all ranks as JSON
-    Trainer: run_trial: arguments set, train, evaluate
-                 every evaluation -> objective -> report -> prune or go on     (decided on rank 0, agreed by all)
-    backend: tell objective, pruned or failed   on rank 0
+    backend: ask -> hp_space(trial)             on rank 0, which broadcasts the values as JSON
+    runner:  run_trial: copy of the arguments, train, evaluate
+                 every evaluation -> objective -> report -> prune or continue     (decided on rank 0, broadcast)
+    backend: record the trial as complete, pruned or failed                       on rank 0
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DIRECTIONS = ("minimize", "maximize")
 _NO_METRIC = ("epoch", "num_input_tokens_seen")
 
 
-class TrialPruned(Exception):  # control flow between Trainer and search; never leaves `hyperparameter_search`
-    """The search has seen enough of this trial; raised on every rank at the same evaluation."""
+class TrialPruned(Exception):  # control flow between the Trainer and a search; never leaves `hyperparameter_search`
+    """The search stops this trial early; raised on every rank at the same evaluation."""
 
 
 @dataclass
 class TrialRun:
-    """One trial on its way through the Trainer.
+    """One trial that the Trainer is to train.
 
     Attributes:
-        name: of its folder below output_dir, and of its run.
-        values: arguments to set, JSON.
-        trial: what `model_init`, `hp_name` and `train` get as the trial.
-        resumed: it goes on in the folder of one that was interrupted.
+        name: of the trial's folder below output_dir, and of its run.
+        values: arguments to set, as JSON values.
+        trial: passed to `model_init`, `hp_name` and `train`.
+        resumed: whether the trial continues an interrupted one, in that one's folder.
         judge: (metrics, optimizer step or None at the end) -> (objective, whether to prune); collective.
     """
 
@@ -50,18 +50,23 @@ class TrialRun:
 
 
 class SearchHooks(Protocol):
-    """The Trainer, as a backend sees it."""
+    """What a backend needs of the Trainer."""
 
-    args: TrainingArguments
-    comm: Communicator
+    @property
+    def args(self) -> TrainingArguments:
+        """The arguments of the present training."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that train together."""
 
     def run_trial(self, run: TrialRun) -> list[float]:
-        """Train once and measure; the objective's values. Raises TrialPruned. Collective."""
+        """Train once; return the objective's values. Raises TrialPruned. Collective."""
 
 
 @dataclass
 class SearchSettings:
-    """What `hyperparameter_search` was asked for. `options` are the backend's own."""
+    """The arguments of `hyperparameter_search`; `options` are passed to the backend."""
 
     hp_space: Callable[[Any], Mapping[str, Any]]
     compute_objective: Callable[[dict[str, float]], float | Sequence[float]]
@@ -75,11 +80,11 @@ class SearchBackend(Protocol):
     """A library that proposes hyperparameters."""
 
     def run(self) -> BestRun | list[BestRun]:
-        """All trials; the best one, or the best ones of several objectives. The same on every rank. Collective."""
+        """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective."""
 
 
 def default_hp_space(trial: Any) -> dict[str, Any]:
-    """Learning rate, epochs, seed and micro-batch, in the ranges of the reference."""
+    """Learning rate, epochs, seed and micro-batch, in the ranges of transformers' `default_hp_space_optuna`."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -89,9 +94,12 @@ def default_hp_space(trial: Any) -> dict[str, Any]:
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """The loss when there is no other metric, else the sum of the others; times, counts and memory are none.
+    """The sum of the metrics other than the loss, or the loss where it is the only one.
 
-    Raises ConfigError when the evaluation gave nothing to compare.
+    Times, speeds, counters and memory are not metrics here.
+
+    Raises:
+        ConfigError: the evaluation returned neither a loss nor a metric.
     """
     scores = {
         name: value
@@ -103,25 +111,27 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
         return sum(scores.values())
     if loss is None:
         raise ConfigError(
-            "The evaluation gave neither a loss nor a metric.",
+            "The evaluation returned neither a loss nor a metric.",
             field="compute_objective",
             remedy="Give labels, compute_metrics, or a compute_objective.",
         )
     return loss
 
 
-def checked_directions(direction: Any) -> list[str]:
-    """A direction, or several, as texts. Raises ConfigError for anything else."""
+def parse_directions(direction: Any) -> list[str]:
+    """One direction or several, as a list of "minimize" and "maximize". Raises ConfigError for anything else."""
     given = list(direction) if isinstance(direction, list | tuple) else [direction]
     texts = [str(getattr(each, "name", each)).lower() for each in given]
     for text in texts or [""]:
         if text not in DIRECTIONS:
-            raise ConfigError("is no direction.", field="direction", value=text, remedy=suggestion(text, DIRECTIONS))
+            raise ConfigError(
+                "The direction is unknown.", field="direction", value=text, remedy=suggestion(text, DIRECTIONS)
+            )
     return texts
 
 
-def objective_values(given: Any, wanted: int) -> list[float]:
-    """What `compute_objective` returned, as `wanted` floats; NaN is let through. Raises ConfigError otherwise."""
+def parse_objective(given: Any, wanted: int) -> list[float]:
+    """The return value of `compute_objective` as `wanted` floats, NaN included. Raises ConfigError otherwise."""
     values = list(given) if isinstance(given, list | tuple) else [given]
     try:
         numbers = [float(value) for value in values]
@@ -130,25 +140,28 @@ def objective_values(given: Any, wanted: int) -> list[float]:
     if len(numbers) != wanted:
         what = "a number" if wanted == 1 else f"{wanted} numbers, one per direction"
         raise ConfigError(
-            f"did not return {what}.", field="compute_objective", value=str(given), remedy=f"Return {what}."
+            f"The function did not return {what}.",
+            field="compute_objective",
+            value=str(given),
+            remedy=f"Return {what}.",
         )
     return numbers
 
 
 def is_finite(values: Sequence[float]) -> bool:
-    """Whether a trial with this objective can be compared."""
+    """Whether every value is finite, so that trials can be compared."""
     return all(math.isfinite(value) for value in values)
 
 
 class SharedTrial:
-    """A trial of which every rank has one: the same parameters, the same answers.
+    """A trial that has the same parameters on every rank.
 
-    Parameters that are still unknown (`model_init` may ask for its own) are suggested on rank 0 and sent to all, so
-    such a call is collective.
+    `model_init` may suggest parameters of its own. A parameter that is not known yet is suggested on rank 0 and
+    broadcast, so such a call is collective.
 
     Args:
-        trial: the backend's own, on rank 0.
-        number, params: as on rank 0.
+        trial: the backend's own trial on rank 0, None on other ranks.
+        number, params: the trial's number and known parameters, from rank 0.
     """
 
     def __init__(self, trial: Any, comm: Communicator, number: int, params: Mapping[str, Any]) -> None:
@@ -161,11 +174,11 @@ class SharedTrial:
     def suggest_float(
         self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
-        """A number from [low, high]."""
+        """A float in [low, high]."""
         return float(self._suggest("suggest_float", name, low, high, step=step, log=log))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """A whole number from low to high."""
+        """An integer in [low, high]."""
         return int(self._suggest("suggest_int", name, low, high, step=step, log=log))
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
@@ -173,7 +186,7 @@ class SharedTrial:
         return self._suggest("suggest_categorical", name, choices)
 
     def set_user_attr(self, key: str, value: Any) -> None:
-        """Keep a note with the trial."""
+        """Store a value with the trial."""
         self.user_attrs[key] = value
         if self._trial is not None:
             self._trial.set_user_attr(key, value)

@@ -1,8 +1,8 @@
-"""Searching with Optuna: rank 0 holds the study, asks and tells; all ranks train the same trials.
+"""Searching with Optuna: rank 0 holds the study, and all ranks train the same trials.
 
-A study in a storage (`storage="sqlite:///search.db", study_name=…, load_if_exists=True`) outlives its process: a trial
-that was preempted, or whose process on this machine died, is told as failed and its parameters are tried again first,
-going on from its last checkpoint.
+A study in a storage (`storage="sqlite:///search.db", study_name=…, load_if_exists=True`) outlives its process. A trial
+that was preempted, or whose process on this machine died, is recorded as failed. Its parameters are tried again before
+any others, from the trial's last checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainer_lib.search.base import (
     TrialPruned,
     TrialRun,
     is_finite,
-    objective_values,
+    parse_objective,
 )
 from trainer_lib.state import BestRun
 
@@ -50,13 +50,13 @@ def _optuna() -> Any:
         import optuna
     except ImportError:
         raise MissingExtraError(
-            "hyperparameter_search needs the package optuna.", field="backend", value="optuna", extra="search"
+            "A hyperparameter search needs the package optuna.", field="backend", value="optuna", extra="search"
         ) from None
     return optuna
 
 
 class _TrialFailed(Exception):
-    """This trial counts as failed; the search goes on."""
+    """This trial counts as failed; the search continues."""
 
 
 class OptunaSearch:
@@ -71,14 +71,16 @@ class OptunaSearch:
         self._check_options()
         self._study: Any = None
         self._storage: Any = None
-        self._trial: Any = None  # rank 0: the trial under way
-        self._failure: Exception | None = None  # of the newest trial that failed
-        self._known: BaseException | None = None  # an error that every rank has
+        self._trial: Any = None  # rank 0: the trial that runs
+        self._failure: Exception | None = None  # the error of the newest failed trial
+        self._known: BaseException | None = None  # an error that every rank has raised already
 
     def _check_options(self) -> None:
         for name in self._options:
             if name not in (*_STUDY, *_RUNNING):
-                raise ConfigError("is no option.", field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING)))
+                raise ConfigError(
+                    "This option does not exist.", field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING))
+                )
         if self._options.get("n_jobs", 1) != 1:
             raise ConfigError(
                 "One Trainer trains one trial at a time.",
@@ -93,14 +95,19 @@ class OptunaSearch:
                 remedy="Remove it; trials whose loss is not finite are recorded as failed anyway.",
             )
         if self._settings.n_trials is None and self._options.get("timeout") is None:
-            raise ConfigError("would search for ever.", field="n_trials", value="none", remedy="Give it, or timeout.")
+            raise ConfigError(
+                "The search would never end.", field="n_trials", value="none", remedy="Give n_trials or timeout."
+            )
         if self._settings.n_trials is not None and self._settings.n_trials < 1:
             raise ConfigError(
-                "must be at least 1.", field="n_trials", value=self._settings.n_trials, remedy="Give a number."
+                "A search needs at least one trial.",
+                field="n_trials",
+                value=self._settings.n_trials,
+                remedy="Give a number.",
             )
 
     def run(self) -> BestRun | list[BestRun]:
-        """All trials, one after the other."""
+        """Run all trials, one after the other; return the best. Collective."""
         try:
             run_on_all_ranks(self._comm, self._open_study)
             if self._comm.rank == 0:
@@ -114,20 +121,20 @@ class OptunaSearch:
                 self._storage.engine.dispose()
 
     def _lead(self) -> None:
-        """Rank 0: Optuna's own loop; the other ranks are told each trial, and the end."""
+        """Rank 0: Optuna's own loop. Every trial, the end and an error are broadcast to the other ranks."""
         options = {name: self._options[name] for name in ("timeout", "gc_after_trial") if name in self._options}
         catch = self._options.get("catch") or ()
         catch = (_TrialFailed, *(catch if isinstance(catch, tuple | list) else [catch]))
         try:
             self._study.optimize(self._objective, n_trials=self._settings.n_trials, catch=catch, **options)
         except BaseException as error:
-            if error is not self._known:  # the store failed, say: the others are waiting for the next trial
+            if error is not self._known:  # the storage failed, for example: the other ranks wait for the next trial
                 self._comm.broadcast_json({"error": from_exception(error).to_record()})
             raise
         self._comm.broadcast_json({"end": True})
 
     def _follow(self) -> None:
-        """Other ranks: train what rank 0 says."""
+        """Other ranks: train the trials that rank 0 broadcasts."""
         while "end" not in (plan := self._comm.broadcast_json(None)):
             if "error" in plan:
                 raise from_record(plan["error"])
@@ -146,31 +153,33 @@ class OptunaSearch:
             self._study = optuna.create_study(directions=self._settings.directions, **options)
         except optuna.exceptions.DuplicatedStudyError:
             raise ConfigError(
-                "is in the storage already.",
+                "A study of this name is in the storage already.",
                 field="study_name",
                 value=options.get("study_name"),
-                remedy="Give load_if_exists=True to go on with it, or another name.",
+                remedy="Give load_if_exists=True to continue it, or another name.",
             ) from None
         except (ImportError, OSError, ValueError, optuna.exceptions.OptunaError, *_database_errors()) as error:
             raise ConfigError(
                 f"The study cannot be opened: {' '.join(str(error).split())}",
                 field="storage",
                 value=type(error).__name__,
-                remedy='Give "sqlite:///search.db", say.',
+                remedy='Give a database URL such as "sqlite:///search.db".',
             ) from error
         if options.get("sampler") is None:
             self._study.sampler = self._seeded_sampler()
         if options.get("load_if_exists"):
-            self._take_over_dead_trials()
+            self._retry_dead_trials()
 
     def _seeded_sampler(self) -> Any:
-        """Optuna's default samplers, repeatable: by the seed, and apart from what earlier runs of the study drew."""
+        """Optuna's default sampler with a seed: the arguments' seed plus the number of trials in the study."""
+        # Counting the trials keeps a continued study from drawing the same values again.
         samplers, seed = self._optuna.samplers, self._hooks.args.seed + len(self._study.trials)
         several = len(self._settings.directions) > 1
         return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
 
-    def _take_over_dead_trials(self) -> None:
-        import psutil  # here: it takes a tenth of a second, which every import of the Trainer would pay
+    def _retry_dead_trials(self) -> None:
+        """Record running trials whose process on this machine is gone as failed, and try their parameters again."""
+        import psutil  # imported here: it takes 0.1 s, which every import of the Trainer would pay
 
         running = self._optuna.trial.TrialState.RUNNING
         for trial in self._study.get_trials(deepcopy=False, states=(running,)):
@@ -178,9 +187,9 @@ class OptunaSearch:
             if host == socket.gethostname() and pid.isdigit() and not psutil.pid_exists(int(pid)):
                 _log.warning("Trial %d was interrupted: its parameters are tried again.", trial.number)
                 self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
-                self._try_again(trial)
+                self._enqueue_again(trial)
 
-    def _try_again(self, trial: Any) -> None:
+    def _enqueue_again(self, trial: Any) -> None:
         self._study.enqueue_trial(dict(trial.params), user_attrs={_CONTINUES: trial.user_attrs.get(_FOLDER)})
 
     # -- one trial ----------------------------------------------------------------------------------------------------
@@ -192,13 +201,13 @@ class OptunaSearch:
             raise self._optuna.TrialPruned(str(pruned)) from None
         except BaseException as error:
             if isinstance(error, Preempted):
-                self._try_again(self._study.trials[trial.number])
+                self._enqueue_again(self._study.trials[trial.number])
             self._known = error
             raise
         return values[0] if len(values) == 1 else values
 
     def _plan(self, trial: Any) -> dict[str, Any]:
-        """Ask `hp_space`; the trial as every rank gets it. A failure is told to all."""
+        """Call `hp_space`; broadcast the trial, or the error, to all ranks."""
         try:
             trial.set_user_attr(_PROCESS, f"{socket.gethostname()}:{os.getpid()}")
             values = _json_values(self._settings.hp_space(trial))
@@ -211,21 +220,24 @@ class OptunaSearch:
             self._comm.broadcast_json({"error": from_exception(error).to_record()})
             raise
         _log.info("Trial %d (%s): %s", trial.number, name, values)
-        told: dict[str, Any] = self._comm.broadcast_json(plan)
-        return told
+        shared: dict[str, Any] = self._comm.broadcast_json(plan)
+        return shared
 
     def _name(self, trial: Any) -> str:
-        """The trial's folder: `hp_name`'s, else ``run-<number>``. Raises ConfigError for no usable name."""
+        """The trial's folder: from `hp_name`, or ``run-<number>``. Raises ConfigError for an unusable name."""
         name = f"run-{trial.number}" if self._settings.hp_name is None else str(self._settings.hp_name(trial))
         if not _NAME.fullmatch(name) or name in (".", ".."):
             raise ConfigError(
-                "cannot be a folder's name.", field="hp_name", value=name, remedy="Return a short text without slashes."
+                "The name cannot be used for a folder.",
+                field="hp_name",
+                value=name,
+                remedy="Return a short text without slashes.",
             )
         taken = {each.user_attrs.get(_FOLDER) for each in self._study.get_trials(deepcopy=False)}
         return f"{name}-{trial.number}" if name in taken else name
 
     def _train(self, plan: Mapping[str, Any], trial: Any) -> list[float]:
-        """One trial on this rank; `trial` is Optuna's, on rank 0. Raises TrialPruned or _TrialFailed, on all ranks."""
+        """Train one trial; `trial` is Optuna's own on rank 0. Raises TrialPruned or _TrialFailed, on all ranks."""
         self._trial = trial
         given = trial
         if self._comm.world_size > 1:
@@ -237,7 +249,7 @@ class OptunaSearch:
             if not self._is_expected(error):
                 raise
             self._failure = error
-            _log.warning("Trial %s failed, the search goes on: %s", plan["name"], error)
+            _log.warning("Trial %s failed; the search continues: %s", plan["name"], error)
             raise _TrialFailed(str(error)) from error
         if not is_finite(objective):
             _log.warning("Trial %s has no finite objective (%s): it counts as failed.", plan["name"], objective)
@@ -245,7 +257,7 @@ class OptunaSearch:
         return objective
 
     def _is_expected(self, error: Exception) -> bool:
-        """Whether a trial may fail like this without ending the search; with several ranks, only if all of them do."""
+        """Whether this error fails the trial only. With several ranks, only an error that all ranks raise does."""
         alone = self._comm.world_size == 1
         return isinstance(from_exception(error), (NonFiniteError, OutOfMemoryError) if alone else NonFiniteError)
 
@@ -254,7 +266,7 @@ class OptunaSearch:
             if self._comm.rank != 0:
                 return None
             given = self._settings.compute_objective(dict(metrics))
-            values = objective_values(given, len(self._settings.directions))
+            values = parse_objective(given, len(self._settings.directions))
             if step is None or len(values) > 1:  # Optuna prunes studies of one objective only
                 return values, False
             self._trial.report(values[0], step)
@@ -276,9 +288,9 @@ class OptunaSearch:
         trials, complete = self._study.get_trials(), self._optuna.trial.TrialState.COMPLETE
         if not any(trial.state == complete for trial in trials):
             raise ConfigError(
-                f"None of {len(trials)} trials was completed: the others failed or were pruned.",
+                f"None of {len(trials)} trials was completed: all failed or were pruned.",
                 field="hp_space",
-                remedy="Narrow the ranges; what went wrong was logged as a warning.",
+                remedy="Narrow the ranges; every failure was logged as a warning.",
             ) from self._failure
         several = len(self._settings.directions) > 1
         best = self._study.best_trials if several else [self._study.best_trial]
@@ -310,19 +322,21 @@ def _database_errors() -> tuple[type[Exception], ...]:
 
 
 def _json_values(given: Any) -> dict[str, Any]:
-    """Parameters as JSON values. Raises ConfigError for what is no mapping, or cannot be sent to another process."""
+    """Parameters as JSON values. Raises ConfigError when they are not a mapping, or a value is not JSON."""
     if not isinstance(given, Mapping):
         raise ConfigError(
-            "did not return a mapping of arguments to values.",
+            "The function did not return a mapping of arguments to values.",
             field="hp_space",
             value=type(given).__name__,
-            remedy='Return {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}, say.',
+            remedy='Return for example {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}.',
         )
     plain = {str(name): getattr(value, "value", value) for name, value in given.items()}
     try:
         values: dict[str, Any] = json.loads(json.dumps(plain))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"gave a value that is no JSON: {error}.", field="hp_space", remedy="Give numbers, texts, lists, mappings."
+            f"The function returned a value that is not JSON: {error}.",
+            field="hp_space",
+            remedy="Return numbers, texts, lists or mappings.",
         ) from error
     return values

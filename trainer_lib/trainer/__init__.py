@@ -2,12 +2,12 @@
 
 The class is put together from one file per concern, each a set of public methods that a subclass may override:
 `base` (construction, callbacks, ranks), `data` (loaders), `steps` (forward, loss, backward, prediction),
-`optimization`, `evaluate`, `saving`, `reporting`, `preparing` (before the first step), `loop` (train), and `search`.
+`optimization`, `evaluate`, `saving`, `reporting`, `preparing` (before the first step), `loop` (train), and `searching`.
 """
 
 from __future__ import annotations
 
-from trainer_lib.trainer.search import SearchMixin
+from trainer_lib.trainer.searching import SearchMixin
 
 
 class Trainer(SearchMixin):

@@ -21,6 +21,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.precision import apply_tf32
+from trainer_lib.search.trials import TrialRunner
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trackers.vendors import reporters
@@ -34,7 +35,6 @@ from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
     from trainer_lib.checkpoint.background import BackgroundSaver
-    from trainer_lib.search.base import TrialRun
     from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.trainer.stop import StopRequest
 
@@ -123,6 +123,7 @@ class TrainerBase:
         checks.refuse_unserved(args, serves_seq2seq=self._serves_seq2seq)
         settle_arguments(args)
         self.args = args
+        self._memory_allows: int | None = None
         self._batching = BatchSettings.of(args.accelerator_config)
         self._batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=_group_formed())
         self.comm = distributed.init(args)
@@ -137,6 +138,7 @@ class TrainerBase:
         self.precision = self.strategy.precision(args)
         self.accelerator = AcceleratorFacade(self)
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor > 0 else None
+        self._eval_loaders: dict[str, Any] = {}
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=self.device)
 
     def _set_up_state(self) -> None:
@@ -150,9 +152,7 @@ class TrainerBase:
         self.hp_search_backend: str | None = None
         self.objective: list[float] | None = None
         self._trial: Any = None
-        self._trial_run: TrialRun | None = None
         self._items_used = False
-        self._memory_allows: int | None = None
         self._past: Any = None
         self._run: TrainingRun | None = None
         self._stop: StopRequest | None = None
@@ -160,9 +160,9 @@ class TrainerBase:
         self._held = contextlib.ExitStack()
         self._frozen: tuple[nn.Module, str | None] | None = None
         self._caches: list[tuple[Any, Any]] = []
-        self._eval_loaders: dict[str, Any] = {}
         self._own_checkpoints: set[str] = set()
         self._trainflow_publisher: Publisher = Publisher(self)  # type: ignore[arg-type]
+        self._trainflow_trials: TrialRunner = TrialRunner(self, takes_trial=takes_trial)  # type: ignore[arg-type]
         self._trained_before = False
         self._inspect_overrides()
 

@@ -15,7 +15,6 @@ from trainer_lib.data.generators import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.loop import EvaluationLoop
 from trainer_lib.precision import back_up_weights, full_eval_dtype
-from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.data import DataMixin
@@ -163,12 +162,8 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """In a search: tell it how the trial does. Raises TrialPruned, on every rank, when it has seen enough."""
-        if self._trial_run is None:
-            return
-        self.objective, prune = self._trial_run.judge(metrics, step)
-        if prune:
-            raise TrialPruned(f"Pruned at step {step}.")
+        """In a search: report an evaluation of the trial. Raises TrialPruned, on every rank, to stop the trial."""
+        self._trainflow_trials.report(step, metrics)
 
     @contextlib.contextmanager
     def _random_numbers_kept(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
         self._open_saver()
         self.state = self._resume(run, loaded) if loaded is not None else TrainerState()
         run.kept_best = (self.state.best_metric, self.state.best_global_step)
-        self.state.is_hyper_param_search = self._trial_run is not None
+        self.state.is_hyper_param_search = self._trainflow_trials.is_trial_running
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, min(num_epochs, max_steps), trial)

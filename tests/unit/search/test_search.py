@@ -138,7 +138,7 @@ def test_a_name_of_ones_own_names_folder_and_run(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.jsonl").exists()
     trainer.evaluate()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    with pytest.raises(ConfigError, match=r"hp_name = a/b: cannot be a folder's name"):
+    with pytest.raises(ConfigError, match=r"hp_name = a/b: The name cannot be used for a folder"):
         trainer.hyperparameter_search(rate, n_trials=1, hp_name=lambda trial: "a/b")
 
 
@@ -160,6 +160,19 @@ def test_the_trainer_is_afterwards_as_it_was(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.max_steps == 2
     assert not trainer.state.is_hyper_param_search
+
+
+def test_the_users_arguments_keep_their_values_while_a_trial_trains(tmp_path: Path) -> None:
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((args is given, dict(vars(given))))
+
+    trainer = search_trainer(tmp_path, callbacks=[Watch()])
+    given, before = trainer.args, dict(vars(trainer.args))
+    trainer.hyperparameter_search(rate, n_trials=2)
+    assert seen and all(values == before and not is_given for is_given, values in seen)
 
 
 def test_the_model_may_depend_on_the_trial(tmp_path: Path) -> None:
@@ -232,7 +245,9 @@ def test_early_stopping_starts_anew_with_every_trial(tmp_path: Path) -> None:
 def test_a_search_in_a_storage_goes_on_and_counts_on(tmp_path: Path) -> None:
     given: dict[str, Any] = {"storage": f"sqlite:///{tmp_path}/s.db", "study_name": "mine"}
     first = search_trainer(tmp_path / "out").hyperparameter_search(rate, n_trials=2, **given)
-    with pytest.raises(ConfigError, match=r"study_name = mine: is in the storage already.*load_if_exists"):
+    with pytest.raises(
+        ConfigError, match=r"study_name = mine: A study of this name is in the storage already.*load_if_exists"
+    ):
         search_trainer(tmp_path / "out").hyperparameter_search(rate, n_trials=1, **given)
     notes = Notes()
     trainer = search_trainer(tmp_path / "out", callbacks=[notes])

@@ -1,0 +1,212 @@
+"""The TrialRunner: the trials of a search on one Trainer, which is afterwards as it was before.
+
+Every trial trains with a copy of the user's arguments; the arguments themselves never change. The runner calls the
+Trainer's documented methods (`train`, `evaluate`), so a subclass's override is what trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from trainer_lib.arguments import TrainingArguments, compat
+from trainer_lib.arguments.fields import field_map, suggestion
+from trainer_lib.callbacks.base import CallbackHandler
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError
+from trainer_lib.search.backends import create_backend
+from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
+from trainer_lib.state import BestRun, TrainerControl, TrainerState, TrainOutput
+from trainer_lib.trackers.vendors import ReporterCallback
+
+# Read when the Trainer is built, or set by the search itself.
+_FIXED = (
+    *("output_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "use_cpu", "local_rank", "ddp_backend"),
+    "ddp_timeout",
+)
+# What trials replace on the Trainer; `optimizer` and `lr_scheduler` go with the model.
+_RESTORED = ("model", "model_wrapped", "state", "control", "hp_name", "optimizer", "lr_scheduler")
+
+
+class SearchableTrainer(Protocol):
+    """The part of a Trainer that trials use."""
+
+    args: TrainingArguments
+    comm: Communicator
+    model_init: Callable[..., Any] | None
+    eval_dataset: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    hp_space: Callable[[Any], Any] | None
+    hp_name: Callable[[Any], str] | None
+    compute_objective: Callable[[dict[str, float]], Any] | None
+    hp_search_backend: str | None
+    objective: list[float] | None
+    _trial: Any
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None) -> TrainOutput:
+        """Train once, with the present arguments."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the present model."""
+
+    def _set_up_process(self, args: TrainingArguments) -> None:
+        """Use these arguments, and rebuild everything that was built from other ones."""
+
+    def _look_at_model(self) -> None:
+        """Read the facts of the present model."""
+
+    def _reset_optimizer(self) -> None:
+        """Forget the optimizer and schedule of the last training."""
+
+
+class TrialRunner:
+    """Runs a Trainer's trials, and reports their evaluations to the search.
+
+    Args:
+        trainer: trains and evaluates each trial.
+        takes_trial: whether a `model_init` takes the trial.
+    """
+
+    def __init__(self, trainer: SearchableTrainer, *, takes_trial: Callable[[Callable[..., Any]], bool]) -> None:
+        self._trainer = trainer
+        self._takes_trial = takes_trial
+        self._current: TrialRun | None = None
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The Trainer's arguments; the trial's copy of them while a trial runs."""
+        return self._trainer.args
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that train together."""
+        return self._trainer.comm
+
+    @property
+    def is_trial_running(self) -> bool:
+        """Whether the present training is a trial of a search."""
+        return self._current is not None
+
+    def search(self, settings: SearchSettings, backend: Any) -> BestRun | list[BestRun]:
+        """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective.
+
+        Raises:
+            ConfigError: trials cannot be trained or compared, or an option is refused.
+        """
+        trainer = self._trainer
+        if trainer.model_init is None:
+            raise ConfigError(
+                "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
+            )
+        if trainer.eval_dataset is None and "evaluate" not in vars(type(trainer)):
+            raise ConfigError(
+                "Trials are compared by their evaluation.", field="eval_dataset", remedy="Give it to the Trainer."
+            )
+        search = create_backend(backend, self, settings)
+        with self._trainer_restored():
+            trainer.hp_search_backend, trainer.hp_name = "optuna", settings.hp_name
+            trainer.hp_space, trainer.compute_objective = settings.hp_space, settings.compute_objective
+            return search.run()
+
+    @contextlib.contextmanager
+    def _trainer_restored(self) -> Iterator[None]:
+        """Restore everything that trials change, so that the Trainer can train, evaluate or search as before."""
+        trainer, handler = self._trainer, self._trainer.callback_handler
+        before = {name: getattr(trainer, name) for name in _RESTORED}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(trainer, name, value)
+            handler.model = trainer.model
+            handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
+            trainer._look_at_model()
+            trainer._trial = trainer.hp_search_backend = None
+
+    # -- one trial, as the backend asks for it ------------------------------------------------------------------------
+
+    def run_trial(self, run: TrialRun) -> list[float]:
+        """Train with the trial's arguments; return the objective of its last evaluation. Collective.
+
+        A trial that never evaluates while it trains is evaluated at its end.
+
+        Raises:
+            TrialPruned: the search stops this trial.
+        """
+        trainer = self._trainer
+        with self._trial_arguments(run):
+            trainer.objective, self._current = None, run
+            try:
+                trainer.train(resume_from_checkpoint="auto" if run.resumed else False, trial=run.trial)
+                if trainer.objective is None:
+                    trainer.objective, _ = run.judge(trainer.evaluate(), None)
+                return trainer.objective
+            finally:
+                self._current = None
+                # The next trial builds its model before it replaces this one: free the memory now.
+                trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
+                trainer._reset_optimizer()
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation of the running trial to the search; outside of a search, do nothing. Collective.
+
+        Raises:
+            TrialPruned: the search stops this trial; on every rank at the same evaluation.
+        """
+        if self._current is None:
+            return
+        self._trainer.objective, prune = self._current.judge(metrics, step)
+        if prune:
+            raise TrialPruned(f"The search pruned this trial at step {step}.")
+
+    @contextlib.contextmanager
+    def _trial_arguments(self, run: TrialRun) -> Iterator[None]:
+        """Use a copy of the arguments with the trial's values and folder; afterwards use the user's own again."""
+        trainer, given = self._trainer, self._trainer.args
+        args = self._with_values(given, run.values)
+        args.output_dir = f"{str(given.output_dir).rstrip('/')}/{run.name}"
+        args.run_name, args.push_to_hub = run.name, False
+        try:
+            trainer._set_up_process(args)
+            with contextlib.ExitStack() as stack:
+                for callback in trainer.callback_handler.callbacks:
+                    if isinstance(callback, ReporterCallback):
+                        stack.enter_context(callback.another_run())
+                yield
+        finally:
+            trainer._set_up_process(given)
+
+    def _with_values(self, given: TrainingArguments, values: Mapping[str, Any]) -> TrainingArguments:
+        """A copy of the arguments with a trial's values; `_set_up_process` checks types and bounds.
+
+        Raises:
+            ConfigError: a name is not an argument, unless `model_init` takes the trial: then it may be the model's.
+        """
+        args, init = copy.copy(given), self._trainer.model_init
+        names = field_map(args)
+        for name, value in values.items():
+            if name in _FIXED:
+                raise ConfigError(
+                    "This argument cannot change from trial to trial.",
+                    field=f"hp_space.{name}",
+                    value=value,
+                    remedy="Remove it.",
+                )
+            if name in names or name in compat.OLD_NAMES:
+                setattr(args, name, value)
+            elif init is None or not self._takes_trial(init):
+                raise ConfigError(
+                    "The name is not an argument, and model_init does not take the trial.",
+                    field=f"hp_space.{name}",
+                    value=value,
+                    remedy=suggestion(name, names, listing=False),
+                )
+        return args
