@@ -5,19 +5,32 @@ Prefect servers keep this name with every deployment, so it stays the same where
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from prefect import flow
 
 from flows import pipeline as _plain
 from flows.server.run_process import prepare_run_process
+from flows.spec.spec import PipelineSpec
 
 
-# The wrapped function lends its signature and docstring: both flows offer one form in Prefect's UI.
+# The parameters are written out, not taken over by functools.wraps: Prefect resolves their types in this module.
 @flow(name="pipeline", flow_run_name="{spec.name}", persist_result=False)
-@functools.wraps(_plain.pipeline.fn)
-def pipeline(*args: Any, **kwargs: Any) -> Any:
-    """Prepare this process for a run that Prefect started, then run the pipeline."""
+def pipeline(
+    spec: PipelineSpec,
+    only: str | None = None,
+    start: str | None = None,
+    force: list[str] | None = None,
+    debug: bool = False,
+) -> Any:
+    """Prepare this process for a run that Prefect started, then run `flows.pipeline.pipeline`.
+
+    Args:
+        spec: the whole pipeline; every field says what it does and its unit.
+        only: run this one stage; those before it must be committed.
+        start: begin with this stage; those before it must be committed.
+        force: stages whose committed result is discarded first.
+        debug: keep the workers' run files, and show tracebacks.
+    """
     prepare_run_process()
-    return _plain.pipeline.fn(*args, **kwargs)
+    return _plain.pipeline.fn(spec, only=only, start=start, force=force, debug=debug)

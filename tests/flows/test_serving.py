@@ -25,6 +25,7 @@ def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(tmp
 
 
 def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
+    spec = {"name": "toy", "recipe": "recipe.py"}
     code = (
         "import logging, os\n"
         "before = os.getsid(0)\n"
@@ -33,11 +34,12 @@ def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
         "from flows.pipeline import pipeline\n"
         "print(os.getsid(0) == before, logging.getLogger('prefect.flow_runs').filters)\n"
         "print(served.name == pipeline.name, served.parameters == pipeline.parameters, served.fn is pipeline.fn)\n"
+        f"print(served.validate_parameters(dict(spec={spec!r}))['spec'].name)\n"
     )
     # The folder does not exist: whoever opened the server's lock at import would fail.
     env = {**os.environ, OWNER: "1", SERVER_FOLDER: "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\nTrue True False\n", done.stdout + done.stderr
+    assert done.stdout == "True []\nTrue True False\ntoy\n", done.stdout + done.stderr
 
 
 def command(folder: Path, name: str) -> None:
