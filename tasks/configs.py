@@ -6,19 +6,14 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainer_lib.suggestions import nearest
+
 Options = dict[str, Any]
-
-
-def nearest(name: str, known: list[str]) -> str | None:
-    """The known name most like `name`, or None when nothing is near."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return found[0] if found else None
 
 
 class Settings(BaseModel):

@@ -11,7 +11,6 @@ import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from trainer_lib.errors import (
     Preempted,
     TrainflowError,
 )
+from trainer_lib.suggestions import nearest
 
 app = typer.Typer(
     name="trainflow",
@@ -151,12 +151,12 @@ def _stage(name: str | None, option: str) -> str | None:
         return None
     if found := stage_name(name):
         return found
-    near = get_close_matches(name, STAGES, n=1)
+    near = nearest(name, STAGES)
     raise ConfigError(
         f"There is no such stage; there are {', '.join(STAGES)}.",
         field=option,
         value=name,
-        remedy=f"Did you mean '{near[0]}'?" if near else "Name one of them.",
+        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
     )
 
 

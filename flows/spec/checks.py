@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.configs import LaunchSettings, nearest
+from tasks.configs import LaunchSettings
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import difflib
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any
 
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.storage import Store
+from trainer_lib.suggestions import nearest
 
 _HTTP_TIMEOUT_S = 30.0
 _RACY_NS = 2_000_000_000
@@ -197,8 +197,8 @@ def _distribution(rest: str, field: str, source: str) -> metadata.Distribution:
         return metadata.distribution(name)
     except (metadata.PackageNotFoundError, ValueError):
         installed = sorted({str(found.metadata["Name"]) for found in metadata.distributions()})
-        near = difflib.get_close_matches(name, installed, n=1)
-        hint = f"Did you mean package:{near[0]}?" if near else "Install it, or correct the name."
+        near = nearest(name, installed)
+        hint = f"Did you mean package:{near}?" if near else "Install it, or correct the name."
         raise ConfigError("This package is not installed.", field=field, value=source, remedy=hint) from None
 
 

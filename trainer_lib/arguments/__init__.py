@@ -11,11 +11,12 @@ from trainer_lib.arguments.enums import (
     SaveStrategy,
     SchedulerType,
 )
-from trainer_lib.arguments.fields import arg, nearest, suggestion
+from trainer_lib.arguments.fields import arg
 from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
+from trainer_lib.suggestions import nearest, suggestion
 
 __all__ = [
     "ArgumentParser",

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.arguments.coerce import coerce
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.arguments.io import read_mapping
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 #: The settings of the reference's `AcceleratorConfig`.
 ACCELERATOR_KEYS = (

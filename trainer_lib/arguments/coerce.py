@@ -17,8 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})

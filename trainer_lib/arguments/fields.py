@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
@@ -80,18 +79,3 @@ def field_hints(cls: type[Any]) -> Mapping[str, Any]:
             except (NameError, TypeError, AttributeError):
                 hints[name] = Any
     return hints
-
-
-def nearest(name: str, options: Iterable[str]) -> str | None:
-    """The option most like `name`, if any is close enough to be worth suggesting."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:
-    """A remedy for a name that is not among `options`: the nearest one, else all of them."""
-    names = [str(option) for option in options]
-    close = nearest(name, names)
-    if close is not None:
-        return f'Did you mean "{close}"?'
-    return f"Choose one of: {', '.join(names)}." if listing else "Remove it."

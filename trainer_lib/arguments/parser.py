@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 
 from trainer_lib.arguments import compat, io
 from trainer_lib.arguments.coerce import NONE_WORDS, coerce
-from trainer_lib.arguments.fields import field_hints, suggestion
+from trainer_lib.arguments.fields import field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
 from trainer_lib.arguments.validation import check_bounds
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 DataClass = Any
 _SHORT_USAGE = 30  # arguments whose usage still fits above an error

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer_lib.arguments import compat, io
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.setters import ArgumentSetters
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 
 class _Translating(ABCMeta):

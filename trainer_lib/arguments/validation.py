@@ -15,9 +15,10 @@ from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import field_hints, field_map, suggestion
+from trainer_lib.arguments.fields import field_hints, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
 from trainer_lib.optim.lion import Lion
 from trainer_lib.optim.muon import MuonAdamW, parameters_for_adamw
 from trainer_lib.optim.packages import PACKAGED
 from trainer_lib.optim.request import OptimizerRequest, Served
+from trainer_lib.suggestions import suggestion
 
 _TORCH: Mapping[OptimizerNames, str] = {
     OptimizerNames.ADAFACTOR: "Adafactor",

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer_lib.arguments.enums import SchedulerType
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.greedy import GreedyLR
+from trainer_lib.suggestions import suggestion
 
 Factor = Callable[[int], float]
 AnySchedule = LRScheduler | ReduceLROnPlateau | GreedyLR

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.search.base import SearchBackend, SearchHooks, SearchSettings
 from trainer_lib.search.optuna import OptunaSearch
+from trainer_lib.suggestions import suggestion
 
 
 def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:

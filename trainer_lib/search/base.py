@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import BestRun
+from trainer_lib.suggestions import suggestion
 
 DIRECTIONS = ("minimize", "maximize")
 _NO_METRIC = ("epoch", "num_input_tokens_seen")

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.errors import (
     ConfigError,
     MissingExtraError,
@@ -37,6 +36,7 @@ from trainer_lib.search.base import (
     parse_objective,
 )
 from trainer_lib.state import BestRun
+from trainer_lib.suggestions import suggestion
 
 _log = logging.getLogger(__name__)
 _STUDY = ("storage", "sampler", "pruner", "study_name", "load_if_exists")

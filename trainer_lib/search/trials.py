@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from trainer_lib.arguments import TrainingArguments, compat
-from trainer_lib.arguments.fields import field_map, suggestion
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
 from trainer_lib.state import BestRun, TrainerControl, TrainerState, TrainOutput
+from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.vendors import ReporterCallback
 
 # Read when the Trainer is built, or set by the search itself.

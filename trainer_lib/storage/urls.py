@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import nearest
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = {"file", "local"}
@@ -68,8 +68,8 @@ def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
 def _nearest(scheme: str) -> str:
     from fsspec.registry import known_implementations
 
-    near = difflib.get_close_matches(scheme, sorted(known_implementations), n=1)
-    hint = f"Did you mean {near[0]}://? " if near else ""
+    near = nearest(scheme, sorted(known_implementations))
+    hint = f"Did you mean {near}://? " if near else ""
     return f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
 
 

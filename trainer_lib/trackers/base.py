@@ -6,13 +6,13 @@ waits for a network nor raises. Trackers see plain floats; `numbers_only` makes 
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, SupportsFloat
 
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.suggestions import nearest
 
 TRACKERS = ("jsonl", "mlflow", "tensorboard", "wandb")
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # ours need nothing besides what is always installed
@@ -46,12 +46,12 @@ def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
             continue
         for one in filter(is_installed, TRACKERS) if name == "all" else (name,):
             if one not in TRACKERS:
-                near = difflib.get_close_matches(one, TRACKERS, n=1)
+                near = nearest(one, TRACKERS)
                 raise ConfigError(
                     "No tracker has this name.",
                     field="report_to",
                     value=one,
-                    remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from none, all, {', '.join(TRACKERS)}.",
+                    remedy=f"Did you mean {near!r}?" if near else f"Choose from none, all, {', '.join(TRACKERS)}.",
                 )
             if one not in names:
                 names.append(one)

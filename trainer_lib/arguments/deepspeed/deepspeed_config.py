@@ -25,9 +25,9 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
     refused,
     resolve_setting,
 )
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_size
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer_lib.arguments.enums import FSDPOption
-from trainer_lib.arguments.fields import suggestion
 from trainer_lib.arguments.fsdp.fsdp_keys import FIELD, KEYS, MODES, Reading
 from trainer_lib.arguments.io import read_mapping
 from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
 
 _WHOLE = "Every parameter of it would have to be whole for that."
 _UNSHARDABLE: Mapping[str, str] = {

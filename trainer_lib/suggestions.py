@@ -1,0 +1,25 @@
+"""The name that somebody probably meant; one function for every "Did you mean …?" of the product."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, options: Iterable[str]) -> str | None:
+    """Return the option most like `name`; None when no option is close enough to be worth suggesting."""
+    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:
+    """Return a remedy for a name that is not among `options`: the nearest option, else a list of all of them.
+
+    Args:
+        listing: False where the options are too many to list; the remedy is then to remove the name.
+    """
+    names = [str(option) for option in options]
+    close = nearest(name, names)
+    if close is not None:
+        return f'Did you mean "{close}"?'
+    return f"Choose one of: {', '.join(names)}." if listing else "Remove it."
