@@ -51,13 +51,12 @@ def pipeline(
     """
     try:
         with Run(spec, only=only, start=start, force=force or (), debug=debug) as run:
-            code, tracking = run.code, run.tracking
-            data = run.stage(prepare_data, spec.prepare, **code)
+            data = run.stage(prepare_data, spec.prepare)
             run.check_splits(data)
-            model = run.stage(train, spec.train, data=data, tracking=tracking, **code)
-            metrics = run.stage(evaluate, spec.evaluate_config(), data=data, model=model, tracking=tracking, **code)
-            run.stage(predict, spec.predict_config(), data=data, model=model, tracking=tracking, **code)
-            run.stage(push_to_hub, spec.publish, name=spec.name, data=data, model=model, evaluation=metrics)
+            model = run.stage(train, spec.train, data=data)
+            metrics = run.stage(evaluate, spec.evaluate_config(), data=data, model=model)
+            run.stage(predict, spec.predict_config(), data=data, model=model)
+            run.stage(push_to_hub, spec.publish, data=data, model=model, evaluation=metrics)
     except Interrupted as error:
         return Cancelled(message=error.message)
     return run.result.to_dict()

@@ -29,6 +29,8 @@ from flows.spec.spec import PipelineSpec
 from flows.why import key_of
 from tasks.stage import keys as _keys
 from tasks.stage import manifest as _manifests
+from tasks.stage.context import StageContext
+from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
 from trainer_lib.storage import Store
@@ -102,7 +104,7 @@ class _Proof:
         self._place = place
         self._say = say
         self._data = self._prepared()
-        check_splits(spec, self._data["meta"]["splits"])
+        check_splits(spec, self._data.facts.splits)
 
     def verdict(self) -> dict[str, Any]:
         """Everything in order."""
@@ -140,17 +142,20 @@ class _Proof:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    def _prepared(self) -> dict[str, Any]:
+    def _prepared(self) -> StageManifest:
         """The manifest of the prepared data: the pipeline's own if it is committed and intact, else made here."""
         key = key_of(self._spec.model_copy(update={"storage": self._place}), "prepare-data", {})
         manifest, _ = _manifests.look_up(_manifests.stage_store(self._spec.storage, key))
         if manifest is not None:
-            return manifest.to_dict()
+            return manifest
         from tasks.prepare_data import prepare_data
 
         self._say("preparing the data")
+        return prepare_data.fn(self._spec.prepare, self._context())
+
+    def _context(self) -> StageContext:
         spec = self._spec
-        return prepare_data.fn(spec.prepare, recipe=spec.recipe, storage=self._place, root=spec.root)
+        return StageContext(name=spec.name, recipe=spec.recipe, storage=self._place, root=spec.root)
 
     def _train(self, name: str, **proof: Any) -> dict[str, Any]:
         from tasks.stage.worker import data_request
@@ -184,25 +189,23 @@ class _Proof:
 
     def _launched(self, verb: str, name: str, **more: Any) -> dict[str, Any]:
         from tasks.stage.progress import StageProgress
-        from tasks.stage.runner import StageContext
+        from tasks.stage.runner import StageAttempt
         from tasks.stage.worker import run_verb
 
         train = self._spec.train
         settings = train.launch.model_copy(update={"max_restarts": 0})
         if verb == "compare":
             settings = settings.model_copy(update={"processes": 1, "kind": "process"})
-        context = StageContext(
+        attempt = StageAttempt(
             name, Store.open(self._place).child(name), 1, 0, StageProgress(name), is_lost=lambda: False
         )
         return run_verb(
             verb,
-            context,
+            self._context(),
+            attempt,
             settings,
-            recipe=train.recipe or self._spec.recipe,
-            root=self._spec.root,
+            recipe=train.recipe,
             options=train.options,
-            tracking=None,
-            debug=False,
             **more,
         )
 
@@ -228,16 +231,14 @@ class _Proof:
     def _subject(self) -> dict[str, Any]:
         spec = self._spec
         args = {"args": self._arguments()}
-        key = _keys.train_key(
-            spec.train.model_copy(update=args), spec.recipe, spec.root, str(self._data["content_digest"])
-        )
+        key = _keys.train_key(spec.train.model_copy(update=args), spec.recipe, spec.root, self._data.content_digest)
         plain = spec.model_dump(mode="json", include={"name", "prepare", "train"})
         return {
             "spec": spec.name,
             "spec_digest": _digest(plain),
             "source_digest": _digest(key.fields["recipe"]),
             "source": key.fields["recipe"],
-            "data_digest": self._data["content_digest"],
+            "data_digest": self._data.content_digest,
             "train_key": key.digest,
             "arguments": key.fields["args"],
             "launch": spec.train.launch.model_dump(mode="json", exclude={"env"}),

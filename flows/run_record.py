@@ -28,6 +28,9 @@ from flows.why import INPUTS, StageReason, explain, is_enabled, pipeline_key
 from tasks import tracking as _mlflow
 from tasks.stage import progress as _progress
 from tasks.stage.closure import closure, find_root
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import ConfigError, Interrupted, StorageError, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
@@ -81,7 +84,7 @@ class Run:
         self.handle: _mlflow.RunHandle | None = None
         self._begun = time.monotonic()
         self._started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._manifests: dict[str, dict[str, Any]] = {}
+        self._manifests: dict[str, StageManifest] = {}
         self._record: dict[str, Any] = {}
         self._stands = False
         collected = _collecting.get()
@@ -151,44 +154,41 @@ class Run:
         """The run that trained the model we find committed."""
         for reason in wanted:
             if reason.stage == "train" and reason.manifest is not None:
-                origin = reason.manifest.meta.get("mlflow_run_id")
+                origin = reason.manifest.facts.mlflow_run_id
                 return {"trainflow.origin_run": str(origin)} if origin else {}
         return {}
 
     @property
-    def tracking(self) -> dict[str, Any] | None:
-        """The MLflow run as stages take it."""
-        return None if self.handle is None else dict(self.handle.to_dict())
-
-    @property
-    def code(self) -> dict[str, Any]:
-        """Whose functions the stages run, and how."""
-        return {"recipe": self.spec.recipe, "root": self.spec.root, "debug": self.debug}
+    def context(self) -> StageContext:
+        """What the stages of this run share."""
+        return StageContext(
+            name=self.spec.name,
+            recipe=self.spec.recipe,
+            storage=self.spec.storage,
+            root=self.spec.root,
+            tracking=self.handle,
+            force=frozenset(self.force),
+            debug=self.debug,
+        )
 
     # -- stages -------------------------------------------------------------------------------------------------------
 
-    def stage(self, task: Task[..., Any], config: Any, **inputs: Any) -> dict[str, Any] | None:
+    def stage(self, task: Task[..., Any], config: Any, **inputs: Any) -> StageManifest | None:
         """Call a stage's task, or say why not; its manifest, or None when it was left out."""
         name = task.name
         if not self._is_wanted(name):
             return self._left_out(name)
         begun = time.monotonic()
         try:
-            state = task(
-                config,
-                storage=self.spec.storage,
-                force=name in self.force,
-                **inputs,
-                return_state=True,
-            )
-            manifest: dict[str, Any] = state.result()
+            state = task(config, self.context, **inputs, return_state=True)
+            manifest: StageManifest = state.result()
         except BaseException as error:
             why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__
             self._note(name, "failed", why, time.monotonic() - begun)
             self._skip_rest(name, f"{name} failed")
             raise
         cached = state.name == "Cached"
-        reason = f"committed {manifest['created']}" if cached else str(manifest["meta"]["reason"])
+        reason = f"committed {manifest.created}" if cached else manifest.reason
         self._note(name, "cached" if cached else "ran", reason, time.monotonic() - begun, manifest)
         self._manifests[name] = manifest
         self._track(name, manifest, ran=not cached)
@@ -201,7 +201,7 @@ class Run:
             return stage == self.only
         return self.start is None or STAGES.index(stage) >= STAGES.index(self.start)
 
-    def _left_out(self, stage: str) -> dict[str, Any] | None:
+    def _left_out(self, stage: str) -> StageManifest | None:
         reason = self._plan.get(stage)
         if reason is None:
             self._note(stage, "skipped", "switched off in the spec")
@@ -209,18 +209,18 @@ class Run:
         if reason.manifest is None:
             self._note(stage, "skipped", f"only {self.only}" if self.only else f"begun with {self.start}")
             return None
-        manifest = reason.manifest.to_dict()
+        manifest = reason.manifest
         self._note(stage, "cached", reason.reason, manifest=manifest)
         self._manifests[stage] = manifest
         self._track(stage, manifest, ran=False)
         return manifest
 
-    def check_splits(self, data: Mapping[str, Any] | None) -> None:
+    def check_splits(self, data: StageManifest | None) -> None:
         """Refuse a split that the data does not have now, not after the training that comes before its use."""
         if data is None:
             return
         try:
-            _checks.check_splits(self.spec, data["meta"]["splits"])
+            _checks.check_splits(self.spec, data.facts.splits)
         except ConfigError:
             self._skip_rest("prepare-data", "the spec names a split that was not prepared")
             raise
@@ -230,49 +230,49 @@ class Run:
             self._note(stage, "skipped", why)
 
     def _note(
-        self, stage: str, status: Status, reason: str, seconds: float = 0.0, manifest: dict[str, Any] | None = None
+        self, stage: str, status: Status, reason: str, seconds: float = 0.0, manifest: StageManifest | None = None
     ) -> None:
-        self.result.stages.append(StageOutcome(stage, status, reason, round(seconds, 3), manifest))
+        record = None if manifest is None else manifest.to_dict()
+        self.result.stages.append(StageOutcome(stage, status, reason, round(seconds, 3), record))
         if status == "skipped":
             _progress.publish({"event": "stage", "stage": stage, "status": status, "reason": reason})
 
     # -- MLflow -------------------------------------------------------------------------------------------------------
 
-    def _track(self, stage: str, manifest: Mapping[str, Any], *, ran: bool) -> None:
+    def _track(self, stage: str, manifest: StageManifest, *, ran: bool) -> None:
         """What a stage gave, in the run: also of a cached one, so that every run is whole.
 
         Only the model is not copied again where an earlier run, which this one links to, has it.
         """
         if self.handle is None:
             return
-        tags = {f"trainflow.{stage}": str(manifest["key"])[:16]}
-        if manifest["meta"].get("rung"):
-            tags[f"trainflow.{stage}.rung"] = f"memory ran out: batch halved {manifest['meta']['rung']} times"
+        tags = {f"trainflow.{stage}": manifest.key[:16]}
+        if manifest.batch_halvings:
+            tags[f"trainflow.{stage}.rung"] = f"memory ran out: batch halved {manifest.batch_halvings} times"
         _mlflow.set_tags(self.handle, tags)
         train = self._manifests.get("train")
-        step = int(train["meta"].get("global_step") or 0) if train is not None else 0
-        _mlflow.log_metrics(self.handle, flat_metrics(stage, manifest["metrics"]), step)
-        store = Store.open(manifest["url"])
-        if stage == "prepare-data":
-            for name, split in manifest["meta"]["splits"].items():
+        step = int(train.facts.global_step or 0) if train is not None else 0
+        _mlflow.log_metrics(self.handle, flat_metrics(stage, manifest.metrics), step)
+        store, facts = manifest.store(), manifest.facts
+        if isinstance(facts, PrepareFacts):
+            for name, split in facts.splits.items():
                 _mlflow.log_dataset(
                     self.handle,
                     name=name,
                     url=store.url,
-                    digest=str(manifest["content_digest"]),
+                    digest=manifest.content_digest,
                     context=name,
-                    schema=split.get("columns"),
-                    profile={"rows": split["rows"]},
+                    schema=split.columns,
+                    profile={"rows": split.rows},
                 )
-        elif stage == "train" and (ran or not manifest["meta"].get("mlflow_run_id")):
+        elif isinstance(facts, TrainFacts) and (ran or not facts.mlflow_run_id):
             _mlflow.log_folder(self.handle, store.child("model"), "model")
         elif stage == "evaluate":
-            for entry in manifest["files"]:
-                if entry["size"] <= _ARTIFACT_BYTES:
-                    _mlflow.log_file(self.handle, store.read_bytes(entry["path"]), f"evaluate/{entry['path']}")
-        elif stage == "push-to-hub":
-            published = manifest["meta"]
-            tags = {"url": published["published_url"], "digest": published["published_digest"]}
+            for entry in manifest.files:
+                if entry.size <= _ARTIFACT_BYTES:
+                    _mlflow.log_file(self.handle, store.read_bytes(entry.path), f"evaluate/{entry.path}")
+        elif isinstance(facts, PublishFacts):
+            tags = {"url": facts.published_url, "digest": facts.published_digest}
             _mlflow.set_tags(self.handle, {f"trainflow.published_{name}": value for name, value in tags.items()})
 
     # -- closing ------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Run:
         if train is None:
             return []
         try:
-            data = Store.open(train["url"]).read_if_exists("history.json", limit=_HISTORY_BYTES)
+            data = train.store().read_if_exists("history.json", limit=_HISTORY_BYTES)
             return list(json.loads(data)) if data else []
         except (ValueError, StorageError):
             return []

@@ -55,7 +55,7 @@ def explain(spec: PipelineSpec) -> list[StageReason]:
         StorageError: the storage cannot be read.
     """
     reasons: list[StageReason] = []
-    manifests: dict[str, dict[str, Any]] = {}
+    manifests: dict[str, StageManifest] = {}
     for stage in STAGES:
         if not is_enabled(spec, stage):
             continue
@@ -68,7 +68,7 @@ def explain(spec: PipelineSpec) -> list[StageReason]:
         reason = _explain_stage(spec, stage, manifests)
         reasons.append(reason)
         if reason.manifest is not None:
-            manifests[stage] = reason.manifest.to_dict()
+            manifests[stage] = reason.manifest
     return reasons
 
 
@@ -78,9 +78,9 @@ def is_enabled(spec: PipelineSpec, stage: str) -> bool:
     return switches.get(stage, True)
 
 
-def key_of(spec: PipelineSpec, stage: str, manifests: Mapping[str, Mapping[str, Any]]) -> StageKey:
+def key_of(spec: PipelineSpec, stage: str, manifests: Mapping[str, StageManifest]) -> StageKey:
     """The content key of a stage, given the manifests of the stages that feed it."""
-    digests = {name: str(manifest["content_digest"]) for name, manifest in manifests.items()}
+    digests = {name: manifest.content_digest for name, manifest in manifests.items()}
     recipe, root = spec.recipe, spec.root
     if stage == "prepare-data":
         return _keys.prepare_key(spec.prepare, recipe, root, memory=_sources.memory(spec.storage))
@@ -101,13 +101,13 @@ def key_of(spec: PipelineSpec, stage: str, manifests: Mapping[str, Mapping[str, 
 
 def pipeline_key(spec: PipelineSpec) -> str:
     """What a run of this spec is found again by: everything in it that is known before anything has run."""
-    known = {stage: StageManifest(stage, "", "", "", ()).to_dict() for stage in INPUTS}
+    known = {stage: StageManifest(stage, "", "", "") for stage in INPUTS}
     stages = [stage for stage in STAGES if is_enabled(spec, stage)]
     fields = {stage: key_of(spec, stage, known).digest for stage in stages}
     return _keys.stage_key("pipeline", {"name": spec.name, **fields}).digest
 
 
-def _explain_stage(spec: PipelineSpec, stage: str, manifests: Mapping[str, Mapping[str, Any]]) -> StageReason:
+def _explain_stage(spec: PipelineSpec, stage: str, manifests: Mapping[str, StageManifest]) -> StageReason:
     key = key_of(spec, stage, manifests)
     manifest, damage = _manifests.look_up(_manifests.stage_store(spec.storage, key))
     if manifest is not None:

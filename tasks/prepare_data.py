@@ -3,56 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from tasks.configs import PrepareConfig
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts
 from tasks.stage.keys import prepare_key
-from tasks.stage.runner import StageContext, StageOutput, run_stage
+from tasks.stage.manifest import StageManifest
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.sources import memory
 from tasks.stage.task import stage_task
 from tasks.stage.worker import entries, run_verb
+from trainer_lib.records import from_record, to_record
+from trainer_lib.requests import PreparedSplit
 
 
 @stage_task("prepare-data")
-def prepare_data(
-    config: PrepareConfig,
-    *,
-    recipe: str,
-    storage: str,
-    root: str | None = None,
-    force: bool = False,
-    debug: bool = False,
-) -> dict[str, Any]:
+def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[PrepareFacts]:
     """Prepare the splits, unless they are committed already.
 
-    Args:
-        recipe: path of the recipe's Python file; `config.recipe` comes before it.
-        storage: the pipeline's storage root.
-        root: where the recipe's imports start; None: found from the recipe.
-        force: discard a committed result.
-
     Returns:
-        The stage's manifest; its `meta` holds `splits` (name -> rows, shards, columns) and `info`.
+        The stage's manifest; its facts are the splits (rows, shards, columns) and the recipe's `info`.
     """
 
-    def work(context: StageContext) -> StageOutput:
+    def work(attempt: StageAttempt) -> StageOutput:
         result = run_verb(
             "prepare",
             context,
+            attempt,
             config.launch,
-            recipe=config.recipe or recipe,
-            root=root,
+            recipe=config.recipe,
             options=config.options,
-            tracking=None,
-            debug=debug,
             shard_rows=config.shard_rows,
             allow_nan=config.allow_nan,
         )
-        facts = {"splits": result["splits"], "info": result["info"]}
+        splits = {name: from_record(PreparedSplit, split, name=name) for name, split in result["splits"].items()}
+        facts = PrepareFacts(splits, result["info"])
         # A file of its own, so that the content digest, and with it the keys of what follows, cover `info` too.
-        described = context.store.write_bytes("data.json", json.dumps(facts, sort_keys=True).encode())
-        rows = {f"{name}_rows": int(split["rows"]) for name, split in result["splits"].items()}
-        return StageOutput([*entries(result["files"]), described], metrics=rows, meta=facts)
+        described = attempt.store.write_bytes("data.json", json.dumps(to_record(facts), sort_keys=True).encode())
+        rows = {f"{name}_rows": split.rows for name, split in splits.items()}
+        return StageOutput([*entries(result["files"]), described], metrics=rows, facts=facts)
 
-    key = prepare_key(config, recipe, root, memory=memory(storage))
-    return run_stage(key, storage, work, retries=config.retries, force=force)
+    key = prepare_key(config, context.recipe, context.root, memory=memory(context.storage))
+    return run_stage(key, context, work, retries=config.retries)

@@ -9,9 +9,11 @@ from typing import Any
 
 from tasks.configs import PublishConfig
 from tasks.stage import progress as _progress
+from tasks.stage.context import StageContext
+from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import StageKey, stage_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest
-from tasks.stage.runner import StageContext, StageOutput, run_stage
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Source
@@ -28,58 +30,48 @@ _KEY_BYTES = 16 << 20
 @stage_task(STAGE)
 def push_to_hub(
     config: PublishConfig,
-    *,
-    name: str,
-    storage: str,
-    data: dict[str, Any],
-    model: dict[str, Any],
-    evaluation: dict[str, Any] | None = None,
-    force: bool = False,
-) -> dict[str, Any]:
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    evaluation: StageManifest[EvaluateFacts] | None = None,
+) -> StageManifest[PublishFacts]:
     """Publish the model, unless just this content is published there already and still is.
 
+    Forced, it publishes even if the manifest of an earlier publication is there; a hub that has the content still makes
+    no new revision.
+
     Args:
-        name: the pipeline's name: default of the card's title and of the folder below `hub/`.
-        storage: the pipeline's storage root.
         data, model, evaluation: the manifests of prepare-data, train and (when there is one) evaluate.
-        force: publish even if the manifest of an earlier publication is there; a hub that has the content still
-            makes no new revision.
 
     Returns:
-        The stage's manifest; its `meta` holds `published_url`, `revision`, `target` and `created`.
+        The stage's manifest; its facts say where the publication is.
     """
-    inputs = _inputs(data, model, evaluation)
+    name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     content = _content(config, name, inputs)
-    to = config.to or Store.open(storage).child("hub", name).url
+    to = config.to or Store.open(context.storage).child("hub", name).url
     key = publish_key(config, name=name, data=data, model=model, evaluation=evaluation)
 
-    def work(context: StageContext) -> StageOutput:
+    def work(attempt: StageAttempt) -> StageOutput:
         hub = open_hub(to, revision=config.revision, private=config.private)
         done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
-        facts = {
-            "target": done.target,
-            "published_url": done.url,
-            "revision": done.revision,
-            "published_digest": done.content_digest,
-            "created": done.created,
-        }
+        facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created)
         # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
-        files = [context.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
-        return StageOutput(files, meta=facts)
+        files = [attempt.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
+        return StageOutput(files, facts=facts)
 
-    def inspect(manifest: StageManifest) -> str | None:
-        return _problem(config, to, manifest)
+    def inspect(manifest: StageManifest[PublishFacts]) -> str | None:
+        return _problem(config, to, manifest.facts)
 
-    return run_stage(key, storage, work, retries=config.retries, force=force, inspect=inspect)
+    return run_stage(key, context, work, retries=config.retries, inspect=inspect)
 
 
 def publish_key(
     config: PublishConfig,
     *,
     name: str,
-    data: Mapping[str, Any],
-    model: Mapping[str, Any],
-    evaluation: Mapping[str, Any] | None = None,
+    data: StageManifest,
+    model: StageManifest,
+    evaluation: StageManifest | None = None,
 ) -> StageKey:
     """push-to-hub: the target, what the card says, and the content digests and keys of the stages it stands on.
 
@@ -103,25 +95,20 @@ def publish_key(
     )
 
 
-def _inputs(
-    data: Mapping[str, Any], model: Mapping[str, Any], evaluation: Mapping[str, Any] | None
-) -> list[StageManifest]:
-    inputs = [StageManifest.from_dict(data), StageManifest.from_dict(model, stage="train")]
-    if evaluation is not None:
-        inputs.append(StageManifest.from_dict(evaluation, stage="evaluate"))
-    return inputs
+def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest | None) -> list[StageManifest]:
+    return [data, model, *([] if evaluation is None else [evaluation])]
 
 
-def _problem(config: PublishConfig, to: str, manifest: StageManifest) -> str | None:
+def _problem(config: PublishConfig, to: str, facts: PublishFacts) -> str | None:
     """What is wrong with an earlier publication; None when it is there, or cannot be asked about now."""
     hub = open_hub(to, revision=config.revision, private=config.private)
     try:
-        there = hub.holds(str(manifest.meta["revision"]), str(manifest.meta["published_digest"]))
+        there = hub.holds(facts.revision, facts.published_digest)
     except (StorageError, ConfigError) as error:  # out of reach now: the manifest's word stands
         message = f"{to} could not be asked whether the publication is still there: {error.message}"
         _progress.publish({"event": "warning", "stage": STAGE, "message": message})
         return None
-    return None if there else f"{manifest.meta['published_url']} is gone, or not as it was published"
+    return None if there else f"{facts.published_url} is gone, or not as it was published"
 
 
 def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> Content:
@@ -148,11 +135,11 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> C
         metrics=metrics,
         data_name=name,
         data_digest=data.content_digest,
-        rows=_rows(data),
+        rows={name: split.rows for name, split in data.facts.splits.items()},
         stage_keys={one.stage: one.key for one in inputs},
         stage_digests={one.stage: one.content_digest for one in inputs},
         arguments=_arguments(model),
-        facts=_facts(model),
+        facts=_facts(model.facts),
         versions=versions(),
         files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
     )
@@ -161,14 +148,13 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> C
     return Content(files, texts, lineage)
 
 
-def _rows(data: StageManifest) -> dict[str, int]:
-    splits = data.meta.get("splits") or {}
-    return {split: int(facts["rows"]) for split, facts in splits.items() if isinstance(facts, Mapping)}
-
-
-def _facts(model: StageManifest) -> dict[str, Any]:
-    names = {"parameters": "Parameters", "global_step": "Optimizer steps", "global_samples": "Samples seen"}
-    return {label: model.meta[name] for name, label in names.items() if model.meta.get(name) is not None}
+def _facts(model: TrainFacts) -> dict[str, Any]:
+    shown = {
+        "Parameters": model.parameters,
+        "Optimizer steps": model.global_step,
+        "Samples seen": model.global_samples,
+    }
+    return {label: value for label, value in shown.items() if value is not None}
 
 
 def _arguments(model: StageManifest) -> dict[str, Any]:

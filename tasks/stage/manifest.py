@@ -17,11 +17,15 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, cast
 
+from typing_extensions import TypeVar
+
+from tasks.stage.facts import StageFacts
 from tasks.stage.keys import Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, Store
 
 STAGES = "stages"
@@ -35,17 +39,38 @@ _TRUST_S = 60.0
 _verified: dict[tuple[str, str, str], float] = {}
 
 
+F = TypeVar("F", bound=StageFacts, default=Any)
+G = TypeVar("G", bound=StageFacts)
+
+_FACTS, _HALVINGS = "meta", "rung"  # on disk and in --json under these names, since the first version
+
+
 @dataclass(frozen=True)
-class StageManifest:
-    """A completed stage: where its files are, what they are, and what it measured."""
+class StageManifest(Generic[F]):
+    """A completed stage: where its files are, what they are, what it measured, and why it ran.
+
+    Attributes:
+        key: content key, SHA-256 in hex.
+        url: the stage's folder.
+        content_digest: SHA-256 over the names and contents of the files.
+        metrics: name -> number; of evaluate split -> name -> number.
+        facts: what this stage states besides, see `tasks.stage.facts`.
+        reason: why it ran ("never run before", "args.seed: 1 -> 2").
+        attempt: number of the attempt that succeeded, from 1.
+        batch_halvings: how often the micro-batch was halved, because memory had run out.
+        created: time of the commit, ISO-8601 in UTC.
+    """
 
     stage: str
     key: str
     url: str
     content_digest: str
-    files: tuple[FileEntry, ...]
+    files: tuple[FileEntry, ...] = ()
     metrics: dict[str, Any] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
+    facts: F = field(default=cast("F", StageFacts()))
+    reason: str = ""
+    attempt: int = 1
+    batch_halvings: int = 0
     created: str = ""
 
     @classmethod
@@ -55,44 +80,100 @@ class StageManifest:
         Raises:
             DamagedError: it is the commit file of something else.
         """
+        record = {**commit.meta, "url": url, "content_digest": commit.content_digest, "created": commit.created}
         try:
-            stage, key = str(commit.meta["stage"]), str(commit.meta["key"])
-            metrics, meta = dict(commit.meta["metrics"]), dict(commit.meta["meta"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError("Not a stage's commit file.", field=url, remedy="Delete the folder.") from error
-        return cls(stage, key, url, commit.content_digest, commit.files, metrics, meta, commit.created)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON, the form in which tasks hand it on."""
-        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in self.files]
-        return {**vars(self), "files": files}
+            return cls._from_record(record, commit.files)
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError("This is not a stage's commit file.", field=url, remedy="Delete the folder.") from error
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, stage: str | None = None) -> StageManifest:
+    def from_dict(cls, data: Mapping[str, Any]) -> StageManifest:
         """The inverse of `to_dict`.
 
         Raises:
-            ConfigError: not a manifest, or not that of `stage`.
+            ConfigError: not a manifest.
         """
         try:
             files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
-            manifest = cls(**{**data, "files": files})
+            return cls._from_record(data, files)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                "Not a stage's manifest.", field=stage, remedy="Pass on what the stage before returned."
+                "This is not a stage's manifest.", remedy="Pass on what the stage before returned."
             ) from error
-        if stage is not None and manifest.stage != stage:
+
+    @classmethod
+    def _from_record(cls, record: Mapping[str, Any], files: tuple[FileEntry, ...]) -> StageManifest:
+        stage, meta = str(record["stage"]), dict(record[_FACTS])
+        return cls(
+            stage=stage,
+            key=str(record["key"]),
+            url=str(record["url"]),
+            content_digest=str(record["content_digest"]),
+            files=files,
+            metrics=dict(record["metrics"]),
+            facts=cast("F", StageFacts.of_stage(stage, meta)),
+            reason=str(meta.get("reason", "")),
+            attempt=int(meta.get("attempt", 1)),
+            batch_halvings=int(meta.get(_HALVINGS, 0)),
+            created=str(record["created"]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON: what `trainflow run --json` and the report show."""
+        return {
+            "stage": self.stage,
+            "key": self.key,
+            "url": self.url,
+            "content_digest": self.content_digest,
+            "files": [to_record(entry) for entry in self.files],
+            "metrics": self.metrics,
+            _FACTS: commit_facts(self.facts, self.reason, self.attempt, self.batch_halvings),
+            "created": self.created,
+        }
+
+    def with_facts(self, kind: type[G]) -> StageManifest[G]:
+        """This manifest, known to hold facts of `kind`: what a stage asks of its inputs.
+
+        Raises:
+            ConfigError: it is another stage's manifest.
+        """
+        if not isinstance(self.facts, kind):
+            needed = next((name for name, known in StageFacts.by_stage.items() if known is kind), kind.__name__)
             raise ConfigError(
-                f"The manifest of {stage} is needed here.",
-                field=stage,
-                value=manifest.stage,
+                f"The manifest of {needed} is needed here.",
+                field=needed,
+                value=self.stage,
                 remedy="Pass on what that stage returned.",
             )
-        return manifest
+        return cast("StageManifest[G]", self)
 
     def store(self) -> Store:
         """The folder with the files."""
         return Store.open(self.url)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Prefect writes and reads results through pydantic: as the JSON above, never as a pickle."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(
+            cls._validated, serialization=core_schema.plain_serializer_function_ser_schema(cls.to_dict)
+        )
+
+    @classmethod
+    def _validated(cls, value: Any) -> StageManifest:
+        if isinstance(value, cls):
+            return value
+        if "facts" in value:  # Prefect's JSON serializer takes a dataclass apart field by field
+            facts = StageFacts.of_stage(value["stage"], value["facts"])
+            files = tuple(from_record(FileEntry, entry) for entry in value["files"])
+            return cls(**{**value, "facts": facts, "files": files})
+        return cls.from_dict(value)
+
+
+def commit_facts(facts: StageFacts, reason: str, attempt: int, batch_halvings: int) -> dict[str, Any]:
+    """A stage's facts and provenance in the one mapping in which a commit file has them."""
+    return {**to_record(facts), "reason": reason, "attempt": attempt, _HALVINGS: batch_halvings}
 
 
 def stage_store(storage: str, key: StageKey) -> Store:

@@ -1,7 +1,7 @@
 """Which failures of a stage are tried again, and how.
 
     preempted                    again, free of charge
-    out of memory                again one rung lower: half the micro-batch, the same global batch; free of charge
+    out of memory                again with half the micro-batch, the same global batch; free of charge
     store, worker lost           again while the stage's `retries` last
     config, code, data, full …   never
 
@@ -51,20 +51,20 @@ class Decision:
     reason: str
 
 
-def decide(error: BaseException, *, retries: int, used: int, lower_rung: bool) -> Decision:
+def decide(error: BaseException, *, retries: int, used: int, can_halve: bool) -> Decision:
     """The policy.
 
     Args:
         retries: failures that the stage's settings allow to be retried.
         used: failures already charged to this run of the stage.
-        lower_rung: whether less memory could be used next time.
+        can_halve: whether the micro-batch can be halved once more.
     """
     if not isinstance(error, TrainflowError) or not error.retryable:
         return Decision(False, "a retry cannot help")
     if isinstance(error, Preempted):
         return Decision(True, "preempted: tried again, free of charge")
     if isinstance(error, OutOfMemoryError):
-        if lower_rung:
+        if can_halve:
             return Decision(True, "out of memory: tried again with half the micro-batch, the same global batch")
         return Decision(False, "out of memory, and nothing left to lower")
     if used >= retries:
@@ -81,7 +81,7 @@ class Ledger:
     def __init__(self, store: Store) -> None:
         self.store = store.child(ATTEMPTS)
 
-    def begin(self, *, reason: str, rung: int) -> int:
+    def begin(self, *, reason: str, batch_halvings: int) -> int:
         """Record the start of an attempt; its number, from 1."""
         record = {
             "started": now(),
@@ -89,7 +89,7 @@ class Ledger:
             "pid": os.getpid(),
             "invocation": invocation(),
             "reason": reason,
-            "rung": rung,
+            "rung": batch_halvings,  # the name on disk since the first version
         }
         taken = [int(name[:4]) for name in self.store.children() if name[:4].isdigit()]
         for number in itertools.count(max(taken, default=0) + 1):
@@ -120,13 +120,13 @@ class Ledger:
             and end.get("error", {}).get("class") not in free
         )
 
-    def rung(self) -> int:
+    def batch_halvings(self) -> int:
         """How often the micro-batch must be halved: once more than in the last attempt that ran out of memory."""
-        rung = 0
+        halvings = 0
         for start, end in self._attempts():
             if end.get("error", {}).get("class") == OutOfMemoryError.__name__:
-                rung = max(rung, int(start.get("rung", 0)) + 1)
-        return rung
+                halvings = max(halvings, int(start.get("rung", 0)) + 1)
+        return halvings
 
     def _attempts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         names = self.store.children()
@@ -142,17 +142,19 @@ class Ledger:
         return record if isinstance(record, dict) else {}
 
 
-def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int, varies: bool = False) -> dict[str, Any]:
-    """Training arguments `rung` halvings of the micro-batch down, with the same global batch. Rung 0: unchanged.
+def halve_training_batch(
+    args: Mapping[str, Any], halvings: int, *, world_size: int, varies: bool = False
+) -> dict[str, Any]:
+    """Training arguments with the micro-batch halved that often, and the same global batch.
 
     Args:
         world_size: processes of the run.
-        varies: there may be fewer of them at times; also on rung 0 the global batch is then fixed.
+        varies: there may be fewer of them at times; the global batch is then fixed also without a halving.
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
     from trainer_lib.arguments.global_batch import micro_batch_size
 
-    if rung == 0 and not varies:
+    if halvings == 0 and not varies:
         return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="train.args")
     micro_batch = micro_batch_size(parsed, data_parallel_size=world_size)
@@ -160,22 +162,22 @@ def lower_training(args: Mapping[str, Any], rung: int, *, world_size: int, varie
     return {
         **parsed.to_dict(),
         "gradient_accumulation_steps": 1,  # derived from the two below
-        "per_device_train_batch_size": max(1, micro_batch >> rung) * given_for,
+        "per_device_train_batch_size": max(1, micro_batch >> halvings) * given_for,
         "global_batch_size": total_batch_size(parsed, data_parallel_size=world_size),
     }
 
 
-def lower_evaluation(args: Mapping[str, Any], rung: int) -> dict[str, Any]:
-    """Evaluation arguments `rung` halvings of the batch down."""
+def halve_evaluation_batch(args: Mapping[str, Any], halvings: int) -> dict[str, Any]:
+    """Evaluation arguments with the batch halved that often."""
     from trainer_lib.arguments import TrainingArguments
 
-    if rung == 0:
+    if halvings == 0:
         return dict(args)
     size = TrainingArguments.from_dict(args, prefix="evaluate.args").per_device_eval_batch_size
-    return {**args, "per_device_eval_batch_size": max(1, size >> rung)}
+    return {**args, "per_device_eval_batch_size": max(1, size >> halvings)}
 
 
-def rungs_of(batch_size: int) -> int:
+def max_halvings(batch_size: int) -> int:
     """How often a batch can be halved before it is one sample."""
     return max(0, batch_size.bit_length() - 1)
 
@@ -198,7 +200,7 @@ def remember_if_new(error: TrainflowError, *, retries: int) -> None:
     """The same for a failure outside of any attempt (the store could not be looked at): charged by Prefect's count."""
     context = _task_context()
     if context is not None and str(context.task_run.id) not in _decisions:
-        remember(decide(error, retries=retries, used=context.task_run.run_count - 1, lower_rung=False))
+        remember(decide(error, retries=retries, used=context.task_run.run_count - 1, can_halve=False))
 
 
 def should_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:

@@ -16,15 +16,17 @@ from functools import partial
 from typing import Any, cast
 
 from tasks.stage import progress as _progress
+from tasks.stage.context import StageContext
+from tasks.stage.facts import StageFacts
 from tasks.stage.keys import StageKey, stage_key
-from tasks.stage.manifest import KEY_FILE, StageManifest, explain_miss, look_up, stage_store
+from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, explain_miss, look_up, stage_store
 from tasks.stage.retry import ATTEMPTS, Ledger, decide, first_try, in_task_run, remember, remember_if_new
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import StorageError, TrainflowError
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
-__all__ = ["StageContext", "StageManifest", "StageOutput", "run_stage", "stage_key"]
+__all__ = ["StageAttempt", "StageContext", "StageFacts", "StageManifest", "StageOutput", "run_stage", "stage_key"]
 
 _LEASE = "lease"
 _COMMIT = "COMMIT.json"
@@ -34,14 +36,15 @@ _UNCOMMITTED = {*_BOOKS, "checkpoints", "history.json"}
 
 
 @dataclass(frozen=True)
-class StageContext:
-    """What a stage's work is given."""
+class StageAttempt:
+    """One attempt at a stage: what its work is given."""
 
     stage: str
     store: Store
     """The stage's folder. Finished parts of an earlier attempt may lie in it."""
-    attempt: int
-    rung: int
+    number: int
+    """Of the attempt, from 1."""
+    batch_halvings: int
     """How often the micro-batch has to be halved, because memory ran out before."""
     progress: _progress.StageProgress
     is_lost: Callable[[], bool]
@@ -50,43 +53,43 @@ class StageContext:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage's work gives: its files by path from the stage's folder, numbers, and facts for what follows."""
+    """What a stage's work returns: its files by path from the stage's folder, numbers, and facts for what follows."""
 
     files: list[FileEntry]
     metrics: dict[str, Any] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
+    facts: StageFacts = field(default_factory=StageFacts)
 
 
 def run_stage(
     key: StageKey,
-    storage: str,
-    work: Callable[[StageContext], StageOutput],
+    context: StageContext,
+    work: Callable[[StageAttempt], StageOutput],
     *,
     retries: int = 3,
-    force: bool = False,
-    rungs: int = 0,
+    max_halvings: int = 0,
     inspect: Callable[[StageManifest], str | None] | None = None,
-) -> dict[str, Any]:
+) -> StageManifest:
     """Run `work` unless its result is committed and intact.
 
     Args:
         key: everything that decides the result.
-        storage: the pipeline's storage root.
+        context: where results are kept. A stage that `context.force` names discards a committed result, and everything
+            that was kept for continuing it.
         retries: failures that may be retried, see `tasks.stage.retry`.
-        force: discard a committed result and everything that was kept for continuing it.
-        rungs: how often the work can halve its batch when memory runs out.
-        inspect: looks at a committed result beyond the stage's folder; says what is wrong there, or None.
+        max_halvings: how often the work can halve its batch when memory runs out.
+        inspect: looks at a committed result beyond the stage's folder; returns what is wrong there, or None.
 
     Returns:
-        The manifest as JSON. Inside a Prefect task a cached one comes as the state ``Completed(name="Cached")``.
+        The manifest. Inside a Prefect task a cached one comes as the state ``Completed(name="Cached")``.
 
     Raises:
         TrainflowError: typed; whether it is retried was decided and recorded before.
     """
     try:
-        store = stage_store(storage, key)
+        store = stage_store(context.storage, key)
         look = partial(_look, store, inspect)
-        return _look_or_work(key, store, storage, work, retries, force and first_try(), rungs, look)
+        force = key.stage in context.force and first_try()
+        return _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
     except TrainflowError as error:
         remember_if_new(error, retries=retries)
         raise
@@ -96,12 +99,12 @@ def _look_or_work(
     key: StageKey,
     store: Store,
     storage: str,
-    work: Callable[[StageContext], StageOutput],
+    work: Callable[[StageAttempt], StageOutput],
     retries: int,
     force: bool,
-    rungs: int,
+    max_halvings: int,
     look: Callable[[], tuple[StageManifest | None, str | None]],
-) -> dict[str, Any]:
+) -> StageManifest:
     damage: str | None = None
     if not force:
         manifest, damage = look()
@@ -121,29 +124,29 @@ def _look_or_work(
                 return _cached(manifest)
         if force or damage is not None:
             _withdraw(store, keep=_BOOKS if force else _UNCOMMITTED)
-        return _attempt(key, store, lease, work, reason, retries, rungs).to_dict()
+        return _attempt(key, store, lease, work, reason, retries, max_halvings)
 
 
 def _attempt(
     key: StageKey,
     store: Store,
     lease: Lease,
-    work: Callable[[StageContext], StageOutput],
+    work: Callable[[StageAttempt], StageOutput],
     reason: str,
     retries: int,
-    rungs: int,
+    max_halvings: int,
 ) -> StageManifest:
     store.write_bytes(KEY_FILE, key.to_json())
     ledger = Ledger(store)
-    rung = min(ledger.rung(), rungs)
-    number = ledger.begin(reason=reason, rung=rung)
+    halvings = min(ledger.batch_halvings(), max_halvings)
+    number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
     _tell(key.stage, "started", reason, attempt=number)
     try:
-        output = work(StageContext(key.stage, store, number, rung, progress, lambda: lease.lost))
-        manifest = _commit(key, store, lease, output, {"reason": reason, "attempt": number, "rung": rung})
+        output = work(StageAttempt(key.stage, store, number, halvings, progress, lambda: lease.lost))
+        manifest = _commit(key, store, lease, output, commit_facts(output.facts, reason, number, halvings))
     except BaseException as error:
-        _failed(key.stage, ledger, number, error, retries=retries, lower_rung=rung < rungs)
+        _failed(key.stage, ledger, number, error, retries=retries, can_halve=halvings < max_halvings)
         if lease.lost and isinstance(error, Exception):
             lease.ensure_held()  # says who has taken over; what the stopped work said of it is a consequence
         raise
@@ -154,9 +157,7 @@ def _attempt(
     return manifest
 
 
-def _commit(
-    key: StageKey, store: Store, lease: Lease, output: StageOutput, provenance: dict[str, Any]
-) -> StageManifest:
+def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, facts: dict[str, Any]) -> StageManifest:
     files = sorted(output.files, key=lambda entry: entry.path)
     lease.ensure_held()
     _remove_leftovers(store, {entry.path for entry in files})
@@ -164,14 +165,14 @@ def _commit(
         "stage": key.stage,
         "key": key.digest,
         "metrics": output.metrics,
-        "meta": {**output.meta, **provenance},
+        "meta": facts,
     }
     return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
 
-def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, lower_rung: bool) -> None:
+def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, can_halve: bool) -> None:
     """Record the end of an attempt, and what Prefect will be told when it asks whether to retry."""
-    decision = decide(error, retries=retries, used=ledger.used(), lower_rung=lower_rung)
+    decision = decide(error, retries=retries, used=ledger.used(), can_halve=can_halve)
     outcome = "failed" if isinstance(error, Exception) else "interrupted"
     remember(decision)
     try:
@@ -183,15 +184,15 @@ def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, re
     _tell(stage, status, decision.reason, attempt=number, message=message)
 
 
-def _cached(manifest: StageManifest) -> dict[str, Any]:
+def _cached(manifest: StageManifest) -> StageManifest:
     _tell(manifest.stage, "cached", f"committed {manifest.created}", key=manifest.key)
     if not in_task_run():
-        return manifest.to_dict()
+        return manifest
     from prefect.states import Completed
 
     message = f"Committed under key {manifest.key[:16]}."
     # Prefect takes a returned state for the task's outcome: who calls the task gets the manifest in it.
-    return cast("dict[str, Any]", Completed(name="Cached", data=manifest.to_dict(), message=message))
+    return cast("StageManifest", Completed(name="Cached", data=manifest, message=message))
 
 
 def _reason(storage: str, key: StageKey, *, force: bool, damage: str | None) -> str:

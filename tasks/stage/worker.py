@@ -8,10 +8,15 @@ from typing import Any
 
 from tasks.configs import LaunchSettings
 from tasks.stage.closure import find_root
-from tasks.stage.runner import StageContext
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.runner import StageAttempt
 from tasks.tracking import RunHandle
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.launch import check, from_settings, launch, nodes
+from trainer_lib.records import to_record
+from trainer_lib.requests import PreparedData
 from trainer_lib.storage import FileEntry
 
 _ASK_EVERY_S = 3.0
@@ -20,32 +25,34 @@ _ASK_EVERY_S = 3.0
 def run_verb(
     verb: str,
     context: StageContext,
+    attempt: StageAttempt,
     settings: LaunchSettings,
     *,
-    recipe: str,
-    root: str | None,
+    recipe: str | None,
     options: Mapping[str, Any],
-    tracking: Mapping[str, Any] | None,
-    debug: bool,
+    tracking: RunHandle | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Run one verb of `trainer_lib.worker` in processes of its own; its result.
 
     Args:
-        tracking: the MLflow run that the workers add their points to (`RunHandle.to_dict()`), or None.
+        recipe: the stage's own recipe; None: the context's.
+        tracking: the MLflow run that the workers add their points to, or None.
         more: the verb's own part of the request.
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
+    recipe = recipe or context.recipe
+    root = context.root
     request = {
         "format": 1,
         "verb": verb,
         "recipe": {"path": recipe, "root": root if root is not None else str(find_root(recipe))},
         "options": dict(options),
-        "output": context.store.url,
+        "output": attempt.store.url,
         "tracking": tracking is not None,
-        "debug": debug,
+        "debug": context.debug,
         **more,
     }
     if "args" in more:  # the launcher counts devices or cores by it: however it was spelt
@@ -53,10 +60,10 @@ def run_verb(
     return launch(
         request,
         from_settings(settings.model_dump()),
-        env=RunHandle.from_dict(tracking).worker_env() if tracking is not None else {},
-        on_line=context.progress.line,
-        on_event=context.progress.event,
-        should_cancel=_any(context.is_lost, _cancelled_in_prefect()),
+        env=tracking.worker_env() if tracking is not None else {},
+        on_line=attempt.progress.line,
+        on_event=attempt.progress.event,
+        should_cancel=_any(attempt.is_lost, _cancelled_in_prefect()),
     )
 
 
@@ -72,20 +79,15 @@ def entries(files: list[Mapping[str, Any]]) -> list[FileEntry]:
     return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files]
 
 
-def data_request(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker is told of the prepared data."""
-    meta = manifest["meta"]
-    return {
-        "url": manifest["url"],
-        "splits": meta["splits"],
-        "info": meta["info"],
-        "files": [dict(file) for file in manifest["files"]],
-    }
+def data_request(manifest: StageManifest[PrepareFacts]) -> dict[str, Any]:
+    """The prepared data as a request carries it."""
+    facts = manifest.facts
+    return to_record(PreparedData(manifest.url, facts.splits, facts.info, manifest.files))
 
 
-def model_request(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a worker is told of the trained model: where it lies, and the settings it was built with."""
-    return {"model_url": f"{manifest['url']}/model", "model": manifest["meta"]["model"]}
+def model_request(manifest: StageManifest[TrainFacts]) -> dict[str, Any]:
+    """The trained model as a request carries it: where it lies, and the settings it was built with."""
+    return {"model_url": f"{manifest.url}/model", "model": manifest.facts.model}
 
 
 def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:

@@ -164,7 +164,7 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
     result = run_pipeline(load_spec(folder / "pipeline.yaml", ["prepare.options.rows=9"]), only="prepare")
     result.raise_for_error()
     manifest = StageManifest.from_dict(result.stages[0].manifest or {})
-    assert manifest.meta["attempt"] == 2
+    assert manifest.attempt == 2
     record = json.loads(Path(manifest.url, "attempts", "0001.end.json").read_text())
     assert record["error"]["class"] == "InfrastructureError"
     assert "SIGKILL" in record["error"]["message"]
@@ -182,8 +182,8 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
     result = tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
     result.raise_for_error()
     trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
-    assert (trained.meta["rung"], trained.meta["attempt"]) == (2, 3)
-    assert (trained.meta["global_step"], trained.meta["global_samples"]) == (8, 64)
+    assert (trained.batch_halvings, trained.attempt) == (2, 3)
+    assert (trained.facts.global_step, trained.facts.global_samples) == (8, 64)
     assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.rung"]
     assert ran(tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")) == set()
 
@@ -203,7 +203,7 @@ def test_the_stages_run_in_processes_of_their_own_and_only_there_is_torch(folder
         result = run_pipeline(load_spec(folder / "pipeline.yaml", ["evaluate.enabled=false", "predict.enabled=false"]))
     result.raise_for_error()
     manifest = StageManifest.from_dict(result.stages[1].manifest or {})
-    assert manifest.meta["global_step"] == 8
+    assert manifest.facts.global_step == 8
     assert any(line.startswith("worker") for line in lines)
 
 

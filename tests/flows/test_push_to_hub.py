@@ -14,11 +14,13 @@ from huggingface_hub import ModelCard, snapshot_download
 
 from tasks.configs import PublishConfig
 from tasks.push_to_hub import publish_key, push_to_hub
+from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import stage_key
-from tasks.stage.runner import StageContext, StageOutput, run_stage
+from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 from tests.support.hub_server import HubServer, ImpatientTime
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
+from trainer_lib.requests import PreparedSplit
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
@@ -39,37 +41,43 @@ def storage(tmp_path: Path) -> str:
     return str(tmp_path / "storage")
 
 
-def _stage(storage: str, stage: str, fields: dict[str, Any], files: dict[str, bytes], **facts: Any) -> dict[str, Any]:
+def _context(storage: str, *force: str) -> StageContext:
+    return StageContext(name="digits", recipe="recipe.py", storage=storage, force=frozenset(force))
+
+
+def _stage(storage: str, stage: str, fields: dict[str, Any], files: dict[str, bytes], **more: Any) -> StageManifest:
     """A committed stage, as the stages before leave it."""
 
-    def work(context: StageContext) -> StageOutput:
-        return StageOutput([context.store.write_bytes(path, data) for path, data in files.items()], **facts)
+    def work(attempt: StageAttempt) -> StageOutput:
+        return StageOutput([attempt.store.write_bytes(path, data) for path, data in files.items()], **more)
 
-    manifest: dict[str, Any] = run_stage(stage_key(stage, fields), storage, work)
-    return manifest
+    return run_stage(stage_key(stage, fields), _context(storage), work)
 
 
 def _inputs(storage: str, weights: bytes = WEIGHTS, accuracy: float = 0.984) -> dict[str, Any]:
-    splits = {"splits": {"train": {"rows": 1437}, "test": {"rows": 360}}}
+    splits = PrepareFacts({"train": PreparedSplit(1437), "test": PreparedSplit(360)})
     args = {"learning_rate": 2e-3, "global_batch_size": 64, "seed": 42}
     model = {"model/model.safetensors": weights, "model/config.json": b"{}"}
     metrics = {"test": {"test_accuracy": accuracy, "test_runtime": 3.0}}
     measured = {"samples.txt": b"hello", "metrics.json": b"{}"}
     return {
-        "data": _stage(storage, "prepare-data", {"a": 1}, {"data/test/00000.arrow": b"rows"}, meta=splits),
-        "model": _stage(storage, "train", {"args": args, "w": weights[:9].hex()}, model, meta={"parameters": 12345}),
+        "data": _stage(storage, "prepare-data", {"a": 1}, {"data/test/00000.arrow": b"rows"}, facts=splits),
+        "model": _stage(
+            storage, "train", {"args": args, "w": weights[:9].hex()}, model, facts=TrainFacts(parameters=12345)
+        ),
         "evaluation": _stage(storage, "evaluate", {"m": accuracy}, measured, metrics=metrics),
     }
 
 
-def _push(storage: str, config: PublishConfig, inputs: dict[str, Any], **more: Any) -> dict[str, Any]:
-    manifest: dict[str, Any] = push_to_hub.fn(config, name="digits", storage=storage, **inputs, **more)
-    return manifest
+def _push(
+    storage: str, config: PublishConfig, inputs: dict[str, Any], *, force: bool = False
+) -> StageManifest[PublishFacts]:
+    return push_to_hub.fn(config, _context(storage, *(["push-to-hub"] if force else [])), **inputs)
 
 
 def test_a_folder_below_the_storage_is_the_default_hub(storage: str) -> None:
     manifest = _push(storage, PublishConfig(license="apache-2.0", tags=["vision"]), _inputs(storage))
-    folder = Path(manifest["meta"]["published_url"])
+    folder = Path(manifest.facts.published_url)
     assert folder.parent == Path(storage) / "hub" / "digits" / "revisions"
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert [path.name for path in (folder / "evaluation").iterdir()] == ["samples.txt"]
@@ -79,12 +87,12 @@ def test_a_folder_below_the_storage_is_the_default_hub(storage: str) -> None:
 def test_the_card_tells_metrics_data_arguments_and_lineage(storage: str) -> None:
     inputs = _inputs(storage)
     manifest = _push(storage, PublishConfig(title="Digits", license="apache-2.0"), inputs)
-    text = (Path(manifest["meta"]["published_url"]) / "README.md").read_text()
+    text = (Path(manifest.facts.published_url) / "README.md").read_text()
     data: Any = ModelCard(text).data
     assert [(one.metric_type, one.metric_value) for one in data.eval_results] == [("accuracy", 0.984)]
     assert data.to_dict()["trainflow"] == {
-        "data_digest": inputs["data"]["content_digest"],
-        "stage_keys": {one["stage"]: one["key"] for one in inputs.values()},
+        "data_digest": inputs["data"].content_digest,
+        "stage_keys": {one.stage: one.key for one in inputs.values()},
     }
     for part in ("`learning_rate` | 0.002", "1,437", "12,345", hashlib.sha256(WEIGHTS).hexdigest()):
         assert part in text
@@ -102,22 +110,22 @@ def test_forced_the_stage_runs_and_the_hub_gets_nothing_new(storage: str) -> Non
     inputs = _inputs(storage)
     first = _push(storage, PublishConfig(), inputs)
     again = _push(storage, PublishConfig(), inputs, force=True)
-    assert (first["meta"]["created"], again["meta"]["created"]) == (True, False)
-    assert again["meta"]["revision"] == first["meta"]["revision"]
+    assert (first.facts.created, again.facts.created) == (True, False)
+    assert again.facts.revision == first.facts.revision
 
 
 @pytest.mark.parametrize("harm", ["removed", "truncated"])
 def test_a_publication_that_is_gone_or_damaged_is_made_again(storage: str, harm: str) -> None:
     inputs = _inputs(storage)
-    published = Path(_push(storage, PublishConfig(), inputs)["meta"]["published_url"])
+    published = Path(_push(storage, PublishConfig(), inputs).facts.published_url)
     if harm == "removed":
         shutil.rmtree(published)
     else:
         (published / "model.safetensors").write_bytes(b"short")
     again = _push(storage, PublishConfig(), inputs)
-    assert again["meta"]["created"]
-    assert "is gone, or not as it was published" in again["meta"]["reason"]
-    assert (Path(again["meta"]["published_url"]) / "model.safetensors").read_bytes() == WEIGHTS
+    assert again.facts.created
+    assert "is gone, or not as it was published" in again.reason
+    assert (Path(again.facts.published_url) / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_another_model_is_another_revision(storage: str) -> None:
@@ -140,12 +148,12 @@ def test_the_key_says_what_differs_and_holds_no_path(storage: str) -> None:
 def test_an_upload_to_the_hub_comes_back_with_equal_digests(storage: str, hub: HubServer, tmp_path: Path) -> None:
     config = PublishConfig(to="hf://org/digits", license="apache-2.0")
     manifest = _push(storage, config, _inputs(storage))
-    revision = manifest["meta"]["revision"]
+    revision = manifest.facts.revision
     local = snapshot_download(
         "org/digits", revision=revision, local_dir=tmp_path / "back", endpoint=hub.endpoint, token=hub.token
     )
     record = json.loads((Path(local) / "trainflow.json").read_text())
-    assert record["content_digest"] == manifest["meta"]["published_digest"]
+    assert record["content_digest"] == manifest.facts.published_digest
     for file in record["files"]:
         assert hashlib.sha256((Path(local) / file["path"]).read_bytes()).hexdigest() == file["sha256"]
     assert (Path(local) / "model.safetensors").read_bytes() == WEIGHTS
@@ -164,7 +172,7 @@ def test_a_hub_that_fails_in_the_middle_is_retried_and_ends_with_one_commit(stor
     assert caught.value.retryable
     hub.fault = lambda method, path: None
     manifest = _push(storage, config, inputs)
-    assert manifest["meta"]["attempt"] == 2
+    assert manifest.attempt == 2
     assert [commit.summary[:7] for commit in hub.repos["org/digits"].commits] == ["initial", "Publish"]
 
 
@@ -177,11 +185,10 @@ def test_prefect_retries_it_by_itself(storage: str, hub: HubServer, prefect_serv
 
     @flow
     def publishing() -> Any:
-        return push_to_hub(PublishConfig(to="hf://org/digits"), name="digits", storage=storage, **inputs)
+        return push_to_hub(PublishConfig(to="hf://org/digits"), _context(storage), **inputs)
 
     manifest: Any = publishing()
-    meta = manifest["meta"]
-    assert (meta["created"], meta["attempt"]) == (True, 2)
+    assert (manifest.facts.created, manifest.attempt) == (True, 2)
     assert failures == []
 
 
@@ -196,7 +203,7 @@ def test_a_repository_that_was_deleted_is_published_again(storage: str, hub: Hub
     config, inputs = PublishConfig(to="hf://org/digits"), _inputs(storage)
     _push(storage, config, inputs)
     del hub.repos["org/digits"]
-    assert _push(storage, config, inputs)["meta"]["created"]
+    assert _push(storage, config, inputs).facts.created
     assert "org/digits" in hub.repos
 
 

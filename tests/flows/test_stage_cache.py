@@ -17,7 +17,7 @@ import pytest
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
-from tasks.stage.runner import StageContext, StageOutput, stage_key
+from tasks.stage.runner import StageAttempt, StageOutput, stage_key
 from tests.support.stage import KEY, Toy, run
 from trainer_lib.errors import (
     CodeError,
@@ -32,12 +32,13 @@ def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
     first = run(storage, toy)
     assert run(storage, toy) == first
     assert toy.runs == 1
-    manifest = StageManifest.from_dict(first)
+    manifest = StageManifest.from_dict(first.to_dict())
+    assert manifest == first
     assert [entry.path for entry in manifest.files] == ["b.txt", "out/a.txt"]
     assert manifest.metrics == {"rows": 2}
-    assert manifest.meta["reason"] == "never run before"
+    assert manifest.reason == "never run before"
     assert manifest.store().read_bytes("b.txt") == b"beta"
-    assert json.loads(json.dumps(first)) == first
+    assert json.loads(json.dumps(first.to_dict())) == first.to_dict()
 
 
 def test_another_key_runs_and_says_what_differs(storage: str) -> None:
@@ -45,15 +46,15 @@ def test_another_key_runs_and_says_what_differs(storage: str) -> None:
     run(storage, toy)
     other = run(storage, toy, stage_key("toy", {"x": 2}))
     assert toy.runs == 2
-    assert other["meta"]["reason"] == "x: 1 -> 2"
+    assert other.reason == "x: 1 -> 2"
 
 
 def test_another_pipelines_run_in_the_same_storage_explains_nothing(storage: str) -> None:
     run(storage, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
     other = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
-    assert other["meta"]["reason"] == "never run before"
+    assert other.reason == "never run before"
     edited = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "3"}}))
-    assert "recipe.b/recipe.py" in edited["meta"]["reason"]
+    assert "recipe.b/recipe.py" in edited.reason
 
 
 @pytest.mark.parametrize(
@@ -70,42 +71,42 @@ def test_a_damaged_result_is_reported_withdrawn_and_made_again(
 ) -> None:
     toy = Toy()
     first = run(local, toy)
-    folder = Path(first["url"])
+    folder = Path(first.url)
     _manifests._verified.clear()  # as in a new process
     harm(folder)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "kept").write_text("x")
     again = run(local, toy)
     assert toy.runs == 2
-    assert words in again["meta"]["reason"]
-    assert again["content_digest"] == first["content_digest"]
+    assert words in again.reason
+    assert again.content_digest == first.content_digest
     assert (folder / "checkpoints" / "kept").exists()
-    assert run(local, toy)["meta"] == again["meta"]
+    assert run(local, toy) == again
 
 
 def test_a_truncated_file_is_noticed_even_right_after_a_look(local: str) -> None:
     first = run(local, Toy())
     run(local, Toy())
-    Path(first["url"], "b.txt").write_bytes(b"bet")
-    assert "3 bytes" in run(local, Toy())["meta"]["reason"]
+    Path(first.url, "b.txt").write_bytes(b"bet")
+    assert "3 bytes" in run(local, Toy()).reason
 
 
 def test_force_discards_the_result_and_what_was_kept_for_continuing(local: str) -> None:
     toy = Toy()
-    folder = Path(run(local, toy)["url"])
+    folder = Path(run(local, toy).url)
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "old").write_text("x")
     again = run(local, toy, force=True)
     assert toy.runs == 2
-    assert again["meta"]["reason"] == "forced"
+    assert again.reason == "forced"
     assert not (folder / "checkpoints").exists()
-    assert again["meta"]["attempt"] == 2
+    assert again.attempt == 2
 
 
 def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage: str) -> None:
-    def messy(context: StageContext) -> StageOutput:
-        context.store.write_bytes("out/half.txt", b"half")
-        context.store.write_bytes("checkpoints/c1", b"kept")
+    def messy(attempt: StageAttempt) -> StageOutput:
+        attempt.store.write_bytes("out/half.txt", b"half")
+        attempt.store.write_bytes("checkpoints/c1", b"kept")
         raise InfrastructureError("died")
 
     with pytest.raises(InfrastructureError):
@@ -114,16 +115,16 @@ def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage:
     assert (manifest, problem) == (None, None)
     assert explain_miss(storage, KEY).reason == "an earlier attempt did not finish"
     first = run(storage, Toy())
-    paths = {info.path for info in StageManifest.from_dict(first).store().list()}
+    paths = {info.path for info in first.store().list()}
     assert "out/half.txt" not in paths
     assert "checkpoints/c1" in paths
-    assert first["meta"]["attempt"] == 2
+    assert first.attempt == 2
 
 
 def test_a_result_that_names_a_missing_file_is_not_committed(local: str) -> None:
-    def forgetful(context: StageContext) -> StageOutput:
-        entry = context.store.write_bytes("a", b"x")
-        context.store.delete("a")
+    def forgetful(attempt: StageAttempt) -> StageOutput:
+        entry = attempt.store.write_bytes("a", b"x")
+        attempt.store.delete("a")
         return StageOutput([entry])
 
     with pytest.raises(TrainflowError):
@@ -164,12 +165,12 @@ def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -
     working, go_on = threading.Event(), threading.Event()
     told: list[dict[str, Any]] = []
 
-    def slow(context: StageContext) -> StageOutput:
+    def slow(attempt: StageAttempt) -> StageOutput:
         working.set()
         assert go_on.wait(20)
-        return Toy()(context)
+        return Toy()(attempt)
 
-    results: list[dict[str, Any]] = []
+    results: list[StageManifest] = []
     first = threading.Thread(target=lambda: results.append(run(local, slow)))
     first.start()
     assert working.wait(20)
@@ -190,16 +191,17 @@ def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -
 
 CRASH = """
 import os, signal, sys
-from tasks.stage.runner import StageOutput, run_stage, stage_key
+from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
 
-def work(context):
-    context.store.write_bytes("checkpoints/c1", b"kept")
+def work(attempt):
+    attempt.store.write_bytes("checkpoints/c1", b"kept")
     print("working", flush=True)
     if sys.argv[2] == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
-run_stage(stage_key("toy", {"x": 1}), sys.argv[1], work)
+context = StageContext(name="test", recipe="recipe.py", storage=sys.argv[1])
+run_stage(stage_key("toy", {"x": 1}), context, work)
 """
 
 
@@ -209,16 +211,16 @@ def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
     begun = time.monotonic()
     first = run(local, Toy())
     assert time.monotonic() - begun < 10  # not the lease's time to live
-    assert first["meta"]["attempt"] == 2
-    assert Path(first["url"], "checkpoints", "c1").exists()
+    assert first.attempt == 2
+    assert Path(first.url, "checkpoints", "c1").exists()
 
 
 def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
     from trainer_lib.locks.lease import _take_epoch
 
-    def overtaken(context: StageContext) -> StageOutput:
-        _take_epoch(context.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # another process, a moment ago
-        return Toy()(context)
+    def overtaken(attempt: StageAttempt) -> StageOutput:
+        _take_epoch(attempt.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # as another process
+        return Toy()(attempt)
 
     with pytest.raises(LeaseLostError):
         run(local, overtaken)

@@ -13,9 +13,9 @@ import pytest
 
 from tasks.stage import progress as _progress
 from tasks.stage import task as _task
-from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
+from tasks.stage.runner import StageAttempt, StageManifest, StageOutput, run_stage, stage_key
 from tasks.stage.task import stage_task
-from tests.support.stage import KEY, Toy, run
+from tests.support.stage import KEY, Toy, ToyFacts, in_storage, run
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -35,8 +35,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_task(local: str, toy: Toy, **more: Any) -> Any:
     @stage_task("toy")
-    def toy_stage() -> dict[str, Any]:
-        return run_stage(KEY, local, toy, **more)
+    def toy_stage() -> StageManifest[ToyFacts]:
+        return run_stage(KEY, in_storage(local), toy, **more)
 
     return toy_stage
 
@@ -69,7 +69,7 @@ def test_failures_worth_it_are_retried_and_come_out_typed(prefect_server: str, l
     stage = as_task(local, toy, retries=2)
     in_flow(lambda: stage())
     assert toy.runs == 4
-    assert [context.attempt for context in toy.contexts] == [1, 2, 3, 4]
+    assert [attempt.number for attempt in toy.attempts] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("error", [CodeError("bug", details="their frames"), ConfigError("bad", field="x")])
@@ -90,28 +90,30 @@ def test_a_used_up_budget_ends_the_stage(prefect_server: str, local: str, quick:
     assert toy.runs == 3
 
 
-def test_memory_running_out_lowers_the_rung_until_nothing_is_left(prefect_server: str, local: str, quick: None) -> None:
+def test_memory_running_out_halves_the_batch_until_nothing_is_left(
+    prefect_server: str, local: str, quick: None
+) -> None:
     toy = Toy(OutOfMemoryError("a"), OutOfMemoryError("b"))
-    manifest = in_flow(as_task(local, toy, retries=0, rungs=2))
-    assert [context.rung for context in toy.contexts] == [0, 1, 2]
-    assert manifest["meta"]["rung"] == 2
+    manifest = in_flow(as_task(local, toy, retries=0, max_halvings=2))
+    assert [attempt.batch_halvings for attempt in toy.attempts] == [0, 1, 2]
+    assert manifest.batch_halvings == 2
     with pytest.raises(OutOfMemoryError):
-        in_flow(as_task(local + "/other", Toy(OutOfMemoryError("a"), OutOfMemoryError("b")), rungs=1))
+        in_flow(as_task(local + "/other", Toy(OutOfMemoryError("a"), OutOfMemoryError("b")), max_halvings=1))
 
 
 def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str, quick: None) -> None:
     run(local, Toy())
     toy = Toy(StorageError("a"))
 
-    def keep(context: StageContext) -> StageOutput:
-        if context.attempt == 3:
-            assert context.store.exists("checkpoints/c")
-        context.store.write_bytes("checkpoints/c", b"x")
-        return toy(context)
+    def keep(attempt: StageAttempt) -> StageOutput:
+        if attempt.number == 3:
+            assert attempt.store.exists("checkpoints/c")
+        attempt.store.write_bytes("checkpoints/c", b"x")
+        return toy(attempt)
 
     @stage_task("toy")
-    def forced() -> dict[str, Any]:
-        return run_stage(KEY, local, keep, force=True)
+    def forced() -> StageManifest[ToyFacts]:
+        return run_stage(KEY, in_storage(local, "toy"), keep)
 
     in_flow(forced)
     assert toy.runs == 2
@@ -142,16 +144,16 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
 
     seen: list[str] = []
 
-    def work(context: StageContext) -> StageOutput:
+    def work(attempt: StageAttempt) -> StageOutput:
         seen.append(task_run.id or "")
-        context.progress.line("epoch 1 of 3")
+        attempt.progress.line("epoch 1 of 3")
         for step in (1, 5):
-            context.progress.event({"event": "progress", "step": step, "max_steps": 10, "loss": 0.25, "eta_s": 61})
-        return StageOutput([context.store.write_bytes("a", b"x")])
+            attempt.progress.event({"event": "progress", "step": step, "max_steps": 10, "loss": 0.25, "eta_s": 61})
+        return StageOutput([attempt.store.write_bytes("a", b"x")])
 
     @stage_task("shown")
-    def shown() -> dict[str, Any]:
-        return run_stage(stage_key("shown", {}), local, work)
+    def shown() -> StageManifest:
+        return run_stage(stage_key("shown", {}), in_storage(local), work)
 
     in_flow(shown)
     named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))

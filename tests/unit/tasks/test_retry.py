@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.stage import retry as _retry
-from tasks.stage.retry import DELAYS_S, Ledger, decide, lower_evaluation, lower_training, rungs_of
+from tasks.stage.retry import DELAYS_S, Ledger, decide, halve_evaluation_batch, halve_training_batch, max_halvings
 from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.storage import Store
@@ -19,32 +19,32 @@ RETRIED = {"StorageError", "InfrastructureError", "OutOfMemoryError", "Preempted
 
 @pytest.mark.parametrize("cls", list(errors._CLASSES.values()))
 def test_a_retry_is_made_only_where_the_error_says_it_is_worth_it(cls: type[errors.TrainflowError]) -> None:
-    decision = decide(cls("x"), retries=3, used=0, lower_rung=True)
+    decision = decide(cls("x"), retries=3, used=0, can_halve=True)
     assert decision.retry is (cls.__name__ in RETRIED)
     assert decision.reason
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), ValueError("a bug of ours")])
 def test_what_is_not_typed_is_never_retried(error: BaseException) -> None:
-    assert not decide(error, retries=3, used=0, lower_rung=True).retry
+    assert not decide(error, retries=3, used=0, can_halve=True).retry
 
 
 def test_the_budget_ends(tmp_path: Path) -> None:
     error = errors.StorageError("throttled")
-    assert decide(error, retries=2, used=1, lower_rung=False).retry
-    assert not decide(error, retries=2, used=2, lower_rung=False).retry
-    assert decide(errors.Preempted("stop"), retries=0, used=9, lower_rung=False).retry
-    assert decide(errors.OutOfMemoryError("full"), retries=0, used=9, lower_rung=True).retry
-    assert not decide(errors.OutOfMemoryError("full"), retries=9, used=0, lower_rung=False).retry
+    assert decide(error, retries=2, used=1, can_halve=False).retry
+    assert not decide(error, retries=2, used=2, can_halve=False).retry
+    assert decide(errors.Preempted("stop"), retries=0, used=9, can_halve=False).retry
+    assert decide(errors.OutOfMemoryError("full"), retries=0, used=9, can_halve=True).retry
+    assert not decide(errors.OutOfMemoryError("full"), retries=9, used=0, can_halve=False).retry
 
 
-def attempt(ledger: Ledger, error: BaseException | None, rung: int = 0) -> int:
-    number = ledger.begin(reason="test", rung=rung)
+def attempt(ledger: Ledger, error: BaseException | None, halvings: int = 0) -> int:
+    number = ledger.begin(reason="test", batch_halvings=halvings)
     ledger.end(number, "failed" if error else "committed", error=error)
     return number
 
 
-def test_the_ledger_charges_failures_but_not_preemptions_or_rungs(tmp_path: Path) -> None:
+def test_the_ledger_charges_failures_but_not_preemptions_or_halvings(tmp_path: Path) -> None:
     ledger = Ledger(Store.open(tmp_path))
     numbers = [
         attempt(ledger, error)
@@ -65,17 +65,17 @@ def test_a_new_command_has_a_new_budget_but_remembers_what_memory_allowed(
     ledger = Ledger(Store.open(tmp_path))
     attempt(ledger, errors.StorageError("a"))
     attempt(ledger, errors.OutOfMemoryError("b"))
-    attempt(ledger, errors.OutOfMemoryError("c"), rung=1)
+    attempt(ledger, errors.OutOfMemoryError("c"), halvings=1)
     monkeypatch.setattr(_retry, "_INVOCATION", "another process")
-    assert (ledger.used(), ledger.rung()) == (0, 2)
+    assert (ledger.used(), ledger.batch_halvings()) == (0, 2)
 
 
 def test_an_attempt_that_died_silently_or_a_torn_record_does_not_stop_the_next(tmp_path: Path) -> None:
     ledger = Ledger(Store.open(tmp_path))
-    ledger.begin(reason="first", rung=0)
+    ledger.begin(reason="first", batch_halvings=0)
     (tmp_path / "attempts" / "0002.json").write_text("{torn")
-    assert ledger.begin(reason="third", rung=0) == 3
-    assert (ledger.used(), ledger.rung()) == (0, 0)
+    assert ledger.begin(reason="third", batch_halvings=0) == 3
+    assert (ledger.used(), ledger.batch_halvings()) == (0, 0)
 
 
 def test_records_keep_the_failure_but_not_endless_details(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def global_batch(args: dict[str, Any], world_size: int) -> int:
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_lower_rung_halves_the_micro_batch_and_keeps_the_global_batch(args: dict[str, Any]) -> None:
+def test_a_can_halve_halves_the_micro_batch_and_keeps_the_global_batch(args: dict[str, Any]) -> None:
     before = TrainingArguments.from_dict(args).per_device_train_batch_size
-    for rung in range(rungs_of(before) + 2):
-        lowered = lower_training(args, rung, world_size=2)
+    for halvings in range(max_halvings(before) + 2):
+        lowered = halve_training_batch(args, halvings, world_size=2)
         parsed = TrainingArguments.from_dict(lowered)
-        assert parsed.per_device_train_batch_size == max(1, before >> rung)
+        assert parsed.per_device_train_batch_size == max(1, before >> halvings)
         assert global_batch(lowered, 2) == global_batch(args, 2)
         same = numeric_fields(parsed, data_parallel_size=2) == numeric_fields(
             TrainingArguments.from_dict(args), data_parallel_size=2
@@ -116,20 +116,20 @@ def test_a_lower_rung_halves_the_micro_batch_and_keeps_the_global_batch(args: di
 
 def test_a_batch_that_is_split_stays_divisible_among_the_processes() -> None:
     args = {"per_device_train_batch_size": 12, "accelerator_config": {"split_batches": True}}
-    sizes = [lower_training(args, rung, world_size=2)["per_device_train_batch_size"] for rung in range(4)]
+    sizes = [halve_training_batch(args, halvings, world_size=2)["per_device_train_batch_size"] for halvings in range(4)]
     assert sizes == [12, 6, 2, 2]  # 6, 3, 1 and 1 samples on each of two processes
-    assert {global_batch(lower_training(args, rung, world_size=2), 2) for rung in range(4)} == {12}
+    assert {global_batch(halve_training_batch(args, halvings, world_size=2), 2) for halvings in range(4)} == {12}
 
 
 def test_evaluation_halves_its_batch() -> None:
-    assert lower_evaluation({"per_device_eval_batch_size": 6}, 2)["per_device_eval_batch_size"] == 1
-    assert lower_evaluation({"seed": 1}, 0) == {"seed": 1}
+    assert halve_evaluation_batch({"per_device_eval_batch_size": 6}, 2)["per_device_eval_batch_size"] == 1
+    assert halve_evaluation_batch({"seed": 1}, 0) == {"seed": 1}
 
 
-@pytest.mark.parametrize(("size", "rungs"), [(1, 0), (2, 1), (3, 1), (8, 3), (9, 3)])
-def test_the_ladder_ends_at_one_sample(size: int, rungs: int) -> None:
-    assert rungs_of(size) == rungs
-    assert size >> rungs == 1
+@pytest.mark.parametrize(("size", "halvings"), [(1, 0), (2, 1), (3, 1), (8, 3), (9, 3)])
+def test_the_ladder_ends_at_one_sample(size: int, halvings: int) -> None:
+    assert max_halvings(size) == halvings
+    assert size >> halvings == 1
 
 
 def test_delays_grow_to_minutes() -> None:
@@ -144,6 +144,6 @@ def test_prefect_is_told_what_was_decided_once(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(_retry, "_task_run_id", lambda: Run.id)
     ask: Callable[..., bool] = _retry.should_retry
-    _retry.remember(decide(errors.StorageError("x"), retries=1, used=0, lower_rung=False))
+    _retry.remember(decide(errors.StorageError("x"), retries=1, used=0, can_halve=False))
     assert ask(None, Run, None) is True
     assert ask(None, Run, None) is False

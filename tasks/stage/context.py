@@ -1,0 +1,36 @@
+"""The context: everything that the stages of one run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks.tracking import RunHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """Whose code the stages of a run execute, where their results are kept, and how.
+
+    ::
+
+        context = StageContext(name="digits", recipe="recipe.py", storage=".trainflow")
+        data = prepare_data(spec.prepare, context)
+        model = train(spec.train, context, data)
+
+    Attributes:
+        name: the pipeline's name: default of the model card's title and of the folder below `hub/`.
+        recipe: path of the recipe's Python file; a stage's `config.recipe` comes before it.
+        storage: folder or URL that everything is kept below.
+        root: folder where the recipe's imports start; None: found from the recipe.
+        tracking: the MLflow run that the workers add their points to; None: no run.
+        force: names of the stages whose committed result is discarded first ("train").
+        debug: keep the workers' run files.
+    """
+
+    name: str
+    recipe: str
+    storage: str
+    root: str | None = None
+    tracking: RunHandle | None = None
+    force: frozenset[str] = frozenset()
+    debug: bool = False

@@ -1,0 +1,109 @@
+"""What each stage states about its result, beyond files and metrics, for the stages and the reports that follow.
+
+A stage of your own has facts too: a class of fields with JSON's types, derived with the stage's name ::
+
+    @dataclass(frozen=True)
+    class RowFacts(StageFacts, stage="count-rows"):
+        rows: int
+
+or, to stand in for one of ours, derived from its facts: ``class MyData(PrepareFacts, stage="my-data")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trainer_lib.records import from_record
+from trainer_lib.requests import PreparedSplit
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Base of every stage's facts. A stage without a class of its own has exactly this."""
+
+    by_stage: ClassVar[dict[str, type[StageFacts]]] = {}
+    """Stage name -> class of its facts: a committed file names its stage, and so the class it is read as."""
+
+    def __init_subclass__(cls, *, stage: str | None = None, **options: Any) -> None:
+        """Remember the class as that of `stage`."""
+        super().__init_subclass__(**options)
+        if stage is not None:
+            StageFacts.by_stage[stage] = cls
+
+    @staticmethod
+    def of_stage(stage: str, record: Mapping[str, Any]) -> StageFacts:
+        """The facts in a stage's commit file; what an older or newer version wrote besides is left out.
+
+        Raises:
+            ConfigError: a fact is missing or has another type.
+        """
+        kind = StageFacts.by_stage.get(stage, StageFacts)
+        known = {name: value for name, value in record.items() if value is not None}  # None is every optional default
+        return from_record(kind, known, name=stage, ignore_unknown=True)
+
+
+@dataclass(frozen=True)
+class PrepareFacts(StageFacts, stage="prepare-data"):
+    """The prepared splits by name, and what the recipe notes about the data for its model."""
+
+    splits: dict[str, PreparedSplit]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainFacts(StageFacts, stage="train"):
+    """How a model was trained.
+
+    Attributes:
+        global_step: optimizer steps, those before a resume included.
+        global_samples: training samples seen, likewise.
+        world_size: processes of the attempt that finished.
+        resumed_from: optimizer step that the attempt continued from; None: it began at the start.
+        checkpoints: names of the committed checkpoints.
+        parameters: number of the model's parameters.
+        model: settings that the recipe's build_model was given.
+        mlflow_run_id: the run that has the training curve.
+    """
+
+    global_step: int | None = None
+    global_samples: int | None = None
+    world_size: int | None = None
+    resumed_from: int | None = None
+    checkpoints: tuple[str, ...] = ()
+    parameters: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    mlflow_run_id: str | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateFacts(StageFacts, stage="evaluate"):
+    """Nothing beyond the manifest's metrics."""
+
+
+@dataclass(frozen=True)
+class PredictFacts(StageFacts, stage="predict"):
+    """The split that was predicted, and its number of rows."""
+
+    rows: int
+    split: str
+
+
+@dataclass(frozen=True)
+class PublishFacts(StageFacts, stage="push-to-hub"):
+    """Where a model was published.
+
+    Attributes:
+        target: address of the hub's repository or folder.
+        published_url: address of this publication.
+        revision: commit of the publication on that hub.
+        published_digest: content digest of the published files.
+        created: whether this made a new revision, or the hub held the content already.
+    """
+
+    target: str
+    published_url: str
+    revision: str
+    published_digest: str
+    created: bool = True
