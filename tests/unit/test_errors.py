@@ -6,7 +6,7 @@ import pytest
 
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import first_line
-from trainer_lib.trainer.autobatch import MemoryRanOut, within_memory
+from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_memory
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> No
         raise MemoryError("\nCUDA out of memory. Tried to allocate 2 GiB")
 
     with pytest.raises(MemoryRanOut, match="CUDA out of memory"):
-        within_memory(SingleProcess(), work)
+        call_within_memory(SingleProcess(), work)

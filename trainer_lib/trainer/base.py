@@ -29,6 +29,7 @@ from trainer_lib.trainer import checks, models
 from trainer_lib.trainer.facade import AcceleratorFacade
 from trainer_lib.trainer.inspecting import ForwardInfo, takes, takes_positionals, takes_trial
 from trainer_lib.trainer.losses import LabelSmoother
+from trainer_lib.trainer.micro_batch_search import MicroBatchSearch
 from trainer_lib.trainer.nodes import NodeView
 from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
@@ -123,13 +124,14 @@ class TrainerBase:
         checks.refuse_unserved(args, serves_seq2seq=self._serves_seq2seq)
         settle_arguments(args)
         self.args = args
-        self._memory_allows: int | None = None
+        # A new search for each set of arguments: a trial's micro-batch says nothing about the next one's.
+        self._trainflow_micro_batches: MicroBatchSearch = MicroBatchSearch(self)  # type: ignore[arg-type]
         self._batching = BatchSettings.of(args.accelerator_config)
         self._batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=_group_formed())
-        self.comm = distributed.init(args)
+        self.comm: distributed.Communicator = distributed.init(args)
         # The ranks that share output_dir, as a world of their own.
         self._disk: distributed.Communicator = NodeView(self.comm) if args.save_on_each_node else self.comm
-        self.device = distributed.choose_device(use_cpu=args.use_cpu)
+        self.device: torch.device = distributed.choose_device(use_cpu=args.use_cpu)
         logging.getLogger("trainer_lib").setLevel(args.get_process_log_level())
         # Before model_init is called: initial weights are part of what the seed fixes.
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
@@ -139,7 +141,7 @@ class TrainerBase:
         self.accelerator = AcceleratorFacade(self)
         self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor > 0 else None
         self._eval_loaders: dict[str, Any] = {}
-        self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=self.device)
+        self._memory_tracker: MemoryTracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=self.device)
 
     def _set_up_state(self) -> None:
         self.is_in_train = False
@@ -268,7 +270,7 @@ class TrainerBase:
         """Samples that this process trains on at a time: as the arguments say, or fewer where memory was short."""
         given, world = self.args.train_batch_size, self.comm.world_size
         size = self._batching.share(given, world, field="per_device_train_batch_size")
-        return min(size, self._memory_allows or size)
+        return self._trainflow_micro_batches.limit(size)
 
     @property
     def _eval_batch_size(self) -> int:

@@ -19,14 +19,14 @@ from trainer_lib.agreement import lost_peer
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.reader import Checkpoint
-from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
-from trainer_lib.trainer.autobatch import AutoBatchMixin, within_memory
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.micro_batch_search import call_within_memory
+from trainer_lib.trainer.preparing import PreparingMixin
 from trainer_lib.trainer.publishing import PublishingMixin
 from trainer_lib.trainer.resuming import ResumingMixin
 from trainer_lib.trainer.run import TrainingRun
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
 
 
-class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin):
+class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin):
     """Training."""
 
     def train(
@@ -65,7 +65,8 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
             url = self._checkpoint_to_resume(resume_from_checkpoint)
             with StopRequest(self.comm, on_sigterm=self.args.enable_jit_checkpoint) as self._stop:
                 try:
-                    return self._train_within_memory(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
+                    search = self._trainflow_micro_batches
+                    return search.train(url, lambda url: self._attempt(url, trial, ignore_keys_for_eval))
                 finally:
                     self._close_saver()
         except BaseException as error:
@@ -150,7 +151,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
         loaded = self._open_checkpoint(url) if url is not None else None
         self._claim_output_dir(url)
         if loaded is not None:
-            self._adopt_batch_size(loaded.trainer_state.get("train_batch_size"))
+            self._trainflow_micro_batches.adopt(loaded.trainer_state.get("train_batch_size"))
         source = self._train_source()
         max_steps, num_epochs = self._length(source.steps_per_epoch)
         if loaded is not None:
@@ -177,16 +178,14 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
         self.state.init_training_references(self, max_steps, min(num_epochs, max_steps), trial)
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
+        examples = "a stream" if source.epoch_samples is None else self.num_examples(source)
         _log.info(
             "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
-            *(max_steps, source.global_batch or "?", self._known_examples(source), self.comm.world_size),
+            *(max_steps, source.global_batch or "?", examples, self.comm.world_size),
             *(self.strategy.name, self.precision.name, self.get_num_trainable_parameters()),
             f", from {url}" if url else "",
         )
         return run, loaded
-
-    def _known_examples(self, source: TrainSource) -> int | str:
-        return "a stream" if source.epoch_samples is None else self.num_examples(source)
 
     def _nonfinite_limit(self) -> int:
         # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where it is the model's own.
@@ -235,9 +234,9 @@ class LoopMixin(PublishingMixin, ResumingMixin, AutoBatchMixin, EvaluationMixin)
         """Gradients, then the optimizer: (loss on this rank, norm before clipping), both on the device."""
         if not self.args.auto_find_batch_size:
             return self._forward_backward(model, samples, run), self._optimizer_step(model, run)
-        loss = within_memory(self.comm, lambda: self._forward_backward(model, samples, run))
+        loss = call_within_memory(self.comm, lambda: self._forward_backward(model, samples, run))
         self.strategy.sync_gradients(model)
-        return loss, within_memory(self.comm, lambda: self._optimizer_step(model, run))
+        return loss, call_within_memory(self.comm, lambda: self._optimizer_step(model, run))
 
     def _exchanges(self, run: TrainingRun) -> bool:
         """Whether gradients are exchanged in the backward of the micro-step under way."""

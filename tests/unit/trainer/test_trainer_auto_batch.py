@@ -69,7 +69,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     )
     found.train()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [re.findall(r"micro-batches of (\d+): training goes on with (\d+)", line)[0] for line in told[:2]] == [
+    assert [re.findall(r"micro-batches of (\d+): training continues with (\d+)", line)[0] for line in told[:2]] == [
         ("10", "5"),
         ("5", "2"),
     ]

@@ -1,0 +1,234 @@
+"""`auto_find_batch_size`: when memory runs out, train with half the micro-batch and the same global batch.
+
+::
+
+    a step runs out of memory on some rank   -> every rank learns of it before any rank waits for a gradient
+    halve the micro-batch                    -> more micro-batches per step, uneven ones where it does not divide;
+                                                losses and gradients keep their exact weights
+    restore the newest checkpoint of this training, or the state before it, and continue from there
+
+The result is that of a run with the smaller micro-batch, bit for bit. With several processes, every micro-batch keeps
+its gradients local; they are exchanged once per step, after all ranks reported that memory sufficed.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.callbacks.base import CallbackHandler
+from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.checkpoint.rng import capture_rng, restore_rng
+from trainer_lib.data.iterable import ForeignLoader
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import OutOfMemoryError, first_line, is_out_of_memory
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState, TrainOutput
+from trainer_lib.storage import Store
+from trainer_lib.trainer.run import TrainingRun
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class RestartableTrainer(Protocol):
+    """The part of a Trainer that is backed up, released and restored between two attempts."""
+
+    args: TrainingArguments
+    comm: Communicator
+    device: torch.device
+    model: Any
+    model_wrapped: Any
+    model_init: Callable[..., Any] | None
+    train_dataset: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: CallbackHandler
+    state: TrainerState
+    control: TrainerControl
+    current_flos: float
+    _given_optimizers: tuple[Any, Any]
+    _run: TrainingRun | None
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of one micro-batch."""
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples of one optimizer step over all ranks."""
+
+    def _training_run(self) -> TrainingRun:
+        """The present training."""
+
+    def _checkpoint_root(self) -> Store:
+        """The folder of the checkpoints."""
+
+    def _finish_save(self) -> None:
+        """Wait for the background save. Collective."""
+
+    def _reset_optimizer(self) -> None:
+        """Forget the optimizer and schedule of the last attempt."""
+
+    def _stateful_callbacks(self) -> list[ExportableState]:
+        """Callbacks whose state a checkpoint holds."""
+
+
+class MemoryRanOut(Exception):  # control flow inside the Trainer; never leaves it
+    """A step needed more memory than there is; raised on every rank."""
+
+
+def call_within_memory(comm: Communicator, work: Callable[[], T]) -> T:
+    """Return `work()`; raise MemoryRanOut on every rank when memory ran out on one. Collective."""
+    reason, result = "", None
+    try:
+        result = work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+    # A rank that still had memory must not wait in the next collective for one that had none.
+    if comm.any(bool(reason)):
+        raise MemoryRanOut(reason or "it ran out on another process")
+    return result  # type: ignore[return-value]
+
+
+class MicroBatchSearch:
+    """Owns the micro-batch that memory allows, and restarts training with half of it when memory runs out."""
+
+    def __init__(self, trainer: RestartableTrainer) -> None:
+        self._trainer = trainer
+        self._allowed: int | None = None
+
+    def limit(self, batch_size: int) -> int:
+        """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
+        return min(batch_size, self._allowed or batch_size)
+
+    def adopt(self, saved: Any) -> None:
+        """Use the micro-batch that a checkpoint records, when it is smaller: memory need not run out again."""
+        trainer = self._trainer
+        if trainer.args.auto_find_batch_size and isinstance(saved, int) and 0 < saved < trainer._train_batch_size:
+            self._allowed = saved
+
+    def train(self, url: str | None, attempt: Callable[[str | None], TrainOutput]) -> TrainOutput:
+        """Call `attempt(checkpoint's URL)` with ever smaller micro-batches until memory suffices.
+
+        Raises:
+            OutOfMemoryError: memory does not suffice for a micro-batch of one sample.
+        """
+        trainer = self._trainer
+        if not trainer.args.auto_find_batch_size:
+            return attempt(url)
+        backup = _Backup.of(trainer)
+        while True:
+            try:
+                return attempt(url)
+            except MemoryRanOut as error:
+                reason = str(error)  # the error itself would keep the attempt's tensors alive
+            trainer._finish_save()
+            self._halve(reason)
+            url = _newest_checkpoint(trainer) or url
+            _release_attempt(trainer)
+            backup.restore(trainer)
+
+    def _halve(self, reason: str) -> None:
+        trainer, step = self._trainer, self._trainer.state.global_step + 1
+        global_batch = trainer.get_total_train_batch_size(trainer.args)
+        # With a small global batch, the micro-batches were smaller than the arguments allow.
+        size = min(trainer._train_batch_size, -(-global_batch // trainer.comm.world_size))
+        if isinstance(trainer._training_run().source, ForeignLoader):
+            raise OutOfMemoryError(
+                f"Memory ran out in step {step}, and the batches come from a loader of your own: {reason}",
+                field="auto_find_batch_size",
+                value=True,
+                step=step,
+                remedy="Make its batches smaller, and raise gradient_accumulation_steps.",
+            )
+        if size == 1:
+            raise OutOfMemoryError(
+                f"Memory ran out in step {step} with a single sample: {reason}",
+                field="per_device_train_batch_size",
+                value=size,
+                step=step,
+                remedy="Use gradient_checkpointing, bf16 or shorter samples, or shard the model.",
+            )
+        self._allowed = size // 2
+        _log.warning(
+            "Memory ran out in step %d with micro-batches of %d: training continues with %d (global batch %d): %s",
+            *(step, size, self._allowed, global_batch, reason),
+        )
+
+
+@dataclass
+class _Backup:
+    """What training changes, as it was before the first attempt.
+
+    Attributes:
+        tensors: parameters and buffers by name, on the CPU; empty with `model_init`, which builds the weights again.
+        rng: states of the random number generators.
+        given: the user's own optimizer, schedule and stateful dataset, with their states.
+        callbacks: stateful callbacks, with their states.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rng: dict[str, Any]
+    given: list[tuple[Any, dict[str, Any]]]
+    callbacks: list[tuple[ExportableState, dict[str, Any]]]
+
+    @classmethod
+    def of(cls, trainer: RestartableTrainer) -> _Backup:
+        tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
+        stateful = [*trainer._given_optimizers, trainer.train_dataset]
+        given = [one for one in stateful if one is not None and callable(getattr(one, "load_state_dict", None))]
+        return cls(
+            tensors={name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},
+            rng=capture_rng(),
+            given=[(one, copy.deepcopy(one.state_dict())) for one in given],
+            callbacks=[(one, copy.deepcopy(one.state())) for one in trainer._stateful_callbacks()],
+        )
+
+    def restore(self, trainer: RestartableTrainer) -> None:
+        present = _named_tensors(trainer.model) if self.tensors else {}
+        with torch.no_grad():
+            for name, value in self.tensors.items():
+                present[name].copy_(value)
+        # Copies: a third attempt needs the same states again.
+        for one, state in self.given:
+            one.load_state_dict(copy.deepcopy(state))
+        for callback, state in self.callbacks:
+            for name, value in copy.deepcopy(state.get("attributes", {})).items():
+                setattr(callback, name, value)
+        trainer.control = TrainerControl()
+        restore_rng(self.rng)
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers: training also changes those buffers that a state_dict leaves out."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _newest_checkpoint(trainer: RestartableTrainer) -> str | None:
+    """URL of the newest checkpoint that this training committed; None when there is none to resume from."""
+    run = trainer._training_run()
+    if run.saved_step <= run.first_step or trainer.args.save_only_model:
+        return None
+    return trainer._checkpoint_root().child(checkpoint_name(run.saved_step)).url
+
+
+def _release_attempt(trainer: RestartableTrainer) -> None:
+    """Free what an attempt holds, before the next one needs the memory."""
+    trainer._run = None
+    trainer.model_wrapped = trainer.model
+    trainer.model.zero_grad(set_to_none=True)
+    trainer._reset_optimizer()
+    handler = trainer.callback_handler
+    handler.optimizer, handler.lr_scheduler, handler.train_dataloader = trainer.optimizer, trainer.lr_scheduler, None
+    trainer.current_flos = 0.0
+    gc.collect()
+    if trainer.device.type == "cuda":
+        torch.cuda.empty_cache()
