@@ -107,3 +107,35 @@ def test_nothing_is_left_unfinished_and_no_path_of_somebodys_machine_is_named() 
             if UNFINISHED.search(line) or MACHINE_PATH.search(line):
                 found.append(f"{relative(path)}:{number}: {line.strip()}")
     assert found == []
+
+
+# Two modules of one name are two hits of a search and two tabs that look alike. Free to repeat: the names that Python
+# prescribes, `base` for the protocol of a room, and a stage's verb, which names a task and a file of the worker.
+REPEATED_FREELY = {"__init__", "__main__", "base"}
+ROOMS_OF_VERBS = {"tasks", "trainer_lib/worker"}
+#: Names still found twice, with a note for the owner. The table only shrinks: a rename removes its line.
+STILL_REPEATED = {
+    "checks": "trainer/checks: goes with the flat Trainer",
+    "devices": "launch/devices chooses GPUs: another name",
+    "evaluate": "trainer/evaluate: becomes the API file `evaluation`",
+    "loop": "trainer/loop and evaluation/loop: one of them becomes training_loop",
+    "nodes": "launch/nodes and trainer/nodes",
+    "proof": "flows/cli/proof and worker/proof",
+    "spool": "evaluation/spool is about predictions, trackers/spool about metrics",
+}
+
+
+def _repeated() -> set[str]:
+    rooms: dict[str, set[str]] = {}
+    for path in sources("flows", "tasks", "trainer_lib"):
+        rooms.setdefault(path.stem, set()).add(relative(path.parent))
+    return {name for name, found in rooms.items() if len(found) > 1 and found != ROOMS_OF_VERBS} - REPEATED_FREELY
+
+
+def test_no_two_modules_have_one_file_name() -> None:
+    new = _repeated() - set(STILL_REPEATED)
+    assert new == set(), "an editor shows both under this name: rename one after what it holds"
+
+
+def test_names_that_are_no_longer_repeated_leave_the_list() -> None:
+    assert set(STILL_REPEATED) - _repeated() == set()

@@ -67,7 +67,7 @@ class ParallelMode(StrEnum):
 
 
 class SchedulerType(StrEnum):
-    """Learning-rate schedules; the formulas are in `trainer_lib.optim.schedules`."""
+    """Learning-rate schedules; the formulas are in `trainer_lib.optim.lr_schedules`."""
 
     LINEAR = "linear"
     COSINE = "cosine"

@@ -56,7 +56,7 @@ def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
             if one not in names:
                 names.append(one)
     for name in names:
-        demand(name)
+        require_package(name)
     return names
 
 
@@ -65,7 +65,7 @@ def is_installed(name: str) -> bool:
     return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
 
 
-def demand(name: str) -> None:
+def require_package(name: str) -> None:
     """Raise MissingExtraError when the package behind one of our trackers is not installed."""
     if is_installed(name):
         return

@@ -1,8 +1,9 @@
 """One callback per name that `report_to` takes, under the class name the reference has for it.
 
-jsonl, mlflow, tensorboard and wandb are served by trackers of ours. Every other name is served by the callback that
-transformers ships for its package, when both are installed, behind a guard: what a tracker raises is told once, and
-that tracker is asked no more. A name whose package is missing is refused when the Trainer is built.
+Our own trackers serve jsonl, mlflow, tensorboard and wandb. Every other name is a row of the table of vendors: the
+callback that transformers ships serves it, when its package and transformers are installed. A guard logs the first
+exception of such a callback and then stops calling it. A name whose package is missing is refused when the Trainer is
+built.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from trainer_lib.callbacks.base import EVENTS, TrainerCallback
 from trainer_lib.errors import MissingExtraError, first_line
 from trainer_lib.trackers import base as trackers
 from trainer_lib.trackers.callback import TrackingCallback
 
 _log = logging.getLogger(__name__)
-_INSIDE_KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 class ReporterCallback(TrackingCallback):
-    """A tracker of ours, made when the arguments are known."""
+    """A tracker of ours, made as soon as the arguments are known."""
 
     reporter: ClassVar[str]
 
     def __init__(self) -> None:
-        trackers.demand(self.reporter)
+        trackers.require_package(self.reporter)
         super().__init__([])
         self._made_here = False  # from the arguments, not by the user
 
+    @override
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the tracker: what it cannot do is told before the first step."""
+        # Made here and not with the first log: a tracker that cannot be made is an error before the first step.
         if state.is_world_process_zero:
             self._prepare(args)
 
+    @override
     def _prepare(self, args: Any) -> None:
         if not self.trackers:
             where: dict[str, Any] = {"logging_dir": args.logging_dir, "project": args.project}
@@ -47,7 +51,7 @@ class ReporterCallback(TrackingCallback):
 
     @contextlib.contextmanager
     def another_run(self) -> Iterator[None]:
-        """For a run inside this one, a search's trial: trackers of its own, made from its arguments."""
+        """Give a run inside this one, such as a trial of a search, trackers of its own, made from its arguments."""
         kept = self.trackers, self._started
         if self._made_here:
             self.trackers, self._started = [], False
@@ -58,19 +62,19 @@ class ReporterCallback(TrackingCallback):
 
 
 class JsonlCallback(ReporterCallback):
-    """metrics.jsonl in output_dir."""
+    """Writes `metrics.jsonl` in output_dir."""
 
     reporter = "jsonl"
 
 
 class MLflowCallback(ReporterCallback):
-    """MLflow; see `trackers.mlflow`."""
+    """Logs to MLflow through `trackers.mlflow`."""
 
     reporter = "mlflow"
 
 
 class TensorBoardCallback(ReporterCallback):
-    """TensorBoard's event files; `tb_writer`: a SummaryWriter of one's own."""
+    """Writes TensorBoard's event files, or into a `tb_writer` (a SummaryWriter) of your own, which stays open."""
 
     reporter = "tensorboard"
 
@@ -83,43 +87,65 @@ class TensorBoardCallback(ReporterCallback):
 
 
 class WandbCallback(ReporterCallback):
-    """Weights & Biases."""
+    """Logs to Weights & Biases."""
 
     reporter = "wandb"
 
 
 class VendorCallback(TrainerCallback):
-    """The callback that transformers has for a tracker, guarded."""
+    """Calls the callback that transformers has for a tracker, guarded.
 
+    Attributes:
+        title: the product's name.
+        reporter: the name in `report_to`.
+        package: the package that must be installed besides transformers.
+        environment: a variable that the tracker's own launcher sets; None when there is none.
+    """
+
+    title: ClassVar[str]
     reporter: ClassVar[str]
     package: ClassVar[str]
+    environment: ClassVar[str | None] = None
 
     def __init__(self) -> None:
-        self.demand()
+        self.require_package()
         theirs = getattr(importlib.import_module("transformers.integrations"), type(self).__name__)
         self._theirs: Any = theirs()
+        # Only the events that it handles: the handler of events skips a callback without the method.
         for event in EVENTS:
             if callable(getattr(self._theirs, event, None)):
                 setattr(self, event, self._guarded(event))
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Whether its package and transformers are there. Neither is imported."""
-        return not cls._missing()
+        """Return whether this process can use the tracker. Neither its package nor transformers is imported."""
+        return not cls._missing() and cls._is_launched()
 
     @classmethod
     def _missing(cls) -> list[str]:
         return [name for name in ("transformers", cls.package) if importlib.util.find_spec(name) is None]
 
     @classmethod
-    def demand(cls) -> None:
-        """Raise MissingExtraError when its package, or transformers, is not installed."""
+    def _is_launched(cls) -> bool:
+        return cls.environment is None or cls.environment in os.environ
+
+    @classmethod
+    def require_package(cls) -> None:
+        """Raise MissingExtraError when a package that it needs, or the launcher that it needs, is not there."""
+        elsewhere = "report to jsonl, mlflow or tensorboard."
         if missing := cls._missing():
             raise MissingExtraError(
-                f"needs {' and '.join(missing)}, not installed here.",
+                f"This tracker needs {' and '.join(missing)}, not installed here.",
                 field="report_to",
                 value=cls.reporter,
-                remedy=f"Install it (pip install {' '.join(missing)}), or report to jsonl, mlflow or tensorboard.",
+                remedy=f"Install it (pip install {' '.join(missing)}), or {elsewhere}",
+            )
+        if not cls._is_launched():
+            raise MissingExtraError(
+                f"This tracker needs {cls.title}, whose controller sets {cls.environment}.",
+                field="report_to",
+                value=cls.reporter,
+                remedy=f"Start the training there, or {elsewhere}",
             )
 
     def _guarded(self, event: str) -> Callable[..., None]:
@@ -128,7 +154,7 @@ class VendorCallback(TrainerCallback):
                 return
             try:
                 getattr(self._theirs, event)(args, state, control, **kwargs)
-            except Exception as error:  # whatever a tracking client raises must not end training
+            except Exception as error:  # a tracking client must not end training, whatever it raises
                 self._theirs = None
                 reason = first_line(error)
                 _log.warning("Nothing more is reported to %s: %s", self.reporter, reason)
@@ -136,87 +162,26 @@ class VendorCallback(TrainerCallback):
         return call
 
 
-class AzureMLCallback(VendorCallback):
-    """Azure Machine Learning."""
-
-    reporter, package = "azure_ml", "azureml"
-
-
-class ClearMLCallback(VendorCallback):
-    """ClearML."""
-
-    reporter, package = "clearml", "clearml"
+def _vendor(name: str, title: str, reporter: str, package: str, environment: str | None = None) -> type[VendorCallback]:
+    """The callback class `name`, which transformers has under the same name."""
+    facts = {"title": title, "reporter": reporter, "package": package, "environment": environment}
+    return type(name, (VendorCallback,), {**facts, "__doc__": f"Logs to {title}.", "__module__": __name__})
 
 
-class CodeCarbonCallback(VendorCallback):
-    """CodeCarbon."""
-
-    reporter, package = "codecarbon", "codecarbon"
-
-
-class CometCallback(VendorCallback):
-    """Comet."""
-
-    reporter, package = "comet_ml", "comet_ml"
-
-
-class DVCLiveCallback(VendorCallback):
-    """DVCLive."""
-
-    reporter, package = "dvclive", "dvclive"
-
-
-class DagsHubCallback(VendorCallback):
-    """DagsHub."""
-
-    reporter, package = "dagshub", "dagshub"
-
-
-class FlyteCallback(VendorCallback):
-    """Flyte."""
-
-    reporter, package = "flyte", "flytekit"
-
-
-class KubeflowCallback(VendorCallback):
-    """Kubeflow Trainer, whose controller sets KUBEFLOW_TRAINER_SERVER_URL."""
-
-    reporter, package = "kubeflow", "transformers"
-
-    @classmethod
-    def _missing(cls) -> list[str]:
-        return super()._missing() or ([] if _INSIDE_KUBEFLOW in os.environ else ["kubeflow"])
-
-    @classmethod
-    def demand(cls) -> None:
-        """Raise MissingExtraError outside of Kubeflow Trainer."""
-        if cls._missing() == ["kubeflow"]:
-            raise MissingExtraError(
-                f"needs Kubeflow Trainer, whose controller sets {_INSIDE_KUBEFLOW}.",
-                field="report_to",
-                value=cls.reporter,
-                remedy="Start the training there, or report to jsonl, mlflow or tensorboard.",
-            )
-        super().demand()
-
-
-class NeptuneCallback(VendorCallback):
-    """Neptune."""
-
-    reporter, package = "neptune", "neptune"
-
-
-class SwanLabCallback(VendorCallback):
-    """SwanLab."""
-
-    reporter, package = "swanlab", "swanlab"
-
-
-class TrackioCallback(VendorCallback):
-    """Trackio."""
-
-    reporter, package = "trackio", "trackio"
-
+# The table of vendors: a new one is a row here, a name in `validation.REPORTERS` and one in `trainer_lib`.
+AzureMLCallback = _vendor("AzureMLCallback", "Azure Machine Learning", "azure_ml", "azureml")
+ClearMLCallback = _vendor("ClearMLCallback", "ClearML", "clearml", "clearml")
+CodeCarbonCallback = _vendor("CodeCarbonCallback", "CodeCarbon", "codecarbon", "codecarbon")
+CometCallback = _vendor("CometCallback", "Comet", "comet_ml", "comet_ml")
+DVCLiveCallback = _vendor("DVCLiveCallback", "DVCLive", "dvclive", "dvclive")
+DagsHubCallback = _vendor("DagsHubCallback", "DagsHub", "dagshub", "dagshub")
+FlyteCallback = _vendor("FlyteCallback", "Flyte", "flyte", "flytekit")
+KubeflowCallback = _vendor(
+    "KubeflowCallback", "Kubeflow Trainer", "kubeflow", "transformers", environment="KUBEFLOW_TRAINER_SERVER_URL"
+)
+NeptuneCallback = _vendor("NeptuneCallback", "Neptune", "neptune", "neptune")
+SwanLabCallback = _vendor("SwanLabCallback", "SwanLab", "swanlab", "swanlab")
+TrackioCallback = _vendor("TrackioCallback", "Trackio", "trackio", "trackio")
 
 OURS: dict[str, type[ReporterCallback]] = {
     cls.reporter: cls for cls in (JsonlCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
@@ -231,9 +196,10 @@ VENDORS: dict[str, type[VendorCallback]] = {
 
 
 def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCallback]]:
-    """The callbacks behind the names of `report_to` (as the arguments hold it), each once.
+    """Return the callback classes behind the names of `report_to` (as the arguments hold it), each once.
 
-    Raises MissingExtraError for a name whose package is not installed; "all" leaves those out.
+    Raises:
+        MissingExtraError: the package of a name is not installed. "all" leaves such names out instead.
     """
     found: list[type[ReporterCallback | VendorCallback]] = []
     for name in report_to:
@@ -241,9 +207,9 @@ def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCa
             found += [OURS[one] for one in OURS if trackers.is_installed(one)]
             found += [cls for cls in VENDORS.values() if cls.is_installed()]
         elif name in OURS:
-            trackers.demand(name)
+            trackers.require_package(name)
             found.append(OURS[name])
         else:
-            VENDORS[name].demand()
+            VENDORS[name].require_package()
             found.append(VENDORS[name])
     return list(dict.fromkeys(found))
