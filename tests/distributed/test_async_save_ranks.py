@@ -19,6 +19,7 @@ from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
+from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.errors import InfrastructureError, StorageFullError
 from trainer_lib.storage import Store
 
@@ -99,7 +100,7 @@ def failing(folder: str, rank: int, allowed: int) -> dict[str, Any]:
     """A rank whose disk is full when step 3 is saved."""
     note, write = Note(), writer._write_rank
 
-    def full(store: Store, snapshot: writer.Snapshot, own: int) -> Any:
+    def full(store: Store, snapshot: Snapshot, own: int) -> Any:
         if snapshot.step == 3 and own == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(store, snapshot, own)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.commit import write_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.storage import Store

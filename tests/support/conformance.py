@@ -22,7 +22,8 @@ from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
 from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.commit import verify_files, withdraw_folder
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import StorageFullError, TrainflowError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.writer import Snapshot
+from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.storage import FileEntry, Store
 
 LIMIT_S = 30.0

@@ -2,12 +2,21 @@
 
 ::
 
-    main thread:   snapshot, copied to the host   -> agree             train ...   ended everywhere?   ... its outcome
-    this thread:                                     save_checkpoint, what follows a commit ^
+    main thread     start: copy the snapshot to the host -> agree     train, train, ...     has_ended?     finish
+    saving thread                      `-> save_checkpoint: prepare, write, gather, commit, after_commit -^
 
-The thread's messages to other ranks travel over connections of their own (`Communicator.twin`), so they mix with none
-of training's. Whether it has ended is agreed at step boundaries: every rank learns of a commit, or of a failure,
-between the same two steps.
+While a save is under way (`is_busy`, equal on every rank) the following is true:
+
+1. Training may change everything that the snapshot was taken from: the thread reads a copy (`staging.HostCopy`).
+2. No second save is started, because there is one copy; the caller finishes the first save before.
+3. The folder has no COMMIT.json yet, so every reader takes an older checkpoint for the newest.
+4. Rotation has deleted nothing for this save: it runs as `after_commit`, in the thread, after the commit.
+5. The thread's collectives travel over a process group of its own (`Communicator.twin`), so they cannot meet those of
+   training, whose order they do not know.
+6. No rank has used the outcome. All ranks learn it between the same two optimizer steps, from `has_ended` or `finish`.
+
+If the process dies meanwhile, the folder has no commit and does not count; the next save of the step, or the next
+training in this output_dir, deletes what is left of it.
 """
 
 from __future__ import annotations
@@ -18,8 +27,9 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
+from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.staging import HostCopy, freeze_snapshot
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
@@ -30,12 +40,13 @@ class BackgroundSaver:
     """Writes checkpoints, one at a time, while the caller goes on.
 
     Args:
-        comm: all ranks; `disk`: those that share a folder (the same, or a machine's own ranks).
-        timeout_s: seconds that one rank waits for another's writing.
-        keep: see `save_checkpoint`.
+        comm: all ranks.
+        disk: the ranks that write one folder together: all of them, or those of this machine.
+        timeout_s: seconds that one rank waits for another rank's writing.
+        keep: how many checkpoints rotation leaves; see `save_checkpoint`.
 
     Attributes:
-        memory: the copy it writes from.
+        memory: the copy that a save writes from.
     """
 
     def __init__(self, comm: Communicator, disk: Communicator, *, timeout_s: float, keep: int | None = None) -> None:
@@ -46,22 +57,25 @@ class BackgroundSaver:
         self._keep = keep
         self._job: _Job | None = None
         self._unfinished: Pending | None = None
+        """The question, on its way since the last `has_ended`, whether any rank is still writing."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save was started whose outcome nobody has taken yet. The same on every rank."""
+        """Whether a save was started whose outcome was not collected yet; equal on every rank."""
         return self._job is not None
 
     def start(self, root: Store, snapshot: Snapshot, *, after_commit: Callable[[], None]) -> None:
-        """Copy the snapshot and begin to write it; collective. On return its tensors may change.
+        """Copy the snapshot and begin to write it. Collective. On return its tensors may change.
 
         Args:
-            root, snapshot: see `save_checkpoint`.
-            after_commit: called in the thread, after the commit.
+            root: the folder of checkpoints.
+            snapshot: what this rank contributes.
+            after_commit: called in the thread once the checkpoint is committed.
 
         Raises (the same on every rank):
-            ConfigError: a part of the state cannot be written; OutOfMemoryError: no room for the copy.
-            RuntimeError: the save before is not finished: a mistake of the caller.
+            ConfigError: a part of the state cannot be written.
+            OutOfMemoryError: the host has no room for the copy.
+            RuntimeError: an earlier save is not finished: a mistake of the caller.
         """
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
@@ -71,30 +85,38 @@ class BackgroundSaver:
     def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not, on every rank. Collective while there is one.
 
-        With several ranks the answer is one call old: it travels while the step between two calls computes.
+        With several ranks the answer is one call old: the question travels while the step between two calls computes,
+        so no rank waits for it.
         """
         if self._job is None:
             return False
         if self._comm.world_size == 1:
-            return self._job.done
-        ended = self._unfinished is not None and not self._unfinished.result()
-        self._unfinished = None if ended else self._comm.any_later(not self._job.done)
-        return ended
+            return self._job.is_done
+        has_ended = self._unfinished is not None and not self._unfinished.result()
+        self._unfinished = None if has_ended else self._comm.any_later(not self._job.is_done)
+        return has_ended
 
     def finish(self) -> CheckpointInfo:
-        """Wait for the save under way; what it committed. Collective.
+        """Wait for the save under way and return what it committed. Collective.
 
         Raises:
             TrainflowError: as `save_checkpoint` does, the same on every rank; whatever else ended the thread.
-            RuntimeError: there is none: a mistake of the caller.
+            RuntimeError: no save is under way: a mistake of the caller.
         """
-        asked, self._unfinished = self._unfinished, None
-        if asked is not None:  # at the last boundary, by everyone
-            asked.result()
+        pending, self._unfinished = self._unfinished, None
+        if pending is not None:  # every rank asked at the last step boundary, so every rank has to take the answer
+            pending.result()
         return self.finish_without_agreement()
 
     def finish_without_agreement(self) -> CheckpointInfo:
-        """The same without a word to the other ranks' main threads, which may have failed or gone on."""
+        """Wait for the save under way and return what it committed; no message to other ranks' main threads.
+
+        For the way out of a training that failed: the other ranks may have failed elsewhere, or gone on.
+
+        Raises:
+            TrainflowError: as `save_checkpoint` does; whatever else ended the thread.
+            RuntimeError: no save is under way: a mistake of the caller.
+        """
         if self._job is None:
             raise RuntimeError("No save is under way.")
         self._job.wait()
@@ -119,18 +141,18 @@ class _Job:
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
-        # A daemon: whoever started it waits for it, and may be told by its user to leave all the same.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # A daemon, because a user may press Ctrl-C once more to leave without waiting for it.
+        self._thread = threading.Thread(target=self._run_work, name=name, daemon=True)
         self._thread.start()
 
     @property
-    def done(self) -> bool:
-        """Whether the work is done, well or not."""
+    def is_done(self) -> bool:
+        """Whether the work has ended, well or not."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Until it is done. An interrupt leaves it as it is; one in `Thread.join` would make the thread look ended."""
-        self._done.wait()
+        """Wait until the work has ended. An interrupt leaves the job as it is."""
+        self._done.wait()  # not `join` alone: an interrupt inside it makes the thread look ended
         self._thread.join()
 
     def result(self) -> CheckpointInfo:
@@ -141,10 +163,10 @@ class _Job:
             raise RuntimeError("The thread is still at work.")
         return self._info
 
-    def _run(self) -> None:
+    def _run_work(self) -> None:
         try:
             self._info = self._work()
-        except BaseException as error:  # it belongs to whoever asks for the result
+        except BaseException as error:  # raised again where the result is asked for
             self._error = error
         finally:
             self._done.set()

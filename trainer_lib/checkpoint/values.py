@@ -1,12 +1,13 @@
-"""Python values as JSON and back, exactly: what optimizers and schedules keep, without pickle.
+"""Python values as JSON and back, exactly: how the state of optimizers and schedules is kept without pickle.
 
-Plain values, lists and dicts with text keys stand for themselves. ``{"__tuple__": [...]}`` and
-``{"__dict__": [[key, value], ...]}`` (dicts with number keys) stand for what JSON has not, ``{"__tensor__": ...}`` for
-a tensor that is kept elsewhere.
+Plain values, lists and dicts with text keys stand for themselves. What JSON lacks is written as an object with one
+marked key: ``{"__tuple__": [...]}`` is a tuple, ``{"__dict__": [[key, value], ...]}`` a dict with number keys, and
+``{"__tensor__": ...}`` refers to a tensor that is kept in another file.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,15 +20,16 @@ _MARKS = ("__tensor__", "__tuple__", "__dict__")
 
 
 def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] | None = None) -> Any:
-    """A value as JSON.
+    """Encode a value as JSON.
 
     Args:
-        value: what to write.
-        key: where it stands, for error messages and for `keep`.
-        keep: takes a tensor and returns the reference that stands for it; without it tensors are refused.
+        value: what to encode.
+        key: where the value stands, for error messages and for `keep`.
+        keep: stores a tensor of any shape and dtype and returns the reference that stands for it; without it tensors
+            are refused.
 
     Raises:
-        ConfigError: it holds something that is neither JSON, nor a tuple, nor a tensor.
+        ConfigError: the value holds something other than JSON, tuples, NumPy scalars and tensors.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -40,8 +42,9 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
         return items if isinstance(value, list) else {"__tuple__": items}
     if isinstance(value, Mapping) and all(isinstance(inner, str | int) for inner in value):
         pairs = [(inner, to_json(item, f"{key}.{inner}", keep)) for inner, item in value.items()]
-        plain = all(isinstance(inner, str) and inner not in _MARKS for inner in value)
-        return dict(pairs) if plain else {"__dict__": [list(pair) for pair in pairs]}
+        # A dict that happens to use one of our marks as a key is written as pairs, so that reading stays unambiguous.
+        is_plain = all(isinstance(inner, str) and inner not in _MARKS for inner in value)
+        return dict(pairs) if is_plain else {"__dict__": [list(pair) for pair in pairs]}
     raise ConfigError(
         f"{key!r} holds a {type(value).__name__}, which cannot be saved without pickle.",
         field="checkpoint",
@@ -50,35 +53,62 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
 
 
 def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None) -> Any:
-    """What `to_json` was given; `find` gives the tensor for a reference.
+    """Decode what `to_json` encoded.
+
+    Args:
+        value: parsed JSON.
+        find: returns the tensor for a reference; without it references are refused.
 
     Raises:
-        DamagedError: it refers to a tensor where there is none, or is not what `to_json` makes.
+        DamagedError: `value` holds a reference without a tensor, or is not what `to_json` writes.
     """
     try:
-        return _decoded(value, find)
+        return _decode(value, find)
     except (TypeError, ValueError, RecursionError) as error:
         raise DamagedError(f"A saved value is malformed: {error}.", remedy="Use an earlier checkpoint.") from error
 
 
-def _decoded(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
+def render_json(name: str, value: object, *, indent: int | None = None) -> str:
+    """Render a part of the state as JSON text.
+
+    Args:
+        name: the file or part, for error messages.
+        value: plain numbers, texts, lists and dicts.
+        indent: spaces per level; None for one line.
+
+    Raises:
+        ConfigError: `value` holds anything else.
+    """
+    try:
+        return json.dumps(value, indent=indent)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"This part of the state cannot be written as JSON: {error}.",
+            field=name,
+            remedy="Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments).",
+        ) from error
+
+
+def _decode(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, find) for item in value]
+        return [_decode(item, find) for item in value]
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
         if find is None:
-            raise DamagedError("A tensor stands where none can be.", remedy="Use an earlier checkpoint.")
+            raise DamagedError(
+                "A saved value refers to a tensor where no tensors are kept.", remedy="Use an earlier checkpoint."
+            )
         return find(value)
     if "__tuple__" in value:
-        return tuple(_decoded(item, find) for item in _listed(value["__tuple__"]))
+        return tuple(_decode(item, find) for item in _require_list(value["__tuple__"]))
     if "__dict__" in value:
-        pairs = [_listed(pair) for pair in _listed(value["__dict__"])]
-        return {inner: _decoded(item, find) for inner, item in pairs}
-    return {inner: _decoded(item, find) for inner, item in value.items()}
+        pairs = [_require_list(pair) for pair in _require_list(value["__dict__"])]
+        return {inner: _decode(item, find) for inner, item in pairs}
+    return {inner: _decode(item, find) for inner, item in value.items()}
 
 
-def _listed(value: Any) -> list[Any]:
+def _require_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"a list is needed, not {type(value).__name__}")
     return value

@@ -1,41 +1,48 @@
-"""Saving a checkpoint: every rank writes its part, all agree that nothing failed, rank 0 commits.
+"""Saving a checkpoint: every rank writes its own files, then rank 0 makes them count by one more file.
 
-::
+The protocol. No phase begins on any rank before every rank has ended the phase before it::
 
-    rank 0: is there space? clear what an interrupted save left, claim the folder     -> agree
-    every rank: write own files, digests computed on the way                          -> agree
-    gather the file lists; rank 0: is the claim still ours? COMMIT.json               -> agree
+    prepare    rank 0        enough space?  claim the folder; delete its COMMIT.json, then whatever earlier saves left
+    write      every rank    write own files; their digests are computed on the way
+    gather     rank 0        collect the entries (path, bytes, SHA-256) of all ranks; index the shards, if there are any
+    commit     rank 0        sync; compare a listing with the entries; still our claim?; create COMMIT.json last,
+                             read it back; release the claim                                    (`commit.write_commit`)
+    announce   all ranks     every rank learns what was committed
 
-A failure on one rank is raised on all, as the same typed error. Whatever happens, older checkpoints stay as they are,
-and the new folder does not count until ``COMMIT.json`` is there.
+    If a phase fails on any rank, every rank raises the error of the lowest rank that failed, and rank 0 deletes the
+    files again unless another process has taken the folder over.
+
+What holds at every moment, also when a process is killed or the store fails between two writes:
+
+- The checkpoints of other steps stay as they are.
+- The folder counts as a checkpoint only while COMMIT.json stands in it, and COMMIT.json lists every file with its
+  digest. A save of a step that was saved before deletes the old COMMIT.json before anything else.
+- Of two processes that write the same folder, at most one commits (`locks.claim`).
+
+A file that is written last, in place of a rename, is what Orbax does on stores without an atomic rename
+(``commit_success.txt``, https://orbax.readthedocs.io/en/latest/api_reference/checkpoint.path.atomicity.html). Here it
+also carries the digests, so it proves the content and not only the completion.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
-from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.sharded import LocalShard, build_index, collect_local_rows, is_any_sharded, write_shard
+from trainer_lib.checkpoint.sharded import build_index, write_shard
+from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.checkpoint.values import to_json
+from trainer_lib.checkpoint.values import render_json, to_json
 from trainer_lib.commit import COMMIT, Commit, FileEntry, write_commit
-from trainer_lib.errors import (
-    ConfigError,
-    LeaseLostError,
-    StorageError,
-    StorageFullError,
-    TrainflowError,
-)
+from trainer_lib.errors import ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store, relative_problem
@@ -43,119 +50,108 @@ from trainer_lib.storage import Store, relative_problem
 if TYPE_CHECKING:
     from trainer_lib.distributed import Communicator
 
+Result = TypeVar("Result")
+Written = tuple[list[FileEntry], dict[str, Any]]
+"""What one rank has written: its files' entries, and what the index states of its shard (empty for whole tensors)."""
+
 _SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
-_OVERHEAD = 2**20
-"""Bytes per rank beyond the tensors that the space check allows for headers, random states and JSON."""
-
 _saving: set[str] = set()
-"""Claims that this process is using right now: others of its own are leftovers of a save that failed."""
-
-
-@dataclass
-class Snapshot:
-    """What one rank contributes. Shared state is taken from rank 0; only `rng` and `extra` are every rank's own.
-
-    Attributes:
-        step: optimizer steps done.
-        model: name → tensor, tied names included.
-        optimizer, scheduler, scaler: None when there is none, or only the model is to be saved.
-        rng: `capture_rng`; empty when only the model is to be saved.
-        data: position in the data; JSON.
-        trainer_state, training_args: JSON, with the fields of the reference Trainer's files.
-        files: further files, name → bytes (``config.json``, a tokenizer's).
-        parts: this rank's rows of a model's and an optimizer's divided tensors, instead of `model` and the optimizer's
-            tensors; None when they are whole.
-        meta: what the commit should say besides step, world size and parameter count; JSON.
-        extra: name → tensor of what is neither the model's nor the optimizer's; the JSON parts refer to them by name.
-        more_rngs: of an imported checkpoint, the random states of further ranks, which are not here to write them.
-    """
-
-    step: int
-    model: Mapping[str, Tensor]
-    optimizer: OptimizerSnapshot | None = None
-    scheduler: dict[str, Any] | None = None
-    scaler: dict[str, Any] | None = None
-    rng: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    trainer_state: dict[str, Any] = field(default_factory=dict)
-    training_args: dict[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    parts: LocalShard | None = None
-    extra: Mapping[str, Tensor] = field(default_factory=dict)
-    more_rngs: list[dict[str, Any]] = field(default_factory=list)
+"""Ids of the claims that this process uses right now; any other claim of this process is left from a failed save."""
 
 
 def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep: int | None = None) -> CheckpointInfo:
-    """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its snapshot.
+    """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its own snapshot.
 
-    A checkpoint of the same step that is there already is replaced: its commit is removed first. `keep` is what older
-    ones will be rotated to (`catalogue.rotate_checkpoints`), for the word to someone whose disk is too small for it.
+    A checkpoint of the same step is replaced.
+
+    Args:
+        root: the folder of checkpoints.
+        snapshot: what this rank contributes.
+        comm: the ranks that write this folder.
+        keep: how many checkpoints rotation will leave; only used to explain a disk that is too small for one more.
+
+    Returns:
+        The committed checkpoint; equal on every rank.
 
     Raises (the same on every rank):
-        StorageFullError: there is no room; says the bytes needed and free. Nothing was written.
+        StorageFullError: there is not enough space; states the bytes needed and free. Nothing was written.
         StorageError: a write failed, or another living process is writing this folder.
-        LeaseLostError: another process took the folder over while we were writing.
+        LeaseLostError: another process took the folder over while this one was writing.
         ConfigError: the state cannot be written without pickle.
     """
-    name = layout.checkpoint_name(snapshot.step)
-    store = root.child(name)
-    is_first = comm.rank == 0
-    with _claim() as claim:
+    with _new_claim() as claim:
+        return _Save(root, snapshot, comm, claim, keep).run_phases()
+
+
+class _Save:
+    """One save. `run_phases` is the protocol; each phase is a method."""
+
+    def __init__(self, root: Store, snapshot: Snapshot, comm: Communicator, claim: Holder, keep: int | None) -> None:
+        self.name = layout.checkpoint_name(snapshot.step)
+        self.root, self.store = root, root.child(self.name)
+        self.snapshot, self.comm = snapshot, comm
+        self.claim, self.keep = claim, keep
+
+    def run_phases(self) -> CheckpointInfo:
         try:
-            run_on_all_ranks(comm, lambda: _prepare(root, snapshot, claim, comm.world_size, keep) if is_first else None)
-            entries, shard = run_on_all_ranks(comm, lambda: _write_rank(store, snapshot, comm.rank))
-            gathered = comm.gather_json([[asdict(entry) for entry in entries], shard]) or []
-            files = [FileEntry(**record) for part, _ in gathered for record in part]
-            if snapshot.parts is not None:
-                files += run_on_all_ranks(comm, lambda: _write_index(store, [each for _, each in gathered], is_first))
-            ranks = comm.world_size + len(snapshot.more_rngs)
-            meta = {**snapshot.meta, "step": snapshot.step, "world_size": ranks}
-            commit = run_on_all_ranks(comm, lambda: _commit(store, files, meta, claim) if is_first else None)
+            self._on_first_rank(self._prepare)
+            written = run_on_all_ranks(self.comm, lambda: _write_rank(self.store, self.snapshot, self.comm.rank))
+            files = self._gather_files(written)
+            commit = self._on_first_rank(lambda: _commit(self.store, files, self._meta(), self.claim))
         except TrainflowError:
-            if is_first:
-                _clear_failed(store, claim)
+            if self.comm.rank == 0:
+                _delete_failed_save(self.store, self.claim)
             raise
-    record = comm.broadcast_json(None if commit is None else asdict(commit))
-    committed = tuple(FileEntry(**entry) for entry in record["files"])
-    return CheckpointInfo(snapshot.step, name, store.url, Commit(**{**record, "files": committed}))
+        return self._announce(commit)
 
+    def _on_first_rank(self, work: Callable[[], Result]) -> Result | None:
+        """Run `work` on rank 0; the other ranks wait for it, and raise what it raises. Collective."""
+        return run_on_all_ranks(self.comm, lambda: work() if self.comm.rank == 0 else None)
 
-def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
-    """What of a snapshot a rank writes: shared state is rank 0's, random states are each rank's own."""
-    if rank == 0:
-        return snapshot
-    return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
+    def _prepare(self) -> None:
+        """Refuse what can be refused before a byte is written; claim the folder and empty it."""
+        _check_file_names(self.snapshot.files)
+        _check_space(self.root, self.store, estimate_bytes(self.snapshot, self.comm.world_size), self.keep)
+        other = claim_folder(self.store, self.claim, self._is_in_use)
+        if other is not None:
+            raise StorageError(
+                f"The checkpoint is being written by {other}.",
+                field=self.store.url,
+                remedy="Wait for it, end it, or give each run its own output_dir.",
+            )
+        self.store.delete(COMMIT)
+        _delete_files(self.store)
 
+    def _is_in_use(self, other: Holder) -> bool:
+        """Whether the writer of another claim is still writing; a claim of this process may be one that it forgot."""
+        return other.is_alive() and (other.pid != self.claim.pid or other.id in _saving)
 
-def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
-    """The snapshot with this rank's rows in place of tensors that are divided over ranks; itself when none is."""
-    if not is_any_sharded(snapshot.model):
-        return snapshot
-    optimizer = snapshot.optimizer
-    groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
-    parts = collect_local_rows(groups, rank)
-    return replace(
-        snapshot, model={}, optimizer=None if optimizer is None else replace(optimizer, tensors={}), parts=parts
-    )
+    def _gather_files(self, written: Written) -> list[FileEntry]:
+        """Rank 0: the entries of every rank's files, after writing the index over the shards. Collective."""
+        entries, shard = written
+        gathered = self.comm.gather_json([[asdict(entry) for entry in entries], shard]) or []
+        files = [FileEntry(**record) for records, _ in gathered for record in records]
+        if self.snapshot.parts is not None:
+            index = self._on_first_rank(lambda: _write_index(self.store, [each for _, each in gathered]))
+            files += [index] if index is not None else []
+        return files
 
+    def _meta(self) -> dict[str, Any]:
+        ranks = self.comm.world_size + len(self.snapshot.more_rngs)
+        return {**self.snapshot.meta, "step": self.snapshot.step, "world_size": ranks}
 
-def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
-    """An upper estimate of a checkpoint's size in bytes."""
-    tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
-    payload: int = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    payload += world_size * sum(tensor.numel() * tensor.element_size() for tensor in snapshot.extra.values())
-    if snapshot.parts is not None:
-        rows = [each.values for each in snapshot.parts.rows.values()]
-        payload += world_size * sum(each.numel() * each.element_size() for each in rows)
-    return payload + sum(map(len, snapshot.files.values())) + 512 * len(tensors) + _OVERHEAD * (world_size + 1)
+    def _announce(self, commit: Commit | None) -> CheckpointInfo:
+        """Every rank gets rank 0's commit. Collective."""
+        record = self.comm.broadcast_json(None if commit is None else asdict(commit))
+        committed = tuple(FileEntry(**entry) for entry in record["files"])
+        return CheckpointInfo(self.snapshot.step, self.name, self.store.url, Commit(**{**record, "files": committed}))
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _claim() -> Iterator[Holder]:
+def _new_claim() -> Iterator[Holder]:
     claim = Holder.this_process()
     _saving.add(claim.id)
     try:
@@ -164,88 +160,76 @@ def _claim() -> Iterator[Holder]:
         _saving.discard(claim.id)
 
 
-def _prepare(root: Store, snapshot: Snapshot, claim: Holder, world_size: int, keep: int | None) -> None:
-    """Check what can be checked, claim the folder, remove what is left of earlier saves."""
-    store = root.child(layout.checkpoint_name(snapshot.step))
-    for file in snapshot.files:
-        problem = "is one of the checkpoint's own names" if layout.is_own_file(file) else relative_problem(file)
+def _check_file_names(names: Mapping[str, bytes]) -> None:
+    for name in names:
+        problem = "is one of the checkpoint's own names" if layout.is_own_file(name) else relative_problem(name)
         if problem:
             raise ConfigError(
-                f"The file name {problem}.", field="checkpoint", value=file, remedy="Choose another name."
+                f"The file name {problem}.", field="checkpoint", value=name, remedy="Choose another name."
             )
-    _check_space(root, store, estimate_bytes(snapshot, world_size), keep)
-    other = claim_folder(
-        store, claim, lambda other: other.is_alive() and (other.pid != claim.pid or other.id in _saving)
-    )
-    if other is not None:
-        raise _being_written(store, str(other))
-    store.delete(COMMIT)
-    _remove_files(store)
 
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:
+    """Raise StorageFullError unless `needed` bytes fit; a store that cannot tell its free space passes."""
     free = store.free_bytes()
     if free is None or free >= needed:
         return
-    left = sum(info.size for info in store.list())  # of an earlier save of this step: about to be removed
-    if free + left >= needed:
+    free += sum(info.size for info in store.list())  # files of an earlier save of this step are about to be deleted
+    if free >= needed:
         return
     remedy = "Free space, lower save_total_limit, or choose another output_dir."
     if keep is not None and (excess := list_checkpoints(root)[keep - 1 :]):
         size = sum(entry.size for info in excess for entry in info.commit.files)
+        # Rotation runs after the commit, so a disk that holds exactly `keep` checkpoints is full at every save.
         remedy += (
-            f" save_total_limit={keep} will give {size:,} bytes back, but only once the new one is committed: the disk"
-            f" must hold {keep + 1} for a moment."
+            f" save_total_limit={keep} frees {size:,} bytes, but only after the new checkpoint is committed: the disk"
+            f" must hold {keep + 1} checkpoints for a moment."
         )
     raise StorageFullError(
-        f"A checkpoint needs {needed:,} bytes, {free + left:,} are free.",
+        f"A checkpoint needs {needed:,} bytes, {free:,} are free.",
         field=store.url,
         remedy=f"{remedy} Earlier checkpoints are intact.",
     )
 
 
-def _being_written(store: Store, who: str) -> StorageError:
-    remedy = "Wait for it, end it, or give each run its own output_dir."
-    return StorageError(f"The checkpoint is being written by {who}.", field=store.url, remedy=remedy)
-
-
-def _remove_files(store: Store) -> None:
+def _delete_files(store: Store) -> None:
+    """Empty the folder; claims stay, because they are what protects the folder."""
     for info in store.list():
         if not is_claim(info.path):
             store.delete(info.path)
 
 
 def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: Holder) -> Commit:
-    def guard() -> None:
+    def ensure_ours() -> None:
         if not holds_claim(store, claim):
             raise LeaseLostError(
-                "Another process has taken this checkpoint's folder over while we were writing it.",
+                "Another process has taken this checkpoint's folder over while this one was writing it.",
                 field=store.url,
                 remedy="Give each run its own output_dir.",
             )
 
-    commit = write_commit(store, layout.KIND, files, meta, guard=guard)
+    commit = write_commit(store, layout.KIND, files, meta, guard=ensure_ours)
     with contextlib.suppress(StorageError):  # the checkpoint is complete; a claim that stays does no harm
         release_claim(store)
     return commit
 
 
-def _clear_failed(store: Store, claim: Holder) -> None:
-    """Give the space back, if the folder is still ours; what cannot be removed is a leftover for the next save."""
+def _delete_failed_save(store: Store, claim: Holder) -> None:
+    """Give the space of a failed save back, if the folder is still ours; the next save deletes what stays."""
     with contextlib.suppress(StorageError):
         if holds_claim(store, claim):
             store.delete(COMMIT)
-            _remove_files(store)
+            _delete_files(store)
             release_claim(store)
             if not store.list():
-                store.delete_tree()  # what is left of it on a disk: empty folders
+                store.delete_tree()  # a disk still has the empty folders
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
-def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileEntry], dict[str, Any]]:
-    """This rank's files, and what the index says of its shard."""
+def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> Written:
+    """Write this rank's files."""
     entries = [_write_json(store, layout.rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
     if snapshot.extra:
         entries.append(_write_tensors(store, layout.extra_file(rank), snapshot.extra))
@@ -256,15 +240,12 @@ def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> tuple[list[FileE
     return entries + (_write_shared(store, snapshot) if rank == 0 else []), shard
 
 
-def _write_index(store: Store, shards: list[dict[str, Any]], is_first: bool) -> list[FileEntry]:
-    return [_write_json(store, layout.SHARD_INDEX, build_index(shards), indent=None)] if is_first else []
-
-
 def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
-    whole, optimizer = snapshot.parts is None, snapshot.optimizer
-    entries = [_write_tensors(store, layout.MODEL, snapshot.model)] if whole else []
+    """Write what rank 0 contributes for all ranks."""
+    is_whole, optimizer = snapshot.parts is None, snapshot.optimizer
+    entries = [_write_tensors(store, layout.MODEL, snapshot.model)] if is_whole else []
     if optimizer is not None:
-        if whole:
+        if is_whole:
             entries.append(_write_tensors(store, layout.OPTIMIZER_TENSORS, optimizer.tensors))
         entries.append(_write_json(store, layout.OPTIMIZER, {"groups": optimizer.groups, "scalars": optimizer.scalars}))
     for name, state in ((layout.SCHEDULER, snapshot.scheduler), (layout.SCALER, snapshot.scaler)):
@@ -278,6 +259,10 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
     return entries
 
 
+def _write_index(store: Store, shards: list[dict[str, Any]]) -> FileEntry:
+    return _write_json(store, layout.SHARD_INDEX, build_index(shards), indent=None)
+
+
 def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:
     with store.open_write(name) as writer:
         write_safetensors(writer, tensors)
@@ -288,19 +273,8 @@ def _write_json(store: Store, name: str, value: object, *, indent: int | None = 
     return store.write_bytes(name, (render_json(name, value, indent=indent) + "\n").encode())
 
 
-def render_json(name: str, value: object, *, indent: int | None = None) -> str:
-    """A part of the state as JSON. Raises ConfigError when it holds anything else."""
-    try:
-        return json.dumps(value, indent=indent)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"It cannot be written as JSON: {error}",
-            field=name,
-            remedy="Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments).",
-        ) from error
-
-
 def _without_secrets(value: Any, name: str = "") -> Any:
+    """A copy of the arguments in which ``<NAME>`` stands for every token, key or password."""
     if isinstance(value, dict):
         return {key: _without_secrets(item, str(key)) for key, item in value.items()}
     is_secret = isinstance(value, str) and _SECRET.search(name) and not re.fullmatch(r"<\w+>", value)

@@ -18,9 +18,10 @@ from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint, shard_snapshot
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import ConfigError, InfrastructureError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.sharding import local_rows
 from trainer_lib.state import TrainerState, collect_callback_states

@@ -13,7 +13,8 @@ from trainer_lib.checkpoint.catalogue import read_checkpoint_info
 from trainer_lib.checkpoint.foreign import source as importing
 from trainer_lib.checkpoint.foreign.parameters import Names, choose_names, derive_names, list_slots
 from trainer_lib.checkpoint.layout import checkpoint_name
-from trainer_lib.checkpoint.writer import Snapshot, save_checkpoint
+from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names

@@ -15,7 +15,8 @@ from tests.support.checkpoints import FILES, Net, no_damage, save, snapshot, tra
 from tests.support.faulty import Died, Faults, Kind
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import estimate_bytes, save_checkpoint
+from trainer_lib.checkpoint.snapshot import estimate_bytes
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (

@@ -104,7 +104,7 @@ def test_a_rank_keeps_what_it_writes() -> None:
 def test_what_cannot_be_written_is_refused_before_anything_runs_in_the_background(tmp_path: Path) -> None:
     comm = SingleProcess()
     saver = BackgroundSaver(comm, comm, timeout_s=1)
-    with pytest.raises(ConfigError, match=r"data\.json: It cannot be written as JSON"):
+    with pytest.raises(ConfigError, match=r"data\.json: This part of the state cannot be written as JSON"):
         saver.start(Store.open(tmp_path), replace(untrained(2), data={"x": object()}), after_commit=lambda: None)
     assert not saver.is_busy
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ import pytest
 from tests.support.checkpoints import no_damage, save, snapshot
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
+from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import CodeError, LeaseLostError, StorageError, TrainflowError
 from trainer_lib.locks.claim import WRITING
@@ -24,7 +25,7 @@ def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest
     errors: list[TrainflowError] = []
     write = writer._write_shared
 
-    def meanwhile(store: Store, given: writer.Snapshot) -> Any:
+    def meanwhile(store: Store, given: Snapshot) -> Any:
         monkeypatch.setattr(writer, "_write_shared", write)
         with pytest.raises(StorageError, match="being written") as caught:
             save(root, 2)
@@ -42,7 +43,7 @@ def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: p
     write = writer._write_shared
     theirs = replace(Holder.this_process(), machine="elsewhere")
 
-    def replaced(store: Store, given: writer.Snapshot) -> Any:
+    def replaced(store: Store, given: Snapshot) -> Any:
         store.write_bytes(WRITING, theirs.to_bytes())
         return write(store, given)
 

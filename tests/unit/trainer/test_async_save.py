@@ -242,7 +242,7 @@ def test_no_room_for_the_copy_means_waiting(
     def refuse(self: HostCopy, size: int) -> torch.Tensor:
         raise OutOfMemoryError("The host has no room.")
 
-    monkeypatch.setattr(HostCopy, "_room", refuse)
+    monkeypatch.setattr(HostCopy, "_require_block", refuse)
     gate = Gate(monkeypatch, lambda step: None)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
         trainer(tmp_path, ROWS, **ASYNC).train()

@@ -1,0 +1,96 @@
+"""What one checkpoint holds, as each rank contributes it: `Snapshot`. The writer writes it, `staging` copies it.
+
+Two kinds of model state exist. A *whole* state has every tensor complete on rank 0, which writes it into two files. A
+*sharded* state has rows of every tensor on every rank; `shard_snapshot` keeps this rank's rows, and each rank writes
+its own file of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
+from trainer_lib.checkpoint.sharded import LocalShard, collect_local_rows, is_any_sharded
+
+_HEADER_BYTES = 512
+"""What a tensor's entry in a safetensors header takes at most, for the space check."""
+_OTHER_BYTES = 2**20
+"""What a rank writes besides tensors at most (random states, JSON, headers), for the space check."""
+
+
+@dataclass
+class Snapshot:
+    """The state that one rank contributes to a checkpoint.
+
+    Rank 0 contributes all shared state; of the other ranks only `rng`, `extra` and `parts` are written.
+
+    Attributes:
+        step: optimizer steps done.
+        model: name → tensor of any shape and dtype, tied names included; empty when `parts` is set.
+        optimizer: the optimizer's state; None when only the model is saved.
+        scheduler, scaler: `state_dict()`s; None when there is none, or only the model is saved.
+        rng: what `capture_rng` returned; empty when only the model is saved.
+        data: the position in the training data; JSON.
+        trainer_state, training_args: JSON, with the fields of the transformers Trainer's files.
+        files: further files, name → bytes (``config.json``, a tokenizer's).
+        meta: what the commit states besides step, world size and files; JSON.
+        parts: this rank's rows of a sharded model and optimizer; None when the tensors are whole.
+        extra: name → tensor that is neither the model's nor the optimizer's; the JSON parts refer to it by name.
+        more_rngs: of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
+    """
+
+    step: int
+    model: Mapping[str, Tensor]
+    optimizer: OptimizerSnapshot | None = None
+    scheduler: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+    rng: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    trainer_state: dict[str, Any] = field(default_factory=dict)
+    training_args: dict[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    parts: LocalShard | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    more_rngs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
+    """The part of a snapshot that a rank writes: everything on rank 0, on the others what is theirs alone."""
+    if rank == 0:
+        return snapshot
+    return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
+
+
+def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
+    """Replace sharded tensors by this rank's rows of them (`parts`); a snapshot of whole tensors is returned as it is.
+
+    Raises:
+        ConfigError: a tensor is sharded along another dimension than its first.
+    """
+    if not is_any_sharded(snapshot.model):
+        return snapshot
+    optimizer = snapshot.optimizer
+    groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
+    without_tensors = None if optimizer is None else replace(optimizer, tensors={})
+    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_rows(groups, rank))
+
+
+def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
+    """An upper estimate of a checkpoint's size in bytes, as far as one rank can know it.
+
+    Of a sharded state the other ranks are taken to hold as many bytes as this one.
+    """
+    tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
+    rows = [] if snapshot.parts is None else [each.values for each in snapshot.parts.rows.values()]
+    on_each_rank = _num_bytes(snapshot.extra.values()) + _num_bytes(rows) + _OTHER_BYTES
+    shared = _num_bytes(tensors) + sum(map(len, snapshot.files.values()))
+    return shared + world_size * on_each_rank + _HEADER_BYTES * len(tensors) + _OTHER_BYTES
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
