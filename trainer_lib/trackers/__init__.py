@@ -1,1 +1,1 @@
-"""Where metrics go: one file per tracker behind one protocol (`base`). Importing it imports no torch and no vendor."""
+"""Trackers, the places where metrics go: one file per tracker behind the protocol in `base`. None needs torch."""

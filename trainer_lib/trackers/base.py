@@ -1,7 +1,7 @@
-"""The protocol of a tracker, and the table from a `report_to` name to the one that serves it.
+"""The protocol of a tracker, and the table from a name of `report_to` to the tracker that serves it.
 
-A tracker is told numbers and puts them somewhere. It must never slow training down and never end it: `log` neither
-waits for a network nor raises. Trackers see plain floats; `numbers_only` makes them from what a Trainer logs.
+A tracker stores numbers. It must never slow training down and never end it: `log` neither waits for a network nor
+raises. Trackers get plain floats; `numbers_only` makes them from what a Trainer logs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.suggestions import nearest
 
 TRACKERS = ("jsonl", "mlflow", "tensorboard", "wandb")
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # ours need nothing besides what is always installed
+# Only what a plain installation lacks: jsonl needs no package, and mlflow is a dependency.
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Tracker(Protocol):
@@ -24,20 +25,29 @@ class Tracker(Protocol):
     name: str
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Begin an attempt at training that starts at optimizer step `resume_step` (0: from scratch)."""
+        """Begin an attempt at training.
+
+        Args:
+            run_name: the run's name; None lets the tracker choose one.
+            params: the arguments and the model's configuration, secrets included: mask them (`params.flatten_params`).
+            resume_step: the optimizer step that training continues from; 0 for a new training.
+        """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the values of one step; returns at once and never raises. Usable again after `close`."""
+        """Record the values of one optimizer step. Returns at once and never raises. Usable again after `close`."""
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the attempt: "FINISHED", "FAILED" or "KILLED". Waits a bounded time for what was logged to arrive."""
+        """End the attempt as "FINISHED", "FAILED" or "KILLED", after waiting a bounded time for the last values."""
 
 
 def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
-    """The names in a `report_to` argument, checked: "none" and None are nothing, "all" is every one installed.
+    """Return the checked names of a `report_to` argument, each once.
+
+    "none" and None stand for no tracker, "all" for every tracker whose package is installed.
 
     Raises:
-        ConfigError: a name that no tracker serves. MissingExtraError: its package is not installed.
+        ConfigError: no tracker has the name.
+        MissingExtraError: the package of a tracker is not installed.
     """
     given = [report_to] if isinstance(report_to, str) else list(report_to or [])
     names: list[str] = []
@@ -61,7 +71,7 @@ def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package behind one of our trackers is there. It is not imported."""
+    """Return whether the package behind one of our trackers is installed. It is not imported."""
     return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
 
 
@@ -71,7 +81,7 @@ def require_package(name: str) -> None:
         return
     package = _PACKAGES[name]
     raise MissingExtraError(
-        f"needs the package {package}, which is not installed.",
+        f"This tracker needs the package {package}, which is not installed.",
         field="report_to",
         value=name,
         remedy=f"Install it (pip install {package}), or report to jsonl or mlflow.",
@@ -85,16 +95,17 @@ def create_trackers(
     logging_dir: str | None = None,
     project: str | None = None,
 ) -> list[Tracker]:
-    """The trackers that `report_to` names. `output_dir` (any fsspec URL) is where they may keep files of their own.
+    """Make the trackers that `report_to` names.
 
     Args:
-        report_to: names; see `tracker_names`.
-        output_dir: the run's folder.
-        logging_dir: where event files go; output_dir/runs when not given.
-        project: for trackers that have projects.
+        report_to: names, as `tracker_names` reads them.
+        output_dir: the run's folder, a path or any fsspec URL, where trackers may keep files.
+        logging_dir: the folder of event files; output_dir/runs when not given.
+        project: the project, for trackers that have projects.
 
     Raises:
-        ConfigError: a name that no tracker serves, or no `output_dir` for one that writes there.
+        ConfigError: no tracker has a name, or a tracker writes into `output_dir` and there is none.
+        MissingExtraError: the package of a tracker is not installed.
     """
     trackers: list[Tracker] = []
     for name in tracker_names(report_to):
@@ -124,9 +135,10 @@ def create_trackers(
 
 
 def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:
-    """The entries of a log that are numbers, as floats: Python's, NumPy's, and 0-dimensional arrays or tensors.
+    """Return the entries of a log that are numbers, as floats.
 
-    Text, lists and whatever else a Trainer may log are left out. NaN and infinities stay: they are news.
+    Numbers are those of Python and NumPy, and arrays or tensors without dimensions. Text, lists and other values are
+    left out. NaN and infinities stay, because a diverged loss is what a reader looks for.
     """
     numbers: dict[str, float] = {}
     for key, value in logs.items():

@@ -1,11 +1,11 @@
 """The simplest tracker: `metrics.jsonl` in the output directory, one JSON object per log call.
 
-Each line is `{"step": 20, "time": <seconds since 1970>, "loss": 0.31, …}`. The file is strict JSON: values that are not
-finite are the strings "NaN", "Infinity" and "-Infinity". After a resume at step s the lines beyond s, which are
-about to be repeated, are dropped, so a step never appears twice.
+Each line is `{"step": 20, "time": <seconds since 1970>, "loss": 0.31, …}`. Every line is strict JSON: values that are
+not finite are the strings "NaN", "Infinity" and "-Infinity". A training resumed at step s drops the lines beyond s,
+because it is about to repeat them, so a step never appears twice.
 
-On a local disk a line is appended as it comes. Elsewhere (an object cannot be appended to) the lines are kept in
-memory and the object is written anew, in the background, at most every `UPLOAD_S` seconds and on `close`.
+On a local disk each line is appended at once. An object on a remote store cannot be appended to, so there the lines are
+kept in memory and a background thread writes the whole object, at most every `UPLOAD_S` seconds and on `close`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
-    """Writes `metrics.jsonl` under `output_dir` (any fsspec URL)."""
+    """Writes `metrics.jsonl` into `output_dir`, a path or any fsspec URL."""
 
     name = "jsonl"
 
@@ -42,7 +42,7 @@ class JsonlTracker:
         self._broken = False
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Keep the lines up to `resume_step`, drop the others and a line torn by a crash."""
+        """Keep the lines up to `resume_step`; drop the others, and a line that a crash has torn."""
         self._broken = False
         try:
             kept = [line for line in self._read() if 0 <= _step(line) <= resume_step] if resume_step else []
@@ -51,7 +51,7 @@ class JsonlTracker:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 draft = path.with_suffix(".jsonl.new")
                 draft.write_bytes(b"".join(kept))
-                draft.replace(path)
+                draft.replace(path)  # in one step: a reader sees the old file or the new one
             else:
                 self._lines = kept
                 self._unsaved.set()
@@ -59,7 +59,7 @@ class JsonlTracker:
             self._give_up(error)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line."""
+        """Append one line, or keep it for the next upload."""
         if self._broken:
             return
         record = {"step": step, "time": round(time.time(), 3)} | {key: _strict(value) for key, value in metrics.items()}
@@ -80,7 +80,7 @@ class JsonlTracker:
             self._give_up(error)
 
     def close(self, status: str = "FINISHED") -> None:
-        """Write what is not yet in the store."""
+        """Write what is not in the store yet. Waits up to 30 seconds for an upload that is under way."""
         if self._uploader is not None:
             self._closing.set()
             self._uploader.join(timeout=30.0)
@@ -114,7 +114,7 @@ class JsonlTracker:
 
     def _give_up(self, error: Exception) -> None:
         self._broken = True
-        _log.warning("%s can not be written in %s; metrics go without it: %s", FILE, self._store.url, error)
+        _log.warning("%s cannot be written in %s, so no metrics are kept there: %s", FILE, self._store.url, error)
 
 
 def _step(line: bytes) -> int:

@@ -1,12 +1,12 @@
-"""The MLflow tracker: the training loop appends to a spool on disk, a thread ships it.
+"""The MLflow tracker: the training loop appends to a spool on the local disk, and a thread sends it.
 
-`log` costs one small write. Importing mlflow, creating tables, slow and dead servers all happen to the thread. What
-cannot be delivered stays in the spool, and the next attempt (or the next `ship_leftovers`) delivers it first, exactly
-once (see `spool`). After a resume, points the server already has are not written again.
+`log` costs one small write. The import of mlflow, new tables, and slow or dead servers cost only the thread's time.
+What cannot be delivered stays in the spool, and the next attempt (or the next `ship_leftovers`) delivers it first,
+exactly once (`spool` says how). After a resume, points that the server already has are not written again.
 
 Environment: `MLFLOW_TRACKING_URI` (default: sqlite `mlflow.db` in the working directory, as `mlflow ui` expects),
-`MLFLOW_RUN_ID` (an *orchestrated* run: points are added to it; its parameters, status and end are its owner's),
-`MLFLOW_EXPERIMENT_NAME` (for a run of our own), `TRAINFLOW_SPOOL_DIR` (default: beside a local `output_dir`).
+`MLFLOW_RUN_ID` (an *orchestrated* run: we add points to it, its owner sets its parameters, its status and its end),
+`MLFLOW_EXPERIMENT_NAME` (for a run of our own), `TRAINFLOW_SPOOL_DIR` (default: `.spool` in a local `output_dir`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 BATCH = 1000  # MLflow's limit of metrics in one call
 PARAM_BATCH = 100
 DATABASE_TRIES = 3  # 0.4 s in all
-TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which a run of ours is found again
+TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own run again
 
 _log = logging.getLogger(__name__)
-# A process forked while another thread imports inherits half a module and a lock nobody will release: forks (data
-# loader workers) wait for the end of the import.
+# A process that is forked while another thread imports inherits half a module and a lock that no thread releases. So a
+# fork (of a data loader's worker) waits until the import has ended.
 _importing = threading.RLock()
 os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
 
 class MLflowTracker:
-    """Writes metrics to MLflow without ever holding up or failing training."""
+    """Writes metrics to MLflow and never delays or ends training."""
 
     name = "mlflow"
 
@@ -56,8 +56,8 @@ class MLflowTracker:
         self._last: dict[str, tuple[int, float]] = {}
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Attach to `MLFLOW_RUN_ID`, or to a run of our own: the one before, when training resumes, else a new one."""
-        # Read by mlflow when it is imported; the thread that imports it should not touch the environment.
+        """Attach to the run `MLFLOW_RUN_ID`, or to a run of our own: a new one, or the earlier one after a resume."""
+        # mlflow reads it when it is imported, and the thread that imports it should not change the environment.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         self._root = spool_root(self._output_dir)
         head: dict[str, Any] = {"tracking_uri": default_tracking_uri(), "run_id": os.environ.get("MLFLOW_RUN_ID")}
@@ -78,10 +78,10 @@ class MLflowTracker:
         """Append to the spool."""
         if self._head is None:
             return
-        if self._session is None:  # closed before, and there is more to tell
+        if self._session is None:  # an evaluation after `close`
             self._head = {**self._head, "dedupe": False}
             self._open()
-        # What is logged with every kind of log (the epoch) comes several times a step.
+        # The epoch is part of every kind of log, so it comes several times a step.
         news = {clean_key(key): value for key, value in metrics.items() if self._last.get(key) != (step, value)}
         if self._session is not None and news:
             self._last |= {key: (step, value) for key, value in metrics.items()}
@@ -91,7 +91,7 @@ class MLflowTracker:
                 self._disable(error)
 
     def close(self, status: str = "FINISHED") -> None:
-        """Ship what is left, waiting at most `CLOSE_S`; end the run if it is ours."""
+        """Send what is left, waiting at most `CLOSE_S` seconds; end the run if it is ours."""
         shipper, session, self._shipper, self._session = self._shipper, self._session, None, None
         if shipper is not None:
             shipper.close(status)
@@ -115,7 +115,7 @@ class MLflowTracker:
         self._head = None
 
     def _own_token(self, tracking_uri: str, *, resume: bool) -> str:
-        """What identifies our run on the server: remembered in the spool, so that a resumed training finds it."""
+        """The token that identifies our run on the server; the spool keeps it, so that a resumed training finds it."""
         assert self._root is not None  # noqa: S101
         memo = self._root / "run.json"
         if resume:
@@ -124,14 +124,14 @@ class MLflowTracker:
                 if known["tracking_uri"] == tracking_uri:
                     return str(known["token"])
         token = uuid.uuid4().hex
-        with contextlib.suppress(OSError):  # Session.create tells about a spool that cannot be written
+        with contextlib.suppress(OSError):  # `Session.create` reports a spool that cannot be written
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             memo.write_text(json.dumps({"tracking_uri": tracking_uri, "token": token}), encoding="utf-8")
         return token
 
 
 class _Delivery:
-    """One session to MLflow, and before it whatever dead processes left in the same spool."""
+    """Sends one session to MLflow, after the sessions that dead processes left in the same spool."""
 
     server = "MLflow"
 
@@ -165,19 +165,19 @@ class _Delivery:
 
 
 def default_tracking_uri() -> str:
-    """`MLFLOW_TRACKING_URI`, or MLflow's own default, a database in the working directory, as an absolute address."""
+    """Return `MLFLOW_TRACKING_URI`, or MLflow's own default: the absolute address of `mlflow.db` in this directory."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
 
 
 def connect(tracking_uri: str) -> MlflowClient:
-    """A client for `tracking_uri`; creates the tables of a new sqlite database, safely under concurrency.
+    """Return a client for `tracking_uri`, after creating the tables of a new sqlite database (one process at a time).
 
-    Seconds the first time in a process, for mlflow is imported here. Raises whatever mlflow raises.
+    The first call in a process takes seconds, because it imports mlflow. Raises what mlflow raises.
     """
     with _importing:
         from mlflow import MlflowClient
 
-        # The migrations of a new database announce themselves line by line, and so does every try to reach one.
+        # mlflow logs a line for each migration of a new database, and for each try to reach one.
         for name in ("alembic", "mlflow.store.db.utils"):
             logging.getLogger(name).setLevel(logging.ERROR)
     is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
@@ -187,7 +187,7 @@ def connect(tracking_uri: str) -> MlflowClient:
 
 @contextlib.contextmanager
 def _few_tries() -> Iterator[None]:
-    """MLflow tries a database it cannot open for 102 s; those who wait for us have their own patience."""
+    """Make MLflow give up soon on a database that it cannot open: it tries for 102 s, and we try again ourselves."""
     with _importing:
         import mlflow.store.db.utils as databases
 
@@ -200,7 +200,7 @@ def _few_tries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _database_set_up(tracking_uri: str) -> Iterator[None]:
-    """Two processes that find no tables would both create them: one at a time, by a lock beside the database."""
+    """Lock a sqlite database: two processes that find no tables would both create them."""
     scheme, _, path = tracking_uri.partition(":///")
     if scheme != "sqlite" or not path:
         yield
@@ -213,7 +213,14 @@ def _database_set_up(tracking_uri: str) -> Iterator[None]:
 
 
 def ship_leftovers(root: Path, tracking_uri: str) -> int:
-    """Send what dead processes left in the spool `root` for this server; returns how many sessions. May raise."""
+    """Send what dead processes left in the spool `root` for this server.
+
+    Returns:
+        how many sessions were sent.
+
+    Raises:
+        Exception: whatever mlflow raises, when the server cannot be reached.
+    """
     sessions = _leftovers(root, tracking_uri)
     try:
         client = connect(tracking_uri) if sessions else None
@@ -227,13 +234,13 @@ def ship_leftovers(root: Path, tracking_uri: str) -> int:
 
 
 def latest_steps(client: MlflowClient, run_id: str) -> dict[str, int]:
-    """The last step of every metric of a run."""
+    """Return the last step of every metric of a run."""
     metrics = client.get_run(run_id).data.to_proto().metrics  # the only public way to the steps of all keys at once
     return {metric.key: int(metric.step) for metric in metrics}
 
 
 def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str], *, when: str) -> None:
-    """Log parameters once. Those that have another value already become an artifact, `params/<when>.json`."""
+    """Log parameters once; the artifact `params/<when>.json` lists those that already have another value there."""
     from mlflow.entities import Param
 
     known = client.get_run(run_id).data.params
@@ -246,7 +253,12 @@ def log_params(client: MlflowClient, run_id: str, params: Mapping[str, str], *, 
 
 
 def send(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
-    """Log points in batches; a value or a key the server refuses is left out, with a warning. Raises on an outage."""
+    """Log points in batches; a value or key that the server refuses is left out, with a warning.
+
+    Raises:
+        GoneError: the server does not know the run.
+        MlflowException: the server cannot be reached, or fails.
+    """
     from mlflow.entities import Metric
     from mlflow.exceptions import MlflowException
 
@@ -262,6 +274,7 @@ def send(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
             if len(batch) == 1:
                 _log.warning("MLflow refuses the metric %r: %s", batch[0].key, first_line(error))
             else:
+                # One point makes the server refuse the whole batch: find it.
                 for point in points[start : start + BATCH]:
                     send(client, run_id, [point])
 
@@ -295,7 +308,7 @@ def _ship_leftover(client: MlflowClient, session: Session, *, current: Session |
 
 
 def _attach(client: MlflowClient, session: Session) -> None:
-    """Find or create the session's run, log its parameters, and note what the server has already."""
+    """Find or create the session's run, log its parameters, and record which steps the server already has."""
     if session.head["run_id"] is None:
         session.head["run_id"] = _find_or_create_run(client, session.head)
         session.save_head()
@@ -329,7 +342,7 @@ def _find_or_create_run(client: MlflowClient, head: Mapping[str, Any]) -> str:
 
 
 def experiment_id(client: MlflowClient, name: str, artifact_location: str | None = None) -> str:
-    """The id of the experiment `name`, created if there is none; of two processes that create it, both get the one."""
+    """Return the id of the experiment `name`; create it if there is none (two processes at once get the same one)."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)

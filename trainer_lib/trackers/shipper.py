@@ -1,4 +1,4 @@
-"""The thread that carries a spool's sessions to a server, whatever the server is."""
+"""The thread that sends a session of the spool to a tracking server of any kind."""
 
 from __future__ import annotations
 
@@ -8,38 +8,43 @@ import threading
 import time
 from typing import Protocol
 
+from typing_extensions import override
+
 from trainer_lib.errors import first_line
 from trainer_lib.trackers.spool import Session
 
-POLL_S = 1.0  # between looks at the spool
-MAX_BACKOFF_S = 60.0
-CLOSE_S = 30.0  # `close` waits so long for a server that answers, and
-CLOSE_FAILING_S = 5.0  # so long for one that has stopped answering
+POLL_S = 1.0  # between two looks at the spool
+MAX_BACKOFF_S = 60.0  # between two tries while the server fails
+CLOSE_S = 30.0  # how long `close` waits for a server that answers
+CLOSE_FAILING_S = 5.0  # how long `close` waits for a server that has stopped answering
 
 _log = logging.getLogger(__name__)
 
 
 class GoneError(Exception):
-    """The server will never take these points: it does not know the run."""
+    """The server does not know the run, so it will never accept these points."""
 
 
 class Delivery(Protocol):
-    """How the points of one session reach their server. Any method may raise anything; `GoneError` ends it."""
+    """How the points of one session reach their server.
+
+    Any method may raise any exception, and is called again later; only `GoneError` ends the delivery.
+    """
 
     server: str
 
     def ship(self) -> None:
-        """Send what is there and not yet sent."""
+        """Send every point that is in the session and not on the server."""
 
     def finish(self) -> None:
-        """Everything is sent and the attempt is over."""
+        """End the run on the server, after everything is sent and the attempt is over."""
 
     def release(self) -> None:
-        """Let go of whatever is held."""
+        """Release the locks that it holds."""
 
 
 class Shipper(threading.Thread):
-    """Ships one session in the background. Never raises, never keeps the process alive."""
+    """Sends one session in the background. It never raises and never keeps the process alive."""
 
     def __init__(self, session: Session, delivery: Delivery) -> None:
         super().__init__(name=f"{delivery.server} shipper", daemon=True)
@@ -50,12 +55,13 @@ class Shipper(threading.Thread):
         self._failing = False
         self._done = False
 
+    @override
     def run(self) -> None:
-        """Ship until closed; on failure try again, each time later, and say so once."""
         delay = POLL_S
         try:
             while True:
-                closing = self._closing.is_set()  # asked before shipping: what was logged before close is shipped
+                # Read before sending: only then does the last round send everything that was logged before `close`.
+                closing = self._closing.is_set()
                 try:
                     self._delivery.ship()
                     self._failing, delay = False, POLL_S
@@ -67,7 +73,7 @@ class Shipper(threading.Thread):
                 except GoneError as error:
                     self._give_up(error)
                     return
-                except Exception as error:  # whatever a tracking client raises must not end training
+                except Exception as error:  # a tracking client must not end training, whatever it raises
                     self._warn(error)
                     delay = min(MAX_BACKOFF_S, 2 * delay)
                     if closing:
@@ -78,7 +84,7 @@ class Shipper(threading.Thread):
             self._delivery.release()
 
     def close(self, status: str) -> None:
-        """Note how the attempt ended, and wait a bounded time for the rest to be shipped."""
+        """Record how the attempt ended, and wait a bounded time until the rest is sent."""
         self._session.state.closed, self._session.state.end_ms = status, time.time_ns() // 1_000_000
         self._closing.set()
         self._wake.set()
@@ -86,13 +92,13 @@ class Shipper(threading.Thread):
         while self.is_alive() and time.monotonic() < deadline:
             failing = self._failing
             self.join(CLOSE_FAILING_S if failing else 0.05)
-            if failing:
+            if failing:  # the thread may sit in a backoff of up to a minute: do not hold up the end of training
                 break
         if not self._done:
             with contextlib.suppress(OSError):
                 self._session.save_state()
             _log.warning(
-                "%s did not take all metrics; the rest is kept in %s and sent by the next run with this spool.",
+                "%s did not accept all metrics; the rest is kept in %s, and the next run with this spool sends it.",
                 self._delivery.server,
                 self._session.path,
             )
@@ -100,7 +106,7 @@ class Shipper(threading.Thread):
     def _warn(self, error: Exception) -> None:
         if not self._failing:
             where = (self._delivery.server, self._session.path)
-            _log.warning("%s is out of reach; metrics wait in %s: %s", *where, first_line(error))
+            _log.warning("%s cannot be reached; metrics wait in %s: %s", *where, first_line(error))
         self._failing = True
 
     def _give_up(self, error: Exception) -> None:

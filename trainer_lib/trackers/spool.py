@@ -3,15 +3,15 @@
 A *session* is a folder that one process writes while it tracks one attempt at training::
 
     <root>/<nanoseconds>-<pid>-<random>/
-        session.json    where the points go: tracking URI, run, parameters
-        points.jsonl    {"t": <ms since 1970>, "s": <step>, "m": {key: value}} per log call, appended as training goes
-        state.json      how far it has been sent, and how the attempt ended; replaced as a whole by the sender
-        lock            held (fcntl) as long as the process lives
+        session.json    the destination of the points: tracking URI, run, parameters
+        points.jsonl    one {"t": <ms since 1970>, "s": <step>, "m": {key: value}} per log call, appended
+        state.json      how much has been sent, and how the attempt ended; the sender replaces it as a whole
+        lock            locked (fcntl) as long as the process lives
 
-Each point's timestamp is fixed here, when it is written. A server that keeps points unique by (key, timestamp, step,
-value) therefore takes the same line twice without harm, and "send, then note the offset" delivers exactly once even
-if the process is killed between the two. A session whose lock is free belonged to a process that is gone: whoever
-comes next sends the rest and removes the folder.
+A point gets its timestamp here, when it is written. A server that keeps points unique by (key, timestamp, step, value)
+can therefore receive a line twice without harm, and "send, then record the offset" delivers exactly once even if the
+process is killed between the two. A session whose lock is free belonged to a process that is gone: the next process
+with this spool sends the rest and removes the folder.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from trainer_lib.storage import Store
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 READ_BYTES = 1 << 20
-_HELD: set[Path] = set()  # fcntl locks do not exclude their own process, so its threads are kept apart by this set
+# fcntl locks exclude other processes only, so this set keeps the threads of this one apart.
+_HELD: set[Path] = set()
 _held = threading.Lock()
 
 
 def spool_root(output_dir: str | None) -> Path:
-    """Where sessions wait: `TRAINFLOW_SPOOL_DIR`, beside a local output folder, or a folder of the user's own."""
+    """Return the sessions' folder: `TRAINFLOW_SPOOL_DIR`, `.spool` in a local output folder, or one of the user's."""
     if configured := os.environ.get(SPOOL_DIR):
         return Path(configured)
     if output_dir:
@@ -52,12 +53,12 @@ def spool_root(output_dir: str | None) -> Path:
 
 
 def user_data_dir() -> Path:
-    """This user's folder for what has no better place: `$XDG_DATA_HOME/trainflow`."""
+    """Return `$XDG_DATA_HOME/trainflow`, the user's folder for files that have no better place."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "trainflow"
 
 
 class Point(NamedTuple):
-    """One value of one metric. `timestamp` is in milliseconds since 1970."""
+    """One value of one metric; `timestamp` is in milliseconds since 1970, `step` counts optimizer steps."""
 
     key: str
     value: float
@@ -70,11 +71,11 @@ class State:
     """What has happened to a session.
 
     Attributes:
-        offset: bytes of points.jsonl that have arrived.
-        floor: per key, the last step the server had when sending began: points at or before it are repetitions of a
-            resumed run and are not sent. None: sending has not begun.
-        closed: how the attempt ended; None while it runs, or when its process died.
-        end_ms: when it ended.
+        offset: bytes of points.jsonl that the server has.
+        floor: per key, the last step that the server had when sending began; a resumed run repeats the points up to it,
+            and they are not sent again. None: sending has not begun.
+        closed: "FINISHED", "FAILED" or "KILLED"; None while the attempt runs, and when its process died.
+        end_ms: the end of the attempt, in milliseconds since 1970.
     """
 
     offset: int = 0
@@ -95,10 +96,11 @@ class Session:
 
     @classmethod
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
-        """A new, empty session. Raises OSError where the disk cannot take it."""
+        """Make a new, empty session. Raises OSError when the disk is full or cannot be written."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
-        session = cls(root / f"{name}.new", dict(head))  # nobody takes it for a leftover before it is ours
+        # Under this name no other process takes it for a leftover before its lock is ours.
+        session = cls(root / f"{name}.new", dict(head))
         session.path.mkdir(mode=0o700)
         session._acquire()
         session.save_head()
@@ -108,7 +110,7 @@ class Session:
 
     @classmethod
     def leftovers(cls, root: Path) -> list[Session]:
-        """Sessions of processes that are gone, oldest first, now locked by this one: `remove` or `release` them."""
+        """Lock and return the sessions of processes that are gone, oldest first: `remove` or `release` each of them."""
         found = []
         for path in sorted(root.glob("*-*")) if root.is_dir() else []:
             session = cls(path, {})
@@ -118,7 +120,7 @@ class Session:
                 session.head = json.loads((path / "session.json").read_bytes())
                 session.state = State(**json.loads((path / "state.json").read_bytes()))
             except FileNotFoundError:
-                if not session.head:  # killed before it could say where its points go, so before the first of them
+                if not session.head:  # killed before it wrote its destination, and so before its first point
                     session.remove()
                     continue
             except (ValueError, TypeError):
@@ -128,15 +130,15 @@ class Session:
         return found
 
     def append(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one line: a single unbuffered write, so that kill -9 tears at most the last. Raises OSError."""
+        """Write one line in a single unbuffered write, so that kill -9 tears at most the last line. Raises OSError."""
         line = json.dumps({"t": time.time_ns() // 1_000_000, "s": step, "m": dict(metrics)}, separators=(",", ":"))
         data = line.encode() + b"\n"
         if os.write(self._points, data) != len(data):
-            os.write(self._points, b"\n")  # a short write on a full disk: end the torn line, so the next one is whole
+            os.write(self._points, b"\n")  # the disk is full: end the torn line, so that the next one is whole
             raise OSError(28, "No space left on device")
 
     def read(self, offset: int, limit: int = 1000) -> tuple[list[Point], int]:
-        """Points of the whole lines from byte `offset` on, about `limit` of them, and the offset behind those lines."""
+        """Return about `limit` points of the whole lines from byte `offset` on, and the offset behind those lines."""
         try:
             with (self.path / "points.jsonl").open("rb") as file:
                 file.seek(offset)
@@ -150,7 +152,7 @@ class Session:
             if not line.endswith(b"\n") or len(points) >= limit:
                 break
             offset += len(line)
-            # A torn line (see append) is none: the step it belongs to was not logged.
+            # A torn line is skipped: `append` reported that its step was not logged.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 record = json.loads(line)
                 points += [Point(k, float(v), int(record["t"]), int(record["s"])) for k, v in record["m"].items()]
@@ -165,18 +167,18 @@ class Session:
         self._replace("state.json", vars(self.state))
 
     def remove(self) -> None:
-        """Everything has arrived: delete the folder."""
+        """Delete the folder, after the server has everything."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def set_aside(self, why: str) -> None:
-        """Keep the folder for a person to look at; no later process will touch it."""
+        """Keep the folder for a person to look at, under a name that no later process touches."""
         with contextlib.suppress(OSError):
             self._move(self.path.with_name(f"{self.path.name}.{why}"))
         self.release()
 
     def release(self) -> None:
-        """Let go of the folder and leave it as it is."""
+        """Unlock the folder and leave it as it is."""
         with _held:
             _HELD.discard(self.path)
             if self._lock >= 0:
@@ -184,7 +186,7 @@ class Session:
                 self._lock = -1
 
     def end_writing(self) -> None:
-        """No more `append`. Apart from `release`, for the thread that sends must not close what another writes to."""
+        """Close the file of points. `release` does not: the sending thread must not close what another writes to."""
         if self._points >= 0:
             os.close(self._points)
             self._points = -1

@@ -18,8 +18,11 @@ class TensorBoardTracker:
     """Writes scalars under `train/`, `eval/` and `test/`, and the arguments as text.
 
     Args:
-        folder: where the event files go; a local folder, for events are appended.
-        writer: a `SummaryWriter` of the caller's own, used and left open.
+        folder: a local folder for the event files, because events are appended.
+        writer: the caller's own `SummaryWriter`, which stays open.
+
+    Raises:
+        ConfigError: the folder is on a remote store.
     """
 
     name = "tensorboard"
@@ -32,7 +35,7 @@ class TensorBoardTracker:
             store = Store.open(folder, field="logging_dir")
             if not store.is_local:
                 raise ConfigError(
-                    "is not local, and TensorBoard's event files are appended to.",
+                    "The folder is not local, and TensorBoard appends to its event files.",
                     field="logging_dir",
                     value=store.url,
                     remedy="Give logging_dir a local folder, or use the jsonl or mlflow tracker.",
@@ -40,12 +43,12 @@ class TensorBoardTracker:
             self._folder = str(store.local_path())
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Open a new event file; after a resume, points beyond its step are hidden by TensorBoard."""
+        """Open a new event file. After a resume TensorBoard hides the older points beyond `resume_step`."""
         try:
             self._open(purge_step=resume_step + 1 if resume_step else None)
             self._writer.add_text("args", "```\n" + json.dumps(flatten_params(params), indent=2) + "\n```")
         except OSError as error:
-            _log.warning("TensorBoard's files cannot be written in %s; metrics go without: %s", self._folder, error)
+            _log.warning("Metrics no longer go to TensorBoard: %s cannot be written: %s", self._folder, error)
             self._writer = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -61,7 +64,7 @@ class TensorBoardTracker:
             _log.warning("A step's metrics are missing in TensorBoard: %s", error)
 
     def close(self, status: str = "FINISHED") -> None:
-        """Write what is buffered."""
+        """Write what is buffered; close a writer that is not the caller's."""
         if self._writer is None:
             return
         self._writer.flush()

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own settings hold: WANDB_MODE=offline writes to WANDB_DIR and needs no server or key."""
+"""The tracker for Weights & Biases. Its environment variables hold: WANDB_MODE=offline needs no server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _log = logging.getLogger(__name__)
 class WandbTracker:
     """Logs scalars under `train/`, `eval/` and `test/` against `train/global_step`.
 
-    A run that the program has opened (`wandb.init`) is used, and left open. One of ours stays open after training, for
-    evaluations that follow: wandb ends it when the process does, or the next training's begins.
+    A run that the program has opened itself (`wandb.init`) is used and stays open. A run of ours stays open after
+    training for the evaluations that follow; it ends with the process, or when the next training starts.
 
     Args:
-        project: WANDB_PROJECT overrides it.
-        folder: where wandb keeps its files, unless WANDB_DIR says.
+        project: the project; the variable WANDB_PROJECT overrides it.
+        folder: wandb's folder for its files; the variable WANDB_DIR overrides it.
     """
 
     name = "wandb"
@@ -33,7 +33,7 @@ class WandbTracker:
         self._own = False
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Open a run, or join the program's; WANDB_RUN_ID names one to go on with."""
+        """Open a run, or join the program's own. The variable WANDB_RUN_ID names a run to continue."""
         try:
             import wandb
 
@@ -49,11 +49,11 @@ class WandbTracker:
                 self._run.config.update(flatten_params(params), allow_val_change=True)
             self._run.define_metric("train/global_step")
             self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
-        except Exception as error:  # whatever a tracking client raises must not end training
+        except Exception as error:  # a tracking client must not end training, whatever it raises
             self._give_up(error)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand the values of one step over; wandb's own process sends them."""
+        """Pass the values of one step to wandb, whose own process sends them."""
         if self._run is None:
             return
         try:
@@ -62,7 +62,7 @@ class WandbTracker:
             self._give_up(error)
 
     def close(self, status: str = "FINISHED") -> None:
-        """End our run when training failed."""
+        """End our own run when training failed; a run that finished stays open for evaluations."""
         if self._run is None or not self._own or status == "FINISHED":
             return
         run, self._run = self._run, None

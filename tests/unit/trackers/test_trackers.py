@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_training(
         tracker.log({"loss": 1.0}, step)
     tracker.close()
     assert len(caplog.records) == 1
-    assert "metrics.jsonl can not be written" in caplog.text
+    assert "metrics.jsonl cannot be written" in caplog.text
 
 
 # -- the callback -----------------------------------------------------------------------------------------------------
