@@ -2,32 +2,43 @@
 
     python -m benchmarks.step_overhead --size full --save
 
-A model so small that the framework dominates: a two-layer perceptron, batches of 8. All three take batches of the same
-rows (a dataset class that says nothing about itself, so ours has to find out whether reading a row draws random
-numbers) with the same collator, clip gradients to norm 1, step fused AdamW over two groups of parameters (with and
-without decay, which both Trainers make) and a linear schedule. None logs, evaluates, saves or shows a bar. Runs
-alternate, each in this process; the first steps of each run are left out.
+The model is so small that the framework dominates: a two-layer perceptron, batches of 8. All three loops read the same
+rows with the same collator, clip gradients to norm 1, step fused AdamW over two groups of parameters (with and without
+decay, as both Trainers group them) and step a linear schedule. The dataset class does not declare anything, so ours has
+to find out whether reading a row draws random numbers. Nothing is logged, evaluated, saved or shown. Runs alternate in
+this process, and the first steps of each run are left out.
 
-Reported: microseconds per optimizer step of the main thread's own CPU time and of the wall clock (median and quartiles
-over runs); overhead, which is a Trainer's microseconds less those of the loop by hand beside it; and the share that our
-overhead is of the peer's; the same of each one's quietest run, because other people's work on the machine only ever
-adds. Wanted: a share of at most 0.25, and at most 100 µs of our own on a quiet machine.
+Reported, per optimizer step:
+
+- microseconds of the main thread's CPU time and of the wall clock, as median and quartiles over runs; the overhead,
+  which is a Trainer's time minus that of the loop by hand beside it; our overhead as a share of the peer's; and these
+  numbers for each loop's quietest run, since other load on the machine only adds.
+- calls on the main thread, counted with `sys.setprofile` in runs of their own: `python` counts functions entered and
+  generators resumed, `all` also C functions. The median over steps does not depend on the machine or its load: every
+  run gives the same numbers.
+
+Wanted: a share of at most 0.25, at most 100 µs of our own on a quiet machine, and at most 600 calls of all kinds with
+accumulation 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments, default_data_collator
@@ -35,6 +46,8 @@ from trainer_lib import Trainer, TrainerCallback, TrainingArguments, default_dat
 BATCH = 8
 WARM_UP = 50
 SIZES = {"smallest": (150, 3), "full": (400, 31)}  # optimizer steps a run, runs
+CALLS_STEPS = 50
+MOST_CALLS = 600
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -73,7 +86,7 @@ class Clock:
     wall: list[float] = field(default_factory=list)
 
     def stamp(self) -> None:
-        """One step has ended."""
+        """Note the end of a step."""
         self.cpu.append(time.thread_time())
         self.wall.append(time.perf_counter())
 
@@ -85,10 +98,40 @@ class Clock:
         ) / steps
 
 
-def by_hand(steps: int, accumulation: int) -> Clock:
+@dataclass
+class CallCounter(Clock):
+    """Calls between the ends of two steps, on the thread that stamps."""
+
+    python: list[int] = field(default_factory=list)
+    c: list[int] = field(default_factory=list)
+    _python: int = 0
+    _c: int = 0
+
+    @override
+    def stamp(self) -> None:
+        # The profiler is off in here, so that stamping itself is not counted: only entering this method is.
+        sys.setprofile(None)
+        self.python.append(self._python)
+        self.c.append(self._c - 1)  # without the call that switched the profiler off
+        self._python = self._c = 0
+        sys.setprofile(self._count)
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._python += 1
+        elif event == "c_call":
+            self._c += 1
+
+    def calls_per_step(self) -> dict[str, float]:
+        """Medians of the steps after the warm-up: an occasional step also collects losses."""
+        python, c = statistics.median(self.python[WARM_UP:]), statistics.median(self.c[WARM_UP:])
+        return {"python": python, "all": python + c}
+
+
+def by_hand(steps: int, accumulation: int, clock: Clock) -> None:
     """The loop that people write."""
     torch.manual_seed(0)
-    model, clock = Perceptron(), Clock()
+    model = Perceptron()
     weights = [each for each in model.parameters() if each.ndim > 1]
     biases = [each for each in model.parameters() if each.ndim == 1]
     groups = [{"params": weights, "weight_decay": 0.0}, {"params": biases, "weight_decay": 0.0}]  # as both Trainers do
@@ -104,12 +147,11 @@ def by_hand(steps: int, accumulation: int) -> Clock:
             schedule.step()
             optimizer.zero_grad()
             clock.stamp()
-    return clock
 
 
-def by_trainer(steps: int, accumulation: int) -> Clock:
-    """The same through our Trainer."""
-    clock, rows = Clock(), Rows(steps * accumulation * BATCH)
+def by_trainer(steps: int, accumulation: int, clock: Clock) -> None:
+    """That work through our Trainer."""
+    rows = Rows(steps * accumulation * BATCH)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(**_settings(folder, steps, accumulation))
@@ -120,12 +162,11 @@ def by_trainer(steps: int, accumulation: int) -> Clock:
             train_dataset=rows,
             callbacks=[_stamping(TrainerCallback, clock)],
         ).train()
-    return clock
 
 
-def by_peer(steps: int, accumulation: int) -> Clock:
-    """The same through the Trainer of transformers."""
-    clock, rows = Clock(), Rows(steps * accumulation * BATCH)
+def by_peer(steps: int, accumulation: int, clock: Clock) -> None:
+    """That work through the Trainer of transformers."""
+    rows = Rows(steps * accumulation * BATCH)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(**_settings(folder, steps, accumulation))
@@ -136,7 +177,6 @@ def by_peer(steps: int, accumulation: int) -> Clock:
             train_dataset=rows,
             callbacks=[_stamping(transformers.TrainerCallback, clock)],
         ).train()
-    return clock
 
 
 def _settings(folder: str, steps: int, accumulation: int) -> dict[str, Any]:
@@ -167,27 +207,42 @@ def _stamping(base: type[Any], clock: Clock) -> Any:
     return Stamp()
 
 
+LOOPS: dict[str, Callable[[int, int, Clock], None]] = {"by_hand": by_hand, "ours": by_trainer, "peer": by_peer}
+
+
+def count_calls(loop: Callable[[int, int, Clock], None], accumulation: int) -> dict[str, float]:
+    """Calls per optimizer step of a loop, by kind."""
+    counter = CallCounter()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            loop(WARM_UP + CALLS_STEPS, accumulation, counter)
+    finally:
+        sys.setprofile(None)
+    return counter.calls_per_step()
+
+
 def measure(steps: int, runs: int, accumulation: int) -> dict[str, Any]:
-    """Alternating runs of the three."""
-    loops: dict[str, Callable[[int, int], Clock]] = {"by_hand": by_hand, "ours": by_trainer, "peer": by_peer}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    """Times of alternating runs of the three loops."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOPS}
     for _ in range(runs):
-        for name, loop in loops.items():
-            with contextlib.redirect_stdout(io.StringIO()):  # both print the run's metrics at its end
-                taken[name].append(loop(WARM_UP + steps, accumulation).microseconds_per_step())
+        for name, loop in LOOPS.items():
+            clock = Clock()
+            with contextlib.redirect_stdout(io.StringIO()):  # both Trainers print metrics at the end
+                loop(WARM_UP + steps, accumulation, clock)
+            taken[name].append(clock.microseconds_per_step())
     result: dict[str, Any] = {}
-    for index, clock in enumerate(("cpu_us", "wall_us")):
+    for index, unit in enumerate(("cpu_us", "wall_us")):
         values = {name: [pair[index] for pair in pairs] for name, pairs in taken.items()}
         over = {
             name: [a - b for a, b in zip(values[name], values["by_hand"], strict=True)] for name in ("ours", "peer")
         }
-        result[clock] = {name: spread(each) for name, each in values.items()}
-        result[clock] |= {f"overhead_{name}": spread(each) for name, each in over.items()}
+        result[unit] = {name: spread(each) for name, each in values.items()}
+        result[unit] |= {f"overhead_{name}": spread(each) for name, each in over.items()}
         shares = [ours / peer for ours, peer in zip(over["ours"], over["peer"], strict=True)]
-        result[clock]["share_of_peer"] = spread(shares)
+        result[unit]["share_of_peer"] = spread(shares)
         quietest = {name: min(each) for name, each in values.items()}
         beyond = {name: quietest[name] - quietest["by_hand"] for name in ("ours", "peer")}
-        result[clock]["quietest"] = {
+        result[unit]["quietest"] = {
             **quietest,
             **{f"overhead_{name}": each for name, each in beyond.items()},
             "share_of_peer": beyond["ours"] / beyond["peer"],
@@ -200,8 +255,16 @@ def main() -> None:
     chosen = arguments(__doc__, list(SIZES))
     steps, runs = SIZES[chosen.size]
     torch.set_num_threads(1)
-    results = {f"accumulation_{count}": measure(steps, runs, count) for count in (1, 4)}
-    publish("step_overhead", chosen.size, {"steps": steps, "runs": runs, "results": results}, chosen.save)
+    results = {}
+    for count in (1, 4):
+        calls = {name: count_calls(loop, count) for name, loop in LOOPS.items()}
+        results[f"accumulation_{count}"] = {**measure(steps, runs, count), "calls": calls}
+    publish(
+        "step_overhead",
+        chosen.size,
+        {"steps": steps, "runs": runs, "most_calls": MOST_CALLS, "results": results},
+        chosen.save,
+    )
 
 
 if __name__ == "__main__":
