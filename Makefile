@@ -10,7 +10,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check chaos fuzz format clean
+.PHONY: help install demo unit test check chaos fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,12 +27,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## Train, evaluate, predict and publish the digits example (the second time everything is cached)
 	@$(BIN)/trainflow run examples/digits/pipeline.yaml train.launch.processes=$(CORES)
 
-# Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
-# may hang. Both always run.
+# A file stays on one worker: its imports and its fixtures are paid once.
 PYTEST := $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
-test: install  ## Run the whole test suite
+unit: install  ## Run the unit tests (at most two minutes on two cores)
+	@$(PYTEST) tests/unit
+
+# Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
+# may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
+test: install  ## Run the whole test suite (at most twelve minutes on two cores)
 	@failed=0; \
-	$(PYTEST) tests/contracts tests/unit tests/processes tests/services tests/distributed tests/resume || failed=1; \
+	$(PYTEST) tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit || failed=1; \
 	$(PYTEST) tests/e2e tests/flows || failed=1; \
 	exit $$failed
 

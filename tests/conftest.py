@@ -6,6 +6,7 @@ sandbox is set up before any test module is imported, because Prefect and MLflow
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -83,6 +84,11 @@ def pytest_configure(config: pytest.Config) -> None:
             "NO_COLOR": "1",
         }
     )
+
+
+def pytest_collection_finish() -> None:
+    """Set the imported modules aside from the garbage collector: a full collection would walk millions of objects."""
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
@@ -27,6 +25,8 @@ def accuracy(p: Any) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- streaming
 @pytest.mark.parametrize("flag", [True, False])
 def test_torchmetrics_objects_are_streamed_and_start_anew_each_time(flag: bool, tmp_path: Path) -> None:
+    from torchmetrics.classification import MulticlassAccuracy  # seconds: not for every worker that collects this file
+
     metric = MulticlassAccuracy(3, average="micro")
     one = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=metric, batch_eval_metrics=flag)
     whole = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=accuracy).evaluate()
@@ -36,6 +36,9 @@ def test_torchmetrics_objects_are_streamed_and_start_anew_each_time(flag: bool, 
 
 
 def test_a_collection_of_torchmetrics_gives_its_own_names(tmp_path: Path) -> None:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
     metrics = MetricCollection({"acc": MulticlassAccuracy(3, average="micro"), "f1": MulticlassF1Score(3)})
     one = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=metrics, batch_eval_metrics=True)
     assert {"eval_acc", "eval_f1"} <= one.evaluate().keys()
