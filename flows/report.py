@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 import jinja2
 from markupsafe import Markup
 
-from trainer_lib.trackers.params import mask
+from trainer_lib.secrets import mask
 
 MAX_POINTS = 1500  # of one curve: more than a screen has pixels
 COLORS = 5  # series colours in the template's style sheet; further series repeat them

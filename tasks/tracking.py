@@ -30,9 +30,10 @@ from urllib.parse import urlsplit
 
 from tasks.configs import TrackingConfig
 from trainer_lib.errors import ConfigError, first_line
+from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow as tracker
-from trainer_lib.trackers.params import clean_key, flatten_params, mask
+from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.spool import SPOOL_DIR, Session, user_data_dir
 
 if TYPE_CHECKING:

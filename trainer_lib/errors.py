@@ -23,8 +23,11 @@ A failure crosses a process boundary as a *record* (`to_record` / `from_record`)
 
 from __future__ import annotations
 
+import re
 import traceback as _traceback
 from typing import Any, ClassVar
+
+from trainer_lib.secrets import MASK, is_secret, mask
 
 
 class TrainflowError(Exception):
@@ -33,7 +36,7 @@ class TrainflowError(Exception):
     Args:
         message: one sentence: what is wrong, and why.
         field: the spec key, argument or file it is about (``train.args.learning_rate``).
-        value: the offending value, as the user wrote it. Never pass a secret.
+        value: the offending value, as the user wrote it. Recognizable secrets are masked, as in the texts.
         remedy: one sentence: what to do.
         rank, step: where in a distributed run it happened, when known.
         details: a traceback or log excerpt, shown with ``--debug`` only.
@@ -54,14 +57,15 @@ class TrainflowError(Exception):
         step: int | None = None,
         details: str | None = None,
     ) -> None:
+        message = mask(message)
         super().__init__(message)
         self.message = message
         self.field = field
-        self.value = None if value is None else _shown(value)
+        self.value = None if value is None else _shown(value, field or "")
         self.remedy = remedy
         self.rank = rank
         self.step = step
-        self.details = details
+        self.details = None if details is None else mask(details)
 
     def __str__(self) -> str:
         where = self.field or ""
@@ -268,6 +272,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def _shown(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def _shown(value: object, field: str) -> str:
+    if is_secret(re.split(r"[. ]", field)[-1], value):
+        return MASK
+    text = mask(value if isinstance(value, str) else repr(value))
     return text if len(text) <= 200 else text[:197] + "..."

@@ -21,8 +21,8 @@ from flows.spec.spec import PipelineSpec, load_spec
 from tasks.tracking import default_tracking_uri
 from trainer_lib import guard
 from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers.params import mask
 
 HOST = "127.0.0.1"
 # MLflow opens in its view for language-model applications; this asks for the one with curves.

@@ -5,38 +5,17 @@ No engine and no torch is imported, and nothing is written.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.configs import LaunchSettings
+from trainer_lib import secrets
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
-
-# Names that hold a secret, and the variable that carries it instead.
-_SECRET_NAMES = {
-    "token": "HF_TOKEN",
-    "hub_token": "HF_TOKEN",
-    "push_to_hub_token": "HF_TOKEN",
-    "hf_token": "HF_TOKEN",
-    "access_key": "AWS_ACCESS_KEY_ID",
-    "aws_access_key_id": "AWS_ACCESS_KEY_ID",
-    "secret_key": "AWS_SECRET_ACCESS_KEY",
-    "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY",
-    "aws_session_token": "AWS_SESSION_TOKEN",
-    "mlflow_tracking_password": "MLFLOW_TRACKING_PASSWORD",
-    "mlflow_tracking_token": "MLFLOW_TRACKING_TOKEN",
-    "wandb_api_key": "WANDB_API_KEY",
-}
-_SECRET_ENDINGS = re.compile(r"(?:^|_)(?:password|passwd|secret|api_?key|private_?key|credentials?)$", re.IGNORECASE)
-_SECRET_VALUES = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}\b|-----BEGIN [A-Z ]*PRIVATE KEY-----|\bgh[pousr]_\w{30,}"
-)
-_URL_PASSWORD = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/@\s]*:[^/@\s]+@")
 
 # Arguments that the pipeline itself decides, and what to set instead.
 _DECIDED = {
@@ -50,11 +29,9 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
     for key, value in _leaves(raw, ""):
         if not isinstance(value, str) or not value:
             continue
-        name = key.rsplit(".", 1)[-1].lower()
-        variable = _SECRET_NAMES.get(name)
-        if variable is None and _SECRET_ENDINGS.search(name):
-            variable = name.upper()
-        if variable is None and _SECRET_VALUES.search(value):
+        name = key.rsplit(".", 1)[-1]
+        variable = secrets.variable_for(name) if secrets.is_secret_name(name) else None
+        if variable is None and secrets.holds_known_token(value):
             variable = "HF_TOKEN" if "hf_" in value else "the one its client reads"
         if variable is not None:
             raise ConfigError(
@@ -62,7 +39,7 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
                 field=key,
                 remedy=f"Remove it here and set the environment variable {variable}.",
             )
-        if _URL_PASSWORD.match(value):
+        if secrets.is_url_with_password(value):
             raise ConfigError(
                 "A URL with a password has no place in a spec: specs are stored and shown.",
                 field=key,

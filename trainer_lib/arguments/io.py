@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import is_secret, mask, mask_value
 
 
 def to_dict(args: Any) -> dict[str, Any]:
@@ -17,9 +18,9 @@ def to_dict(args: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in field_map(args).items():
         value = getattr(args, name)
-        if value is not None and (field.metadata.get("secret") or name.endswith("_token")):
-            value = f"<{name.upper()}>"
-        out[name] = plain(value)
+        declared = field.metadata.get("secret") and value is not None
+        named = not isinstance(value, Mapping) and is_secret(name, value)
+        out[name] = f"<{name.upper()}>" if declared or named else plain(value)
     return out
 
 
@@ -45,7 +46,8 @@ def to_json_string(args: Any) -> str:
 def to_sanitized_dict(args: Any) -> dict[str, Any]:
     """`to_dict` with the process's batch sizes added, and everything that is no number, truth value or text as text."""
     values = {**to_dict(args), "train_batch_size": args.train_batch_size, "eval_batch_size": args.eval_batch_size}
-    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()}
+    shown = {name: mask_value(name, value) for name, value in values.items()}
+    return {name: value if isinstance(value, (bool, int, float)) else mask(str(value)) for name, value in shown.items()}
 
 
 def read_mapping(path: Path, *, field: str) -> dict[str, Any]:

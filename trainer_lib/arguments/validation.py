@@ -18,6 +18,7 @@ from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrateg
 from trainer_lib.arguments.fields import field_hints, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import may_be_secret_name
 from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ def coerce_fields(args: Any) -> None:
     for name, field in field_map(args).items():
         secret = bool(field.metadata.get("secret"))
         value = coerce(getattr(args, name), hints.get(name, Any), field=name, secret=secret)
-        if secret and isinstance(value, str) and value == f"<{name.upper()}>":
-            value = None  # a masked secret, as `to_dict` writes it, is no secret
+        if isinstance(value, str) and value == f"<{name.upper()}>" and (secret or may_be_secret_name(name)):
+            value = None  # `to_dict` writes this in place of a secret
         object.__setattr__(args, name, value)
         check_bounds(name, value, field.metadata)
 

@@ -27,7 +27,6 @@ also carries the digests, so it proves the content and not only the completion.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,6 +44,7 @@ from trainer_lib.commit import COMMIT, Commit, FileEntry, write_commit
 from trainer_lib.errors import ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
+from trainer_lib.secrets import mask_value
 from trainer_lib.storage import Store, relative_problem
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ Result = TypeVar("Result")
 Written = tuple[list[FileEntry], dict[str, Any]]
 """What one rank has written: its files' entries, and what the index states of its shard (empty for whole tensors)."""
 
-_SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
 _saving: set[str] = set()
 """Ids of the claims that this process uses right now; any other claim of this process is left from a failed save."""
 
@@ -253,7 +252,7 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
             entries.append(_write_json(store, name, to_json(state, name)))
     for name, state in ((layout.DATA, snapshot.data), (layout.TRAINER_STATE, snapshot.trainer_state)):
         entries.append(_write_json(store, name, state))
-    entries.append(_write_json(store, layout.TRAINING_ARGS, _without_secrets(snapshot.training_args)))
+    entries.append(_write_json(store, layout.TRAINING_ARGS, mask_value("training_args", snapshot.training_args)))
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
     entries.extend(_write_json(store, layout.rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
     return entries
@@ -271,11 +270,3 @@ def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> Fi
 
 def _write_json(store: Store, name: str, value: object, *, indent: int | None = 1) -> FileEntry:
     return store.write_bytes(name, (render_json(name, value, indent=indent) + "\n").encode())
-
-
-def _without_secrets(value: Any, name: str = "") -> Any:
-    """A copy of the arguments in which ``<NAME>`` stands for every token, key or password."""
-    if isinstance(value, dict):
-        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
-    is_secret = isinstance(value, str) and _SECRET.search(name) and not re.fullmatch(r"<\w+>", value)
-    return f"<{name.upper()}>" if is_secret else value

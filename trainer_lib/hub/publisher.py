@@ -36,9 +36,9 @@ from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.hub.transport import SCHEME
 from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.secrets import mask
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.trackers.params import mask
 
 if TYPE_CHECKING:  # imported at the first push to a repository: it loads the Hub's client
     from trainer_lib.hub.huggingface import HuggingFaceHub

@@ -16,6 +16,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
 from trainer_lib.arguments.deepspeed.deepspeed_config import adopt, plan
 from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
 
 TWO = {"stage": 2}
@@ -347,7 +348,7 @@ def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
 
 
 def test_secrets_are_not_logged() -> None:
-    shown = zero_config.masked({"wandb": {"api_key": "s3cret", "team": "us"}, "aio": {"block_size": 3}})
+    shown = mask_value("deepspeed", {"wandb": {"api_key": "s3cret", "team": "us"}, "aio": {"block_size": 3}})
     assert shown == {"wandb": {"api_key": "<API_KEY>", "team": "us"}, "aio": {"block_size": 3}}
 
 

@@ -21,7 +21,7 @@ from trainer_lib.storage import Store
 from trainer_lib.trackers.base import create_trackers, numbers_only, tracker_names
 from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.jsonl import JsonlTracker
-from trainer_lib.trackers.params import flatten_params, mask
+from trainer_lib.trackers.params import flatten_params
 
 # -- names and values -------------------------------------------------------------------------------------------------
 
@@ -106,11 +106,6 @@ def test_what_only_sounds_like_a_secret_is_shown(key: str) -> None:
 
 def test_an_unset_secret_is_no_secret() -> None:
     assert flatten_params({"hub_token": None}) == {"hub_token": "None"}
-
-
-def test_addresses_lose_their_credentials_only() -> None:
-    assert mask("postgresql://me:pw@db:5432/mlflow") == "postgresql://***@db:5432/mlflow"
-    assert mask("sqlite:////tmp/a@b/mlflow.db") == "sqlite:////tmp/a@b/mlflow.db"
 
 
 # -- JSON lines -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.precision import Precision, PrecisionSettings
+from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
 from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions, StagesOneTwo, StageThree, missing_names
@@ -163,7 +164,7 @@ class DeepSpeedStrategy(ZeroWeights):
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         config = self._config(model, trains=optimizer is not None)
         if self.comm.rank == 0:
-            _log.info("DeepSpeed's configuration: %s", json.dumps(zero_config.masked(config), sort_keys=True))
+            _log.info("DeepSpeed's configuration: %s", json.dumps(mask_value("deepspeed", config), sort_keys=True))
         engine, *_ = self._deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )

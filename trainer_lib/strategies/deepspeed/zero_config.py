@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
 from trainer_lib.errors import ConfigError, MissingExtraError
 
-_SECRET = re.compile(r"(token|secret|password|key)$", re.IGNORECASE)
 #: Optimizers that update every element by itself, whose flats may therefore be cut anywhere.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion")
 _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
@@ -153,10 +151,3 @@ def schedule_settings(
     if kind in ("WarmupLR", "WarmupDecayLR"):
         settings.setdefault("warmup_max_lr", args.learning_rate)
     return settings
-
-
-def masked(value: Any, name: str = "") -> Any:
-    """The configuration without what looks like a secret, to be logged."""
-    if isinstance(value, Mapping):
-        return {key: masked(each, str(key)) for key, each in value.items()}
-    return f"<{name.upper()}>" if isinstance(value, str) and _SECRET.search(name) else value

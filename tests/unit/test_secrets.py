@@ -1,0 +1,107 @@
+"""One vocabulary of what a secret is, and masking by it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.secrets import (
+    holds_known_token,
+    is_secret_name,
+    is_url_with_password,
+    mask,
+    mask_value,
+    may_be_secret_name,
+    variable_for,
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("token", "hub_token", "HF_TOKEN", "push_to_hub_token", "aws_session_token", "auth-token", "githubToken"),
+        *("password", "db_password", "passwd", "client_secret", "secretKey", "aws_secret_access_key", "credentials"),
+        *("api_key", "wandbApiKey", "apikey", "private_key", "access_key", "AWS_ACCESS_KEY_ID", "openai_key"),
+    ],
+)
+def test_these_names_are_surely_secrets(name: str) -> None:
+    assert is_secret_name(name) and may_be_secret_name(name)
+
+
+@pytest.mark.parametrize("name", ["deployment_token", "secret_name", "password_file", "api_key_header"])
+def test_these_names_may_be_secrets_so_that_they_are_masked_but_not_refused(name: str) -> None:
+    assert may_be_secret_name(name) and not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "pad_token",
+            "eos_token",
+            "num_tokens",
+            "max_new_tokens",
+            "tokenizer",
+            "token_ids",
+            "image_token",
+            "max_token",
+        ),
+        *("pad_token_id", "average_tokens_across_devices", "include_num_input_tokens_seen", "instance_token"),
+        *("key", "content_key", "sort_key", "key_size", "secretary", "attention_mask", "", "mask_replace_prob"),
+    ],
+)
+def test_these_names_are_not_secrets(name: str) -> None:
+    assert not may_be_secret_name(name) and not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("postgresql://me:pw@db:5432/mlflow", "postgresql://***@db:5432/mlflow"),
+        ("sqlite:////tmp/a@b/mlflow.db", "sqlite:////tmp/a@b/mlflow.db"),
+        ("see hf_" + "a1" * 17 + ".", "see ***."),
+        ("GET https://s3/x?X-Amz-Signature=abc&part=2&X-Amz-Security-Token=d", None),
+        ("{'Authorization': 'Bearer abcdefgh12345'}", "{'Authorization': 'Bearer ***'}"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nrest", "***\nrest"),
+        ("basic checkpointing of key=value tokens at step 3", "basic checkpointing of key=value tokens at step 3"),
+    ],
+)
+def test_texts_lose_their_secrets_only(text: str, masked: str | None) -> None:
+    expected = "GET https://s3/x?X-Amz-Signature=***&part=2&X-Amz-Security-Token=***" if masked is None else masked
+    assert mask(text) == expected
+    assert mask(expected) == expected
+
+
+def test_values_are_masked_at_any_depth() -> None:
+    value = {
+        "hub_token": "s3cr3t",
+        "args": [{"api_key": "s3cr3t", "pad_token": "<pad>", "max_new_tokens": 5}],
+        "credentials": {"user": "me", "pin": 1234},
+        "use_auth_token": True,
+        "tracking_token": None,
+        "url": "http://me:s3cr3t@host/",
+    }
+    shown = mask_value("", value)
+    assert "s3cr3t" not in json.dumps(shown)
+    assert shown["args"] == [{"api_key": "<API_KEY>", "pad_token": "<pad>", "max_new_tokens": 5}]
+    assert shown["credentials"] == {"user": "<CREDENTIALS>", "pin": "<CREDENTIALS>"}
+    assert (shown["use_auth_token"], shown["tracking_token"]) == (True, None)
+    assert mask_value("", shown) == shown
+
+
+def test_errors_mask_what_they_are_given() -> None:
+    error = StorageError(
+        "GET http://me:s3cr3t@host/ failed.", field="train.args.hub_token", value="s3cr3t", details="hf_" + "s3cr3t" * 5
+    )
+    assert "s3cr3t" not in str(error) + json.dumps(error.to_record())
+    assert (
+        str(ConfigError("It is odd.", field="model.pad_token", value="<pad>")) == "model.pad_token = <pad>: It is odd."
+    )
+
+
+def test_secrets_are_named_by_their_variable_and_recognized_by_their_form() -> None:
+    assert [variable_for(name) for name in ("hub_token", "wandb_api_key")] == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert holds_known_token("x AKIA" + "A" * 16) and not holds_known_token("hf_model")
+    assert is_url_with_password("s3://me:pw@bucket") and not is_url_with_password("s3://bucket/a:b@c")

@@ -1,0 +1,136 @@
+"""What a secret is: one vocabulary for specs, arguments, trackers, logs, checkpoints and errors.
+
+A secret is recognized by its name (``hub_token``, ``wandbApiKey``, ``db_password``), by the form of well-known tokens,
+or as the user part or a signature of a URL. Two questions are asked of a name:
+
+* `is_secret_name`: surely a secret. A spec that holds one is refused.
+* `may_be_secret_name`: perhaps a secret. Its value is masked wherever it would be stored or shown.
+
+A *text token* (``pad_token``, ``image_token``) and a number of tokens (``max_token``) are not secrets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "***"
+
+_WORDS = frozenset(
+    {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "privatekey"}
+)
+_KEYS = frozenset({"api", "access", "private", "secret", "auth", "encryption", "signing"})
+_VENDORS = frozenset(
+    {"hub", "hf", "huggingface", "github", "gitlab", "gh", "wandb", "mlflow", "comet", "neptune", "clearml", "dagshub"}
+    | {"swanlab", "aws", "azure", "gcp", "openai", "anthropic", "slack"}
+)
+_GRANTS = _VENDORS | {"auth", "access", "api", "session", "bearer", "refresh", "oauth", "tracking", "security", "login"}
+# Words that make a token a piece of text, or a count of them.
+_TEXT_TOKENS = frozenset(
+    {"pad", "eos", "bos", "unk", "sep", "cls", "mask", "start", "end", "special", "extra", "image", "audio", "video"}
+    | {"stop", "blank", "prompt", "placeholder", "trigger", "instance", "newline", "begin", "forced", "decoder"}
+    | {"num", "max", "min", "per", "next", "first", "last"}
+)
+_VARIABLES = {
+    "token": "HF_TOKEN",
+    "hub_token": "HF_TOKEN",
+    "push_to_hub_token": "HF_TOKEN",
+    "hf_token": "HF_TOKEN",
+    "access_key": "AWS_ACCESS_KEY_ID",
+    "secret_key": "AWS_SECRET_ACCESS_KEY",
+}
+_KNOWN_TOKENS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b)"
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_PASSWORD_IN_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/@\s]*:[^/@\s]+@")
+_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"]+)")
+_SIGNATURES = frozenset({"sig", "signature"})
+_AUTHORIZATION = re.compile(r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)[^\s'\",}]{8,}")
+_PLACEHOLDER = re.compile(r"<\w+>")
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether the value under `name` is surely a secret: its last words say so."""
+    words = _words_of(name)
+    if words[-1:] == ["id"]:
+        words = words[:-1]  # access_key_id
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    return (
+        words[-1] in _WORDS
+        or (words[-1] == "key" and before in _KEYS | _VENDORS)
+        or (words[-1] == "token" and (not before or before in _GRANTS))
+    )
+
+
+def may_be_secret_name(name: str) -> bool:
+    """Return whether the value under `name` is surely or perhaps a secret."""
+    words = _words_of(name)
+    if not words:
+        return False
+    if words[-1] == "token" and not _TEXT_TOKENS & set(words):
+        return True
+    pairs = any(first in _KEYS and second == "key" for first, second in itertools.pairwise(words))
+    return pairs or bool(_WORDS & set(words)) or is_secret_name(name)
+
+
+def variable_for(name: str) -> str:
+    """Return the environment variable that carries the secret `name` instead."""
+    return _VARIABLES.get(name.lower(), name.upper())
+
+
+def holds_known_token(text: str) -> bool:
+    """Return whether `text` holds a private key or a token of well-known form."""
+    return bool(_KNOWN_TOKENS.search(text) or _PRIVATE_KEY.search(text))
+
+
+def is_url_with_password(text: str) -> bool:
+    """Return whether `text` is a URL that carries a user and a password."""
+    return bool(_PASSWORD_IN_URL.match(text))
+
+
+def mask(text: str) -> str:
+    """Return `text` with `***` for each secret that can be recognized in it."""
+    for pattern in (_PRIVATE_KEY, _USER_IN_URL, _KNOWN_TOKENS):
+        text = pattern.sub(MASK, text)
+    return _AUTHORIZATION.sub(rf"\1{MASK}", _QUERY.sub(_mask_parameter, text))
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Return whether `value` is perhaps a secret by its name: not None, not a truth value, not empty, not masked."""
+    if value is None or isinstance(value, bool) or value == "" or not may_be_secret_name(name):
+        return False
+    return not (isinstance(value, str) and _PLACEHOLDER.fullmatch(value))
+
+
+def mask_value(name: str, value: Any) -> Any:
+    """Return `value` without secrets, at any depth of mappings and lists.
+
+    A value whose name, or that of a mapping around it, may be that of a secret becomes ``<NAME>``, the form of
+    `TrainingArguments.to_dict`; in other texts only the secret part becomes `***`.
+    """
+    if isinstance(value, Mapping):
+        around = name if may_be_secret_name(name) else None
+        return {key: mask_value(str(key) if around is None else around, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mask_value(name, inner) for inner in value]
+    if is_secret(name, value):
+        return f"<{name.upper()}>"
+    return mask(value) if isinstance(value, str) else value
+
+
+def _mask_parameter(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    secret = may_be_secret_name(name) or bool(_SIGNATURES & set(_words_of(name)))
+    return f"{name}={MASK if secret else value}"
+
+
+def _words_of(name: str) -> list[str]:
+    """`awsSecretAccessKey` and `AWS_SECRET_ACCESS_KEY` have the same words."""
+    return [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
