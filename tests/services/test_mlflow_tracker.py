@@ -270,8 +270,8 @@ def test_a_dead_store_costs_a_warning_and_loses_nothing(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store/mlflow.db")
     monkeypatch.setattr(shipper, "POLL_S", 0.01)
     _track(tmp_path / "out", range(1, 11))
-    assert "out of reach" in caplog.text
-    assert "sent by the next run" in caplog.text
+    assert "cannot be reached" in caplog.text
+    assert "the next run with this spool sends it" in caplog.text
     assert len(caplog.records) == 2  # one while training, one at the end
 
     (tmp_path / "store").unlink()

@@ -1,9 +1,9 @@
-"""Folders on any store: the only place that touches fsspec.
+"""Folders on any store. Only this package uses fsspec.
 
 A `Store` is one folder on a local disk, ``s3://``, ``gs://``, ``memory://`` or any other fsspec file system. Files are
-written under their final names while their SHA-256 is computed on the way; nothing is renamed, because a rename is a
-copy and a delete on an object store. What is complete is said by a commit file (see `trainer_lib.commit`), never by
-a name or a time. Locally "written" means written *and fsynced*.
+written under their final names, and their SHA-256 is computed on the way. No file is renamed, because on an object
+store a rename is a copy and a delete. A commit file marks a complete folder (`trainer_lib.commit`); a name or a time
+never does. On a local disk "written" means written *and fsynced*.
 
 Credentials, endpoints and regions come from the environment (``AWS_ENDPOINT_URL``, ...), never from the URL, so a URL
 may be logged. Every failure is a `StorageError` or `StorageFullError` that names the URL.

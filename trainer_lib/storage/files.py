@@ -1,4 +1,4 @@
-"""What a store knows about a file, and what a backend must be able to do.
+"""The facts that a store has about a file, and the protocol of a backend.
 
 Glossary: *rel* is a path relative to the store's folder, with forward slashes; ``""`` is the folder itself.
 """
@@ -12,7 +12,7 @@ from typing import BinaryIO, Protocol
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as it was written: path relative to its store, size in bytes, SHA-256 in hex."""
+    """A file as it was written: its path relative to the store, size in bytes, SHA-256 in hexadecimal digits."""
 
     path: str
     size: int
@@ -21,9 +21,9 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """A file as a store lists it: path relative to the listed store, size in bytes.
+    """A file as a store lists it: its path relative to the store, size in bytes.
 
-    `tag` is what the store says of the content without reading it (an ETag, a checksum); None where it says nothing.
+    `tag` identifies the content without reading it (an ETag or a checksum of the store); None where the store has none.
     """
 
     path: str
@@ -32,50 +32,50 @@ class FileInfo:
 
 
 class Backend(Protocol):
-    """One kind of store. Raises what the system raises (`OSError`, a vendor's error); `Store` makes it typed."""
+    """One kind of store. It raises what the system raises (`OSError`, a vendor's error); `Store` gives it a type."""
 
     @property
     def exclusive(self) -> bool:
-        """Whether `create` has exactly one winner however many race."""
+        """True when `create` has exactly one winner, however many processes race."""
 
     def child(self, rel: str) -> Backend:
-        """The same kind of store, one folder below."""
+        """Return the backend of a folder below."""
 
     def size(self, rel: str) -> int:
-        """Bytes of a file; FileNotFoundError when there is none."""
+        """Return the bytes of a file; raise FileNotFoundError when there is none."""
 
     def files(self, rel: str) -> list[FileInfo]:
-        """Every file below, recursively, in no order, paths relative to the root; links are not followed."""
+        """List every file below, recursively and in no order, by paths relative to the root; follow no links."""
 
     def names(self, rel: str) -> list[str]:
-        """Names of the files and folders directly below, in no order; none when absent."""
+        """List the names of the files and folders directly below, in no order; none when `rel` is absent."""
 
     def open_read(self, rel: str) -> BinaryIO:
-        """A fresh stream from the first byte."""
+        """Open a file for reading, at its first byte."""
 
     def read_ranges(self, rel: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes | bytearray | memoryview]:
-        """The bytes [start, end) of each range, in order; where the store is far away, several are on their way."""
+        """Yield the bytes [start, end) of each range in order; a remote store has several requests in flight."""
 
     def open_write(self, rel: str) -> BinaryIO:
-        """A stream that replaces the file; folders above it are made."""
+        """Open a file for writing, replace the one that is there, and make the folders above it."""
 
     def finish(self, stream: BinaryIO) -> None:
-        """Close a written stream; its bytes are durable afterwards."""
+        """Close a written stream and make its bytes durable."""
 
     def abort(self, stream: BinaryIO, rel: str) -> None:
-        """Give up a written stream: no more bytes are sent, what can be removed is removed. Never raises."""
+        """Give up a written stream: send no more bytes and remove what can be removed. Never raises."""
 
     def create(self, rel: str, data: bytes) -> bool:
-        """Write a small file unless one is there: True if written. All of `data` is visible, or nothing."""
+        """Write a small file unless one is there; True if it was written. All of `data` becomes visible, or nothing."""
 
     def delete(self, rel: str) -> None:
-        """Remove a file, durably; none is fine."""
+        """Remove a file durably; do nothing when it is absent."""
 
     def delete_tree(self, rel: str) -> None:
-        """Remove a folder and everything in it; none is fine."""
+        """Remove a folder and everything in it; do nothing when it is absent."""
 
     def free_bytes(self) -> int | None:
-        """Bytes that may still be written, or None when the store cannot say."""
+        """Return the bytes that may still be written; None when the store has no such number."""
 
     def sync(self) -> None:
-        """Make every folder entry durable."""
+        """Make every entry of every folder durable."""

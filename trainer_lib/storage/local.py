@@ -1,4 +1,4 @@
-"""The local disk as a store: fsync everywhere, real exclusive create, real free space."""
+"""The local disk as a store: every write is fsynced, `create` is exclusive, and free space is known."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ class LocalBackend:
         self.root = root
 
     def path(self, rel: str) -> Path:
-        """Where a relative path lies."""
+        """Return the full path of a relative one."""
         return self.root / rel if rel else self.root
 
     def child(self, rel: str) -> LocalBackend:
-        """A folder below."""
+        """Return the backend of a folder below."""
         return LocalBackend(self.path(rel))
 
     def size(self, rel: str) -> int:
-        """Bytes of a regular file."""
+        """Return the bytes of a regular file."""
         path = self.path(rel)
         if not path.is_file():
             raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
         return path.stat().st_size
 
     def files(self, rel: str) -> list[FileInfo]:
-        """Regular files below; neither links to files nor links to folders count."""
+        """List the regular files below; links to files and to folders are left out."""
         found = []
         for folder, _, names in os.walk(self.path(rel)):
             for name in names:
                 path = Path(folder, name)
-                # A file may vanish between the walk and the look at it (a lease being released).
+                # A file may vanish between the walk and the stat, such as a lease that is released.
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file() and not path.is_symlink():
                         found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
         return found
 
     def names(self, rel: str) -> list[str]:
-        """Names directly below."""
+        """List the names directly below."""
         try:
             return [entry.name for entry in self.path(rel).iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open_read(self, rel: str) -> BinaryIO:
-        """An ordinary buffered file. A pipe or a device is none: opening it could wait for ever."""
+        """Open a regular file; refuse a pipe or a device, which could block for ever."""
         path = self.path(rel)
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         mode = os.fstat(descriptor).st_mode
@@ -72,41 +72,41 @@ class LocalBackend:
         return cast(BinaryIO, os.fdopen(descriptor, "rb"))
 
     def read_ranges(self, rel: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """One after the other."""
+        """Yield the ranges one after the other."""
         with self.open_read(rel) as stream:
             for start, end in ranges:
                 stream.seek(start)
                 yield stream.read(end - start)
 
     def open_write(self, rel: str) -> BinaryIO:
-        """An ordinary buffered file in folders that are themselves durable."""
+        """Open a buffered file; the entries of new folders above it are durable at once."""
         path = self.path(rel)
         _make_folders(path.parent)
         return path.open("wb")
 
     def finish(self, stream: BinaryIO) -> None:
-        """Flush and fsync; the folder entry follows with `sync`."""
+        """Flush, fsync and close; `sync` makes the folder's entry durable."""
         stream.flush()
         os.fsync(stream.fileno())
         stream.close()
 
     def abort(self, stream: BinaryIO, rel: str) -> None:
         """Close and remove the partial file."""
-        # Closing flushes, which fails again on a full disk: the descriptor is closed all the same.
+        # Closing flushes, which fails again on a full disk, but it closes the descriptor all the same.
         with contextlib.suppress(OSError, ValueError):
             stream.close()
         with contextlib.suppress(OSError):
             self.path(rel).unlink(missing_ok=True)
 
     def create(self, rel: str, data: bytes) -> bool:
-        """Exclusive and all-or-nothing: a hard link to a finished, fsynced file fails if the name exists.
+        """Write a small file unless one is there: hard-link a finished, fsynced draft, which fails if the name exists.
 
-        A plain ``open(..., "xb")`` is exclusive too, but a crash between it and the write leaves an empty file behind;
-        it is used only where the file system has no hard links.
+        A plain ``open(..., "xb")`` is exclusive too, but a crash between it and the write leaves an empty file behind.
+        It serves only the file systems that have no hard links.
         """
         path = self.path(rel)
         for _ in range(_TRIES - 1):
-            # Who just now clears the folder, or removes it, may take the draft for a leftover.
+            # Another process that clears or removes the folder right now may take the draft for a leftover.
             with contextlib.suppress(FileNotFoundError):
                 return self._create(path, data)
         return self._create(path, data)
@@ -143,7 +143,7 @@ class LocalBackend:
         return True
 
     def delete(self, rel: str) -> None:
-        """Unlink, and make the absence durable: deletion of a commit file must not come undone."""
+        """Unlink the file and make its absence durable: a deleted commit file must not return after a power cut."""
         path = self.path(rel)
         try:
             path.unlink()
@@ -152,7 +152,7 @@ class LocalBackend:
         _sync_folder(path.parent)
 
     def delete_tree(self, rel: str) -> None:
-        """Remove a folder (or the link that stands for it, not what it points to)."""
+        """Remove a folder; of a link, remove only the link."""
         path = self.path(rel)
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
@@ -160,12 +160,12 @@ class LocalBackend:
             shutil.rmtree(path)
 
     def free_bytes(self) -> int | None:
-        """Bytes an unprivileged process may still write on the disk that holds (or will hold) this folder."""
+        """Return the bytes that an unprivileged process may still write on the disk of this folder."""
         status = os.statvfs(_existing(self.root))
         return status.f_bavail * status.f_frsize
 
     def sync(self) -> None:
-        """fsync every folder of the tree, and the one that holds it."""
+        """Fsync every folder of the tree, and the folder that holds it."""
         if not self.root.is_dir():
             return
         for folder, _, _ in os.walk(self.root):
@@ -180,7 +180,7 @@ def _existing(path: Path) -> Path:
 
 
 def _make_folders(path: Path) -> None:
-    """Like makedirs, but each new folder is durable in the one above it."""
+    """Make folders as `makedirs` does, and make the entry of each new one durable."""
     missing = []
     while not path.is_dir() and path != path.parent:
         missing.append(path)
@@ -206,7 +206,7 @@ def _sync_folder(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and FUSE mounts cannot fsync a folder; they order metadata themselves.
+        # Some network and FUSE mounts cannot fsync a folder; they keep the order of metadata themselves.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

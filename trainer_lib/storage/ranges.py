@@ -1,6 +1,6 @@
-"""Reading a far-away file with several requests in flight, in order and in bounded memory.
+"""Read a remote file with several requests in flight, in order and in bounded memory.
 
-Glossary: a *piece* is one request's range; the *window* is how many pieces are on their way beyond the one in use.
+Glossary: a *piece* is the range of one request; the *window* is the number of pieces in flight beyond the one in use.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from typing_extensions import override
+
 PIECE = 16 * 2**20
-"""Bytes of one request: large enough that the latency of a request does not count."""
+"""Bytes of one request: so many that the latency of a request does not matter."""
 WINDOW = 6
 GAP = 2**20
-"""Bytes between two wanted ranges that are read and thrown away rather than asked for around."""
+"""Bytes between two wanted ranges up to which one request reads both and discards what lies between."""
 
 Buffer = bytes | bytearray | memoryview
 Fetch = Callable[[int, int], "Future[Buffer]"]
-"""Begin reading bytes [start, end)."""
+"""Start a request for the bytes [start, end)."""
 Range = tuple[int, int]
 
 
 def windowed(fetch: Fetch, ranges: Iterable[Range]) -> Iterator[Buffer]:
-    """The bytes of each range in order, while the next ones are on their way. Closing it cancels those.
+    """Yield the bytes of each range in order, while requests for the next ones are in flight. `close` cancels those.
 
     Raises:
-        OSError: the store sent fewer bytes than the range has.
+        OSError: the store sent fewer bytes than a range has.
     """
     flying: deque[tuple[int, Future[Buffer]]] = deque()
     try:
@@ -42,7 +44,7 @@ def windowed(fetch: Fetch, ranges: Iterable[Range]) -> Iterator[Buffer]:
     finally:
         for _, future in flying:
             future.cancel()
-        for _, future in flying:  # wait: a request must not outlive the stream, nor its failure go unheard
+        for _, future in flying:  # a request must not outlive the stream, and asyncio logs exceptions never retrieved
             with contextlib.suppress(Exception, CancelledError):
                 future.result()
 
@@ -55,16 +57,19 @@ def _arrived(size: int, future: Future[Buffer]) -> Buffer:
 
 
 def pieces(start: int, end: int) -> Iterator[Range]:
-    """A range, cut into pieces."""
+    """Cut a range into pieces."""
     return ((at, min(at + PIECE, end)) for at in range(start, end, PIECE))
 
 
 def scatter(read: Callable[[Iterable[Range]], Iterator[Buffer]], parts: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill each buffer with the bytes from its position on; neighbours are read in one go, nothing is read twice.
+    """Fill each buffer with the bytes from its position on; read neighbours in one request and no byte twice.
 
     Args:
-        read: gives the bytes of ranges in order.
+        read: yields the bytes of ranges in order.
         parts: (position in the file, buffer of bytes), in any order.
+
+    Raises:
+        OSError: the file ends before one of the parts does.
     """
     wanted = sorted((part for part in parts if len(part[1])), key=lambda part: part[0])
     ranges = [piece for start, end in _runs(wanted) for piece in pieces(start, end)]
@@ -84,7 +89,7 @@ def scatter(read: Callable[[Iterable[Range]], Iterator[Buffer]], parts: Sequence
 
 
 def _runs(parts: Sequence[tuple[int, memoryview]]) -> Iterator[Range]:
-    """Sorted parts as the fewest ranges that cover them, without gaps larger than GAP."""
+    """Join sorted parts into the fewest ranges that cover them and have no gap larger than GAP."""
     run: Range | None = None
     for position, buffer in parts:
         end = position + len(buffer)
@@ -99,7 +104,7 @@ def _runs(parts: Sequence[tuple[int, memoryview]]) -> Iterator[Range]:
 
 
 class AheadReader(io.RawIOBase):
-    """A file of known size as a stream: read from front to back it keeps a window of pieces in flight."""
+    """A file of known size as a stream, which keeps a window of pieces in flight as long as it is read in order."""
 
     def __init__(self, fetch: Fetch, size: int) -> None:
         self._fetch = fetch
@@ -108,30 +113,30 @@ class AheadReader(io.RawIOBase):
         self._piece = memoryview(b"")
         self._coming: Iterator[Buffer] | None = None
 
+    @override
     def readable(self) -> bool:
-        """Yes."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """Yes; what was on its way is given up."""
         return True
 
+    @override
     def tell(self) -> int:
-        """Bytes from the start of the file."""
         return self._position
 
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go elsewhere; the new position."""
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if position < 0:
             raise ValueError(f"negative position {position}")
         if position != self._position:
-            self._drop()
+            self._drop()  # the pieces in flight belong to the old position
             self._position = position
         return position
 
+    @override
     def read(self, size: int | None = -1, /) -> bytes:
-        """Up to `size` bytes: fewer only at the end of the file."""
         rest = max(0, self._size - self._position)
         wanted = rest if size is None or size < 0 else min(size, rest)
         parts = []
@@ -141,14 +146,14 @@ class AheadReader(io.RawIOBase):
         return b"".join(parts)
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill `buffer` as far as the piece at hand goes; 0 only at the end of the file."""
+        """Copy into `buffer` what is left of the current piece, at most; return 0 only at the end of the file."""
         view = memoryview(buffer).cast("B")
         data = self._take(len(view))
         view[: len(data)] = data
         return len(data)
 
     def _take(self, most: int) -> memoryview:
-        """The next bytes, as far as the piece at hand goes."""
+        """Return the next bytes, at most what is left of the current piece."""
         if not len(self._piece) and most and self._position < self._size:
             if self._coming is None:
                 self._coming = windowed(self._fetch, pieces(self._position, self._size))
@@ -158,8 +163,8 @@ class AheadReader(io.RawIOBase):
         self._position += len(data)
         return data
 
+    @override
     def close(self) -> None:
-        """Give up what is on its way."""
         self._drop()
         super().close()
 

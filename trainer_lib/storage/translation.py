@@ -1,4 +1,4 @@
-"""What stores raise, told as one of ours: which file, which reason, what to do."""
+"""Turn what a store raises into an error of ours, with the file, the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _VENDORS = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExceeded"}
-"""What object stores with an end answer instead; MinIO's codes are told by their last words."""
+"""Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def is_of_a_store(error: Exception) -> bool:
-    """Whether a store failed, rather than our code or the caller's."""
+    """Return whether a store failed, and not our own code or the caller's."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _VENDORS
 
 
 def absent(where: str) -> StorageError:
-    """Nothing is there."""
+    """Return the error for a file, folder or bucket that does not exist."""
     return StorageError("There is no such file, folder or bucket.", field=where, remedy="Check the URL.")
 
 
@@ -41,7 +41,16 @@ def _is_full(code: str | None) -> bool:
 
 
 def typed_error(error: Exception, verb: str, where: str) -> StorageError:
-    """The failure that says what could not be done where, why, and what helps."""
+    """Return a StorageError for what a store raised.
+
+    Args:
+        error: what the store raised.
+        verb: what was tried, as in "Could not `verb` it".
+        where: the URL.
+
+    Returns:
+        a StorageFullError when no space is left, which no retry can help.
+    """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     if number in _FULL or _is_full(vendor_code(error)):
@@ -65,7 +74,7 @@ def typed_error(error: Exception, verb: str, where: str) -> StorageError:
 
 
 def vendor_code(error: BaseException) -> str | None:
-    """The store's own error code (``PreconditionFailed``), which s3fs keeps in the cause."""
+    """Return the store's own error code, such as ``PreconditionFailed``; s3fs keeps it in the cause."""
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):

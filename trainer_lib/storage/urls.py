@@ -1,4 +1,4 @@
-"""Which strings are accepted as a store's URL, and as a path inside a store."""
+"""Check the URL of a store, and a path inside a store."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _PATH_BYTES, _NAME_BYTES = 1024, 255
 
 
 def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
-    """``(scheme, path)`` of a URL; ``("file", absolute path)`` for local ones, whatever way they are written.
+    """Return the scheme and the path of a URL; ``("file", absolute path)`` for every way to write a local one.
 
     Raises:
-        ConfigError: empty, unknown scheme, credentials or query in the URL, chained (``::``), or no bucket.
+        ConfigError: the URL is empty or chained (``::``), its scheme is unknown, it holds credentials or a query, or it
+            names no bucket. The error names `field`.
     """
     text = os.fspath(url)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
@@ -56,7 +57,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
 
 
 def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
-    # The value is left out of the message on purpose: it may hold a password or a signature.
+    # The error leaves the value out on purpose: it may hold a password or a signature.
     if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:
         raise ConfigError(
             f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept.",
@@ -74,10 +75,10 @@ def _nearest(scheme: str) -> str:
 
 
 def relative_problem(rel: str) -> str | None:
-    """Why `rel` must not be used as a path inside a store, or None when it is plain and stays inside.
+    """Return why `rel` must not be used as a path inside a store; None when it is plain and stays inside.
 
-    Refused: empty, absolute, ``.``, ``..``, empty parts, backslashes, NUL and other
-    control characters, lone surrogates (they are no UTF-8), and what is longer than disks and object stores take.
+    Refused are empty and absolute paths, ``.``, ``..``, empty parts, backslashes, NUL and other control characters,
+    lone surrogates (UTF-8 cannot encode them), and paths longer than disks and object stores allow.
     """
     if not isinstance(rel, str) or not rel:
         return "is empty"
@@ -95,7 +96,7 @@ def relative_problem(rel: str) -> str | None:
 
 
 def checked(rel: str, *, root_too: bool = False) -> str:
-    """`rel` itself if it is safe to use inside a store (``""`` only if `root_too`), else ConfigError."""
+    """Return `rel` if it is safe inside a store (``""`` only if `root_too`); raise ConfigError if it is not."""
     if root_too and rel == "":
         return rel
     problem = relative_problem(rel)

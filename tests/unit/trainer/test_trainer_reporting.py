@@ -52,7 +52,7 @@ def test_tensorboard_goes_to_logging_dir_and_has_no_step_twice_after_a_resume(tm
 
 
 def test_tensorboard_needs_a_local_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"logging_dir = memory://far/runs: is not local.*use the jsonl"):
+    with pytest.raises(ConfigError, match=r"logging_dir = memory://far/runs: The folder is not local.*use the jsonl"):
         trainer("memory://far", ROWS, report_to="tensorboard")
 
 
