@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from trainer_lib.errors import InfrastructureError, TrainflowError, from_exception
+from trainer_lib.errors import InfrastructureError, TrainflowError, first_line, from_exception, is_out_of_memory
 
 if TYPE_CHECKING:
     from trainer_lib.distributed import Communicator
@@ -29,16 +29,35 @@ def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
     return cast("Result", result)
 
 
-_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "socket timeout")
+# Classes of torch.distributed by name (no torch is imported here), and what gloo and NCCL write into a RuntimeError.
+_LOST_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_LOST_TEXTS = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "socket timeout"),
+    *("gloo/transport", "gloo/rendezvous", "nccl error"),
+)
 
 
-def lost_peer(error: BaseException, *, rank: int) -> InfrastructureError | None:
-    """Return the typed failure when `error` is what a collective raises after another rank died; None otherwise."""
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective raised `error` because another rank is gone: a consequence, not a cause.
+
+    An InfrastructureError counts when it was raised from such an error, as the Trainer does.
+    """
+    if isinstance(error, TrainflowError):
+        cause = error.__cause__
+        return isinstance(error, InfrastructureError) and cause is not None and is_lost_peer(cause)
+    if is_out_of_memory(error):  # NCCL reports it as an error of its own
+        return False
+    names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error).lower()
-    if not isinstance(error, RuntimeError) or not any(sign in text for sign in _LOST):
+    return bool(names & _LOST_CLASSES) or ("RuntimeError" in names and any(sign in text for sign in _LOST_TEXTS))
+
+
+def lost_peer_error(error: BaseException, *, rank: int) -> InfrastructureError | None:
+    """Return the typed failure when a collective raised `error` because another rank is gone; None otherwise."""
+    if isinstance(error, TrainflowError) or not is_lost_peer(error):
         return None
     return InfrastructureError(
-        f"Another process of this job ended or stopped answering: {str(error).splitlines()[0]}",
+        f"Another process of this job ended or stopped answering: {first_line(error)}",
         rank=rank,
         remedy="Look at the failure of the process that ended first.",
     )

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
+from trainer_lib.guard import start_time
 from trainer_lib.storage import Store
 
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
@@ -63,7 +64,7 @@ class Holder:
         """A new holding by this process."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         pid = os.getpid()
-        return cls(uuid.uuid4().hex, _machine(), pid, _started(pid) or "", since, ttl_s)
+        return cls(uuid.uuid4().hex, _machine(), pid, start_time(pid) or "", since, ttl_s)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Holder | None:
@@ -83,11 +84,11 @@ class Holder:
 
     def is_gone(self) -> bool:
         """Whether it certainly ended: it lived on this machine and its process is no more. False when unknown."""
-        return bool(self.started) and self.machine == _machine() and _started(self.pid) != self.started
+        return bool(self.started) and self.machine == _machine() and start_time(self.pid) != self.started
 
     def is_alive(self) -> bool:
         """Whether it certainly lives: its process is on this machine and there. False when unknown."""
-        return bool(self.started) and self.machine == _machine() and _started(self.pid) == self.started
+        return bool(self.started) and self.machine == _machine() and start_time(self.pid) == self.started
 
     def __str__(self) -> str:
         host = self.machine.partition("/")[0]
@@ -315,25 +316,3 @@ def _machine() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  # pathlib would call it a path
     return "/".join(parts)
-
-
-def _started(pid: int) -> str | None:
-    """When a process started, in a form that only compares equal for the same process; None when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _started_without_proc(pid)
-    except OSError:  # it ended while we looked
-        return None
-    # The name, in brackets, may hold anything; after it come the state (field 3) and, as field 22, the start in ticks.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _started_without_proc(pid: int) -> str | None:
-    import psutil
-
-    try:
-        return str(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None

@@ -26,6 +26,7 @@ from trainer_lib.errors import (
     from_exception,
     from_record,
 )
+from trainer_lib.guard import start_time
 from trainer_lib.search.base import (
     SearchHooks,
     SearchSettings,
@@ -179,12 +180,10 @@ class OptunaSearch:
 
     def _retry_dead_trials(self) -> None:
         """Record running trials whose process on this machine is gone as failed, and try their parameters again."""
-        import psutil  # imported here: it takes 0.1 s, which every import of the Trainer would pay
-
         running = self._optuna.trial.TrialState.RUNNING
         for trial in self._study.get_trials(deepcopy=False, states=(running,)):
             host, _, pid = str(trial.user_attrs.get(_PROCESS, "")).rpartition(":")
-            if host == socket.gethostname() and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            if host == socket.gethostname() and pid.isdigit() and start_time(int(pid)) is None:
                 _log.warning("Trial %d was interrupted: its parameters are tried again.", trial.number)
                 self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
                 self._enqueue_again(trial)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.agreement import lost_peer
+from trainer_lib.agreement import lost_peer_error
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.reader import Checkpoint
@@ -73,7 +73,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin)
             self._close_trackers("KILLED" if isinstance(error, _STOPPED) else "FAILED")
             if isinstance(error, TrialPruned):
                 self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-            if self.comm.world_size > 1 and (peer := lost_peer(error, rank=self.comm.rank)) is not None:
+            if self.comm.world_size > 1 and (peer := lost_peer_error(error, rank=self.comm.rank)) is not None:
                 raise peer from error
             raise
         finally:

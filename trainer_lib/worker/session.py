@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_lib import recipes
+from trainer_lib.agreement import is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
 from trainer_lib.guard import descendants, send
 from trainer_lib.launch.run_dir import RunDir
@@ -237,7 +238,7 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
 def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work | None) -> int:
     """Write down why, end whatever this rank started, and return the exit code."""
     root = work.recipe.root if work is not None else run_dir.path
-    secondary = world_size > 1 and _lost_contact(error)
+    secondary = world_size > 1 and is_lost_peer(error)
     if secondary:
         typed: TrainflowError = InfrastructureError(
             f"rank {rank} lost contact with the others.",
@@ -253,14 +254,3 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send(process, signal.SIGKILL)
     return typed.exit_code
-
-
-def _lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed because a peer is gone: a consequence, not a cause."""
-    if isinstance(error, TrainflowError):  # the Trainer types it, and chains what the collective said
-        return isinstance(error, InfrastructureError) and error.__cause__ is not None and _lost_contact(error.__cause__)
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
-        return True
-    signs = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL error", "gloo/rendezvous")
-    return "RuntimeError" in names and any(sign in str(error) for sign in signs)
