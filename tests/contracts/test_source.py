@@ -118,10 +118,8 @@ STILL_REPEATED = {
     "checks": "trainer/checks: goes with the flat Trainer",
     "devices": "launch/devices chooses GPUs: another name",
     "evaluate": "trainer/evaluate: becomes the API file `evaluation`",
-    "loop": "trainer/loop and evaluation/loop: one of them becomes training_loop",
     "nodes": "launch/nodes and trainer/nodes",
     "proof": "flows/cli/proof and worker/proof",
-    "spool": "evaluation/spool is about predictions, trackers/spool about metrics",
 }
 
 

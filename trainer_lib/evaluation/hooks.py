@@ -1,24 +1,22 @@
-"""What the evaluation loop asks of the Trainer: its overridable methods, through a protocol, for it lives above."""
+"""The methods and attributes of the Trainer that evaluation uses, as a protocol: the Trainer lives one floor above."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.distributed import Communicator
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.strategies.base import Strategy
 
-if TYPE_CHECKING:  # a sibling: only its name is known here
-    from trainer_lib.callbacks.base import CallbackHandler
-
 
 class EvaluationHooks(Protocol):
-    """The Trainer, as seen from here."""
+    """The part of a Trainer that evaluation and prediction use. Every method may be an override of the user's."""
 
     args: TrainingArguments
     comm: Communicator
@@ -33,22 +31,23 @@ class EvaluationHooks(Protocol):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, logits, labels of one batch."""
+        """Loss ``[]`` or ``[batch]``, logits and labels (trees of ``[batch, …]``) of a batch; each may be None."""
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of a dataset to predict."""
 
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
-        """The model in evaluation mode, on the device, in the dtype to evaluate in; `alone`: its forward sends nothing.
+        """The model in evaluation mode, on the device, in the dtype for evaluation.
 
-        Raises ConfigError when it cannot compute alone.
+        Raises:
+            ConfigError: `alone`, and the model's forward needs the other ranks.
         """
 
     def target_items(self, inputs: Any) -> int:
-        """Target items of a batch."""
+        """Number of target items in a batch."""
 
     def spool_folder(self) -> Path | None:
-        """Where predictions may pile up; None for the temporary folder."""
+        """The folder for predictions that do not fit in memory; None for the temporary folder."""
 
     def check_stop(self) -> None:
-        """Raise when all ranks have agreed to stop; collective."""
+        """Raise when all ranks agreed to stop. Collective."""

@@ -1,4 +1,4 @@
-"""Calling `compute_metrics`, once on everything or batch by batch, and holding it to returning numbers."""
+"""Calls `compute_metrics`, once with all predictions or batch by batch, and checks that it returns numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
@@ -17,9 +18,9 @@ from trainer_lib.state import EvalPrediction
 
 
 class BatchMetrics:
-    """Metrics that take every batch as CPU tensors, on rank 0, and keep no predictions.
+    """Metrics that take batches of CPU tensors, on rank 0, and keep no predictions.
 
-    What the user's code raises among several ranks waits until `finish`, where all ranks learn of it.
+    With several ranks, an error of the user's code is kept until `finish`, where all ranks raise it.
     """
 
     def __init__(self, hooks: EvaluationHooks) -> None:
@@ -29,53 +30,59 @@ class BatchMetrics:
         self._result: Any = {}
 
     def add(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        """Hand over one batch; with `last` it is the last one."""
+        """Pass one batch on; `last` marks the last one.
+
+        Args:
+            batch: trees of CPU tensors ``[batch, …]`` under "logits", "labels", "inputs" and "losses".
+        """
         if self._failure is not None:
             return
         try:
-            self._take(batch, last=last)
+            self._update(batch, last=last)
         except Exception as error:
+            # Raised here, it would leave the other ranks waiting in the next gather.
             if self._alone:
                 raise
             self._failure = error
 
-    def _take(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        """`batch_eval_metrics`: the function returns the metrics of all with its last call."""
+    def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
+        """`batch_eval_metrics`: the last call of the function returns the metrics of all batches."""
         given = EvalPrediction(batch["logits"], batch["labels"], inputs=batch["inputs"], losses=batch["losses"])
         result = self._metric(given, compute_result=last)
         if last:
             self._result = result
 
     def finish(self) -> Any:
-        """The metrics of all batches; raises what the user's code raised."""
+        """Return the metrics of all batches, or raise what the user's code raised."""
         if self._failure is not None:
             raise self._failure
         return self._result
 
 
 class MetricObject(BatchMetrics):
-    """A metric in the style of torchmetrics, or a collection of them: `update` by batch, `compute`, `reset`."""
+    """A metric in the style of torchmetrics, or a collection of them, with `update`, `compute` and `reset`."""
 
-    def _take(self, batch: Mapping[str, Any], *, last: bool) -> None:
+    @override
+    def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
         device = getattr(self._metric, "device", "cpu")
         logits, labels = (nested.map_tree(lambda leaf: leaf.to(device), batch[name]) for name in ("logits", "labels"))
         self._metric.update(logits, labels)
         if not last:
             return
-        with _alone(self._metric):
+        with _without_synchronization(self._metric):
             value = self._metric.compute()
         self._metric.reset()
         self._result = value if isinstance(value, Mapping) else {type(self._metric).__name__: value}
 
 
 @contextlib.contextmanager
-def _alone(metric: Any) -> Iterator[None]:
-    """Only this rank has updated it, with every rank's batches: there is nothing to gather from others."""
+def _without_synchronization(metric: Any) -> Iterator[None]:
+    """Keep torchmetrics from gathering states: rank 0 has every rank's batches, and the others call nothing."""
     modules = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     parts: list[Any] = [part for part in modules if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
     for part in parts:
-        part.distributed_available_fn = _never
+        part.distributed_available_fn = _return_false
     try:
         yield
     finally:
@@ -83,29 +90,29 @@ def _alone(metric: Any) -> Iterator[None]:
             part.distributed_available_fn = function
 
 
-def _never() -> bool:
+def _return_false() -> bool:
     return False
 
 
 def is_metric_object(metric: Any) -> bool:
-    """Whether it is used through `update`, `compute` and `reset` rather than called."""
+    """Whether a metric has `update`, `compute` and `reset`, so that it is not called as a function."""
     return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
 
-def streaming_metrics(hooks: EvaluationHooks) -> BatchMetrics | None:
-    """What takes the batches one by one; None when `compute_metrics` wants everything at once, or there is none."""
+def create_batch_metrics(hooks: EvaluationHooks) -> BatchMetrics | None:
+    """Metrics that take batch by batch; None when `compute_metrics` takes all predictions at once, or is None."""
     if is_metric_object(hooks.compute_metrics):
         return MetricObject(hooks)
     return BatchMetrics(hooks) if hooks.args.batch_eval_metrics and hooks.compute_metrics is not None else None
 
 
-def on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any]]) -> dict[str, float]:
-    """`compute()` on rank 0, its numbers on every rank; a failure there is raised everywhere."""
+def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any]]) -> dict[str, float]:
+    """Call `compute` on rank 0; return its numbers, or raise its error, on every rank. Collective."""
     metrics: dict[str, float] = {}
     failure: TrainflowError | None = None
     if comm.rank == 0:
         try:
-            metrics = checked_metrics(compute())
+            metrics = parse_metrics(compute())
         except Exception as error:
             if comm.world_size == 1:
                 raise
@@ -115,19 +122,23 @@ def on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any]]) -> d
     return result
 
 
-def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Metrics as plain Python numbers. Raises ConfigError naming one that is none."""
+def parse_metrics(metrics: Any) -> dict[str, float]:
+    """Metrics as plain Python numbers; an array or tensor must hold one element ``[]`` or ``[1]``.
+
+    Raises:
+        ConfigError: a value is not one number.
+    """
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            "did not return a mapping of names to numbers.",
+            "The function did not return a mapping of names to numbers.",
             field="compute_metrics",
             value=type(metrics).__name__,
-            remedy='Return {"accuracy": 0.9}, say.',
+            remedy='Return for example {"accuracy": 0.9}.',
         )
-    return {str(name): _number(str(name), value) for name, value in metrics.items()}
+    return {str(name): _parse_number(str(name), value) for name, value in metrics.items()}
 
 
-def _number(name: str, value: Any) -> float:
+def _parse_number(name: str, value: Any) -> float:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.generic | np.ndarray) and value.size == 1:
@@ -135,8 +146,8 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool | int | float):
         return value
     raise ConfigError(
-        f"returned no number for {name!r}.",
+        f"The function did not return a number for {name!r}.",
         field="compute_metrics",
         value=value if isinstance(value, str) else type(value).__name__,
-        remedy="Return one number per name; files and tables belong to a callback.",
+        remedy="Return one number per name; files and tables belong in a callback.",
     )

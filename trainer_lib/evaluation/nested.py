@@ -1,7 +1,8 @@
-"""Trees of arrays: what models return (a tensor, or tuples, lists, mappings of them), on its way to disk and back."""
+"""Trees of arrays: a tensor, or tuples, lists and mappings of them, as a model returns them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,13 +15,15 @@ from trainer_lib.data.items import MAPPINGS
 from trainer_lib.errors import ConfigError
 
 Array = npt.NDArray[Any]
+_LEAF = "leaf"
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`function` on every leaf that is not None; named tuples become tuples, mappings dicts."""
+    """Apply `function` to every leaf except None. Named tuples become tuples, and mappings become dicts."""
     if tree is None:
         return None
-    if isinstance(tree, torch.Tensor | np.ndarray):  # first: asking whether something is a Mapping is slow
+    # Tensors first: a test for Mapping is slow, and nearly every leaf is a tensor.
+    if isinstance(tree, torch.Tensor | np.ndarray):
         return function(tree)
     if isinstance(tree, MAPPINGS):
         return {str(name): map_tree(function, part) for name, part in tree.items()}
@@ -31,18 +34,18 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def to_numpy(tree: Any) -> Any:
-    """Every tensor as an array on the host; NumPy has no bfloat16, so that becomes float32."""
-    return map_tree(_array, tree)
+    """Convert every tensor to an array of that shape on the host; bfloat16, which NumPy lacks, becomes float32."""
+    return map_tree(_to_array, tree)
 
 
-def _array(leaf: Any) -> Array:
+def _to_array(leaf: Any) -> Array:
     if isinstance(leaf, torch.Tensor):
         host = leaf.detach().cpu()
         return np.asarray((host.float() if host.dtype == torch.bfloat16 else host).numpy())
     array = np.asarray(leaf)
     if array.dtype == object:
         raise ConfigError(
-            "The model returned something that is no tensor.",
+            "The model returned a value that is not a tensor.",
             field="model",
             value=type(leaf).__name__,
             remedy="Return tensors, or name the key in ignore_keys.",
@@ -51,44 +54,42 @@ def _array(leaf: Any) -> Array:
 
 
 def to_tensors(tree: Any) -> Any:
-    """Every array as a CPU tensor."""
+    """Convert every array to a CPU tensor of that shape."""
     return map_tree(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf)), tree)
 
 
 def detach(tree: Any) -> Any:
-    """Every tensor without its graph."""
+    """Detach every tensor from its graph."""
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def leaves(tree: Any) -> list[Array]:
-    """The leaves in order; None is no leaf."""
+def list_leaves(tree: Any) -> list[Array]:
+    """The leaves in order, without None."""
     found: list[Array] = []
     map_tree(found.append, tree)
     return found
 
 
-def flatten(tree: Any, into: list[Array]) -> Any:
-    """Append the leaves to `into` as arrays, in order; what is returned is equal for trees of equal structure.
+def flatten_tree(tree: Any, into: list[Array]) -> Any:
+    """Append the leaves to `into` as arrays, in order; return the tree's form.
 
-    A None in a mapping counts as absent.
+    Two forms are equal when the trees have equal structures; a None in a mapping counts as absent. This is one walk
+    per batch where `describe_structure` and `list_leaves` would be two.
     """
     if tree is None:
         return None
     if isinstance(tree, torch.Tensor | np.ndarray) or not isinstance(tree, Mapping | list | tuple):
-        into.append(_array(tree))
+        into.append(_to_array(tree))
         return _LEAF
     if isinstance(tree, MAPPINGS):
-        return {str(name): flatten(part, into) for name, part in tree.items() if part is not None}
-    parts = [flatten(part, into) for part in tree]
+        return {str(name): flatten_tree(part, into) for name, part in tree.items() if part is not None}
+    parts = [flatten_tree(part, into) for part in tree]
     return parts if isinstance(tree, list) else tuple(parts)
 
 
-_LEAF = "leaf"
-
-
-def structure(tree: Any) -> Any:
-    """The tree as JSON with leaves numbered; `rebuild` inverts it."""
-    numbers = iter(range(1_000_000))
+def describe_structure(tree: Any) -> Any:
+    """The tree as JSON values with its leaves numbered; `rebuild_tree` is the inverse."""
+    numbers = itertools.count()
 
     def walk(part: Any) -> Any:
         if isinstance(part, MAPPINGS):
@@ -100,35 +101,36 @@ def structure(tree: Any) -> Any:
     return walk(tree)
 
 
-def rebuild(shape: Any, values: list[Any]) -> Any:
-    """The tree of `structure` with its leaves replaced by `values`."""
-    if isinstance(shape, int):
-        return values[shape]
-    if shape is None:
+def rebuild_tree(structure: Any, values: list[Any]) -> Any:
+    """The tree of a `describe_structure` result, with `values` as its leaves."""
+    if isinstance(structure, int):
+        return values[structure]
+    if structure is None:
         return None
-    if "dict" in shape:
-        return {name: rebuild(part, values) for name, part in shape["dict"].items()}
-    parts = [rebuild(part, values) for part in shape.get("list", shape.get("tuple", ()))]
-    return parts if "list" in shape else tuple(parts)
+    if "dict" in structure:
+        return {name: rebuild_tree(part, values) for name, part in structure["dict"].items()}
+    parts = [rebuild_tree(part, values) for part in structure.get("list", structure.get("tuple", ()))]
+    return parts if "list" in structure else tuple(parts)
 
 
-def pack(tree: Any) -> bytes:
-    """A tree of arrays as bytes: a JSON header (structure, dtypes, shapes), then the arrays' bytes. No pickle."""
-    arrays = [np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for leaf in leaves(tree)]
+def pack_tree(tree: Any) -> bytes:
+    """A tree of arrays as bytes, without pickle: a JSON header (structure, dtypes, shapes), then the arrays' bytes."""
+    # ascontiguousarray turns a scalar into one element: reshape restores its shape.
+    arrays = [np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for leaf in list_leaves(tree)]
     header = json.dumps(
-        {"tree": structure(tree), "arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
+        {"tree": describe_structure(tree), "arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
     ).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
 
 
-def unpack(data: bytes) -> Any:
-    """What `pack` packed."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    at, arrays = 8 + size, []
+def unpack_tree(data: bytes) -> Any:
+    """The tree that `pack_tree` packed; its arrays are read-only views of `data`."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + header_bytes])
+    offset, arrays = 8 + header_bytes, []
     for dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))
-        array = np.frombuffer(data, dtype=np.dtype(dtype), count=count, offset=at).reshape(shape)
+        array = np.frombuffer(data, dtype=np.dtype(dtype), count=count, offset=offset).reshape(shape)
         arrays.append(array)
-        at += array.nbytes
-    return rebuild(header["tree"], arrays)
+        offset += array.nbytes
+    return rebuild_tree(header["tree"], arrays)

@@ -1,7 +1,7 @@
-"""Outputs that are no arrays alone (`eval_use_gather_object`): lists of boxes per image, texts, numbers.
+"""Outputs that are not only arrays (`eval_use_gather_object`): lists of boxes per image, texts, numbers.
 
-A tree of mappings, lists, arrays, texts, numbers and truth values, whose form may differ from batch to batch. Batches
-wait in one temporary file; handed out, they are in memory, for no array holds them.
+A batch is a tree of mappings, lists, arrays, texts, numbers and booleans. Its form may differ from batch to batch.
+Batches wait in one temporary file. They are returned in memory, since no array can map them.
 """
 
 from __future__ import annotations
@@ -17,106 +17,111 @@ import torch
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation import nested
-from trainer_lib.evaluation.spool import IN_MEMORY, fill_padded, padded_shape
+from trainer_lib.evaluation.prediction_spool import (
+    FILE_PREFIX,
+    MAX_MEMORY_BYTES,
+    compute_padded_shape,
+    fill_padded,
+)
 
 
-def pack(tree: Any) -> bytes:
+def pack_objects(tree: Any) -> bytes:
     """A tree as bytes, without pickle: its form as JSON with the arrays numbered, then the arrays."""
     arrays: list[Any] = []
-    form = json.dumps(_form(tree, arrays)).encode()
-    return b"".join([len(form).to_bytes(8, "little"), form, nested.pack(arrays)])
+    form = json.dumps(_describe_form(tree, arrays)).encode()
+    return b"".join([len(form).to_bytes(8, "little"), form, nested.pack_tree(arrays)])
 
 
-def unpack(data: bytes) -> Any:
-    """What `pack` packed; tuples come back as tuples, tensors as arrays."""
-    size = int.from_bytes(data[:8], "little")
-    return _tree(json.loads(data[8 : 8 + size]), nested.unpack(data[8 + size :]))
+def unpack_objects(data: bytes) -> Any:
+    """The tree that `pack_objects` packed. Tuples come back as tuples, tensors as arrays."""
+    form_bytes = int.from_bytes(data[:8], "little")
+    return _rebuild(json.loads(data[8 : 8 + form_bytes]), nested.unpack_tree(data[8 + form_bytes :]))
 
 
-def _form(tree: Any, arrays: list[Any]) -> Any:
+def _describe_form(tree: Any, arrays: list[Any]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return {"value": tree}
     if isinstance(tree, torch.Tensor | np.ndarray | np.generic):
         arrays.append(nested.to_numpy(tree))
         return {"array": len(arrays) - 1}
     if isinstance(tree, Mapping):
-        return {"dict": [[str(name), _form(part, arrays)] for name, part in tree.items()]}
+        return {"dict": [[str(name), _describe_form(part, arrays)] for name, part in tree.items()]}
     if isinstance(tree, list | tuple):
-        return {"list" if isinstance(tree, list) else "tuple": [_form(part, arrays) for part in tree]}
+        return {"list" if isinstance(tree, list) else "tuple": [_describe_form(part, arrays) for part in tree]}
     raise ConfigError(
-        "The model returned something that cannot be gathered.",
+        "The model returned a value that cannot be gathered.",
         field="eval_use_gather_object",
         value=type(tree).__name__,
         remedy="Return tensors, texts, numbers, and lists or mappings of them, or name the key in ignore_keys.",
     )
 
 
-def _tree(form: dict[str, Any], arrays: list[Any]) -> Any:
+def _rebuild(form: dict[str, Any], arrays: list[Any]) -> Any:
     if "value" in form:
         return form["value"]
     if "array" in form:
-        return np.array(arrays[form["array"]])
+        return np.array(arrays[form["array"]])  # a copy, because the unpacked array is read-only
     if "dict" in form:
-        return {name: _tree(part, arrays) for name, part in form["dict"]}
-    parts = [_tree(part, arrays) for part in form.get("list", form.get("tuple", ()))]
+        return {name: _rebuild(part, arrays) for name, part in form["dict"]}
+    parts = [_rebuild(part, arrays) for part in form.get("list", form.get("tuple", ()))]
     return parts if "list" in form else tuple(parts)
 
 
 class ObjectSpool:
-    """Collects trees batch by batch; the same interface as `spool.Spool`."""
+    """Collects trees batch by batch, with the interface of `PredictionSpool`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - kept open
-            max_size=IN_MEMORY, dir=str(folder) if folder else None, prefix="trainflow-spool-"
+        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by close()
+            max_size=MAX_MEMORY_BYTES, dir=str(folder) if folder else None, prefix=FILE_PREFIX
         )
         self._sizes: list[int] = []
 
     @property
-    def batches(self) -> int:
-        """How many were added."""
+    def num_batches(self) -> int:
+        """Number of batches."""
         return len(self._sizes)
 
     def append(self, tree: Any) -> None:
         """Add a batch."""
-        data = pack(tree)
+        data = pack_objects(tree)
         self._file.write(data)
         self._sizes.append(len(data))
 
     def by_batch(self) -> list[Any]:
-        """Everything as a list of the batches' trees."""
+        """All batches as a list of trees."""
         self._file.seek(0)
-        return [unpack(self._file.read(size)) for size in self._sizes]
+        return [unpack_objects(self._file.read(size)) for size in self._sizes]
 
     def tree(self) -> Any:
-        """Everything as one tree: lists joined, arrays concatenated (padded with -100); None when nothing was added."""
+        """All batches as one tree: lists joined, arrays concatenated (padded with -100); None without any batch."""
         batches = self.by_batch()
-        return joined(batches) if batches else None
+        return join_batches(batches) if batches else None
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def joined(batches: list[Any]) -> Any:
-    """One tree out of the batches' trees: mappings and tuples by part, lists end to end, arrays along axis 0."""
+def join_batches(batches: list[Any]) -> Any:
+    """Join trees into one: mappings and tuples part by part, lists end to end, arrays ``[batch, …]`` along axis 0."""
     first = batches[0]
     if isinstance(first, dict):
-        return {name: joined([batch[name] for batch in batches]) for name in first}
+        return {name: join_batches([batch[name] for batch in batches]) for name in first}
     if isinstance(first, tuple):
-        return tuple(joined([batch[place] for batch in batches]) for place in range(len(first)))
+        return tuple(join_batches([batch[place] for batch in batches]) for place in range(len(first)))
     if isinstance(first, list):
         return [each for batch in batches for each in batch]
     if isinstance(first, np.ndarray):
-        return _concatenated(batches)
+        return _concatenate(batches)
     return None if first is None else batches
 
 
-def _concatenated(arrays: list[Any]) -> Any:
+def _concatenate(arrays: list[Any]) -> Any:
     arrays = [np.atleast_1d(array) for array in arrays]
     widths = {array.shape[1:] for array in arrays}
-    if len({len(width) for width in widths}) > 1:
+    if len({len(width) for width in widths}) > 1:  # no common shape: a list of arrays, one per batch
         return arrays
     if len(widths) == 1:
         return np.concatenate(arrays)
     rows = sum(len(array) for array in arrays)
-    return fill_padded(np.empty(padded_shape(rows, widths), dtype=np.result_type(*arrays)), arrays)
+    return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=np.result_type(*arrays)), arrays)

@@ -1,4 +1,4 @@
-"""Predictions of a row range, handed over batch by batch: for whoever writes them to shards."""
+"""Predictions of a range of rows, batch by batch, for a caller that writes them to shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer_lib.evaluation.hooks import EvaluationHooks
 
 
 class _RangeHooks(EvaluationHooks, Protocol):
-    """What is needed besides: how a loader over a range of rows is made."""
+    """`EvaluationHooks` with a loader over a range of rows."""
 
     def range_dataloader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
         """A loader of rows [start, stop) for this process alone."""
@@ -26,13 +26,20 @@ def stream_predictions(
 ) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
     """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
 
-    Yields (row positions ``[batch]`` int64, predictions: a tree of arrays ``[batch, …]``) batch by batch, in row order.
     Nothing is communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
-    Raises ConfigError for a dataset without length, and for a model whose forward needs the other ranks.
+
+    Yields:
+        Row positions ``[batch]`` (int64) and predictions, a tree of arrays ``[batch, …]``, in row order.
+
+    Raises:
+        ConfigError: the dataset has no length, or the model's forward needs the other ranks.
     """
     if not has_length(dataset):
         raise ConfigError(
-            "has no length.", field="dataset", value=type(dataset).__name__, remedy="Give map-style data."
+            "A dataset without a length cannot be predicted by ranges.",
+            field="dataset",
+            value=type(dataset).__name__,
+            remedy="Give map-style data.",
         )
     hooks: _RangeHooks = trainer
     model = hooks.evaluation_model(alone=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer_lib import distributed
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter
-from trainer_lib.evaluation.spool import Spool
+from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
@@ -47,7 +47,7 @@ def _part(
     if finished is not None:
         return finished
     start, stop = writer.row_range(part)
-    spool = Spool(None)
+    spool = PredictionSpool(None)
     told = 0.0
     try:
         for rows, outputs in stream_predictions(trainer, split, start=start, stop=stop):

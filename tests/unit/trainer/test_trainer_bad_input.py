@@ -184,9 +184,12 @@ def test_no_model_at_all_is_refused() -> None:
 @pytest.mark.parametrize(
     ("metrics", "match"),
     [
-        (lambda p: {"matrix": p.predictions}, "compute_metrics = ndarray: returned no number for 'matrix'"),
-        (lambda p: [1.0], "compute_metrics = list: did not return a mapping"),
-        (lambda p: {"report": "fine"}, "compute_metrics = fine: returned no number for 'report'"),
+        (
+            lambda p: {"matrix": p.predictions},
+            "= ndarray: The function did not return a number for 'matrix'",
+        ),
+        (lambda p: [1.0], "compute_metrics = list: The function did not return a mapping"),
+        (lambda p: {"report": "fine"}, "compute_metrics = fine: The function did not return a number for 'report'"),
     ],
 )
 def test_metric_functions_return_numbers(metrics: Any, match: str, tmp_path: Path) -> None:

@@ -253,5 +253,7 @@ def test_numbers_of_every_kind_are_metrics(value: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(3), [0.5], {"a": 1.0}, None, "good"])
 def test_anything_else_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     one = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=lambda p: {"odd": value})
-    with pytest.raises(ConfigError, match=r"compute_metrics = .*: returned no number for 'odd'.*Return one number"):
+    with pytest.raises(
+        ConfigError, match=r"compute_metrics = .*: The function did not return a number for 'odd'.*Return one number"
+    ):
         one.evaluate()

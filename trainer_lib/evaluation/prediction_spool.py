@@ -1,8 +1,8 @@
-"""Predictions pile up on disk, not in memory, and come back as memory-mapped arrays.
+"""Predictions collected on disk, not in memory, and returned as memory-mapped arrays.
 
-Batches are appended to an unlinked temporary file, so nothing is left behind however the process ends. Arrays handed
-out are copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another's array.
-Small results (up to 16 MiB) never leave memory.
+Batches are appended to an unlinked temporary file, so nothing is left behind, however the process ends. The returned
+arrays are copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array.
+Results up to 16 MiB per leaf stay in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainer_lib.errors import DataError, StorageFullError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.nested import Array
 
-IN_MEMORY = 16 << 20  # bytes
+MAX_MEMORY_BYTES = 16 << 20
+FILE_PREFIX = "trainflow-spool-"
 
 
 class _Column:
@@ -37,24 +38,26 @@ class _Column:
         array = array if array.ndim else array.reshape(1)
         self._segments.append((array.dtype, array.shape))
         if self._file is None:
+            # A copy: the batch's memory is reused by the next one.
             self._held.append(array.copy())
             self._held_bytes += array.nbytes
-            if self._held_bytes > IN_MEMORY:
-                self._spill()
+            if self._held_bytes > MAX_MEMORY_BYTES:
+                self._move_to_disk()
         else:
             self._write(self._file, np.ascontiguousarray(array))
 
-    def _spill(self) -> None:
-        self._file = tempfile.TemporaryFile(dir=self._folder, prefix="trainflow-spool-")  # noqa: SIM115 - kept open
+    def _move_to_disk(self) -> None:
+        self._file = tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX)  # noqa: SIM115 - closed by close()
         for array in self._held:
             self._write(self._file, array)
         self._held, self._held_bytes = [], 0
 
     def _write(self, file: IO[bytes], array: Array) -> None:
         folder = self._folder or Path(tempfile.gettempdir())
-        if array.nbytes > IN_MEMORY // 4 and (free := shutil.disk_usage(folder).free) < array.nbytes * 2:
+        # Asking for the free space costs a system call: small arrays are written without asking.
+        if array.nbytes > MAX_MEMORY_BYTES // 4 and (free := shutil.disk_usage(folder).free) < array.nbytes * 2:
             raise StorageFullError(
-                f"Predictions need {array.nbytes:,} more bytes, {free:,} are free.",
+                f"The predictions need {array.nbytes:,} more bytes, and {free:,} are free.",
                 field="output_dir",
                 value=str(folder),
                 remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
@@ -62,24 +65,24 @@ class _Column:
         file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
 
     def segments(self) -> Iterator[Array]:
-        """The batches' arrays as they came."""
+        """The batches' arrays in their original shapes."""
         if self._file is None:
             yield from self._held
             return
         self._file.flush()
-        at = 0
+        offset = 0
         for dtype, shape in self._segments:
-            yield self._map(self._file, dtype, at, shape)
-            at += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            yield self._map(self._file, dtype, offset, shape)
+            offset += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
 
     def array(self) -> Array:
-        """All rows as one array; rows of other widths are padded on the right with -100."""
+        """All rows as one array ``[rows, …]``; narrower rows are padded on the right with -100."""
         widths = {shape[1:] for _, shape in self._segments}
         dtype = np.result_type(*{dtype for dtype, _ in self._segments})
         rows = sum(shape[0] for _, shape in self._segments)
         if len({len(width) for width in widths}) > 1:
             raise DataError(
-                "Batches differ in their number of dimensions.",
+                "Batches of predictions differ in their number of dimensions.",
                 field="predictions",
                 value=sorted(widths),
                 remedy="Return tensors of one rank, or use preprocess_logits_for_metrics.",
@@ -87,21 +90,23 @@ class _Column:
         if self._file is None:
             if len(widths) == 1:
                 return np.concatenate(self._held)
-            return fill_padded(np.empty(padded_shape(rows, widths), dtype=dtype), self._held)
+            return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=dtype), self._held)
         if len(widths) == 1 and all(dtype == each for each, _ in self._segments):
+            # Equal shapes: the file's bytes are the array already.
             self._file.flush()
             return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))
-        shape = padded_shape(rows, widths)
-        with tempfile.TemporaryFile(dir=self._folder, prefix="trainflow-spool-") as file:
+        shape = compute_padded_shape(rows, widths)
+        with tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX) as file:
             file.truncate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
             target: Array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
             fill_padded(target, self.segments())
             target.flush()  # type: ignore[attr-defined]
+            # A second, copy-on-write map: the caller's changes must not reach the file.
             return self._map(file, dtype, 0, shape)
 
     @staticmethod
     def _map(file: IO[bytes], dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
-        if 0 in shape:
+        if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype=dtype)
         return np.asarray(np.memmap(file, dtype=dtype, mode="c", offset=offset, shape=shape))
 
@@ -110,13 +115,13 @@ class _Column:
             self._file.close()
 
 
-def padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that holds `rows` rows of each of these shapes."""
+def compute_padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """The smallest shape ``(rows, …)`` that holds rows of all these shapes."""
     return (rows, *(max(sizes) for sizes in zip(*widths, strict=True)))
 
 
 def fill_padded(target: Array, arrays: Iterable[Array]) -> Array:
-    """Lay arrays one after the other into `target`, of `padded_shape`; what they leave of it becomes -100."""
+    """Copy arrays ``[rows_i, …]`` below each other into `target` ``[rows, …]``; fill the rest with -100; return it."""
     row = 0
     for array in arrays:
         block = target[row : row + len(array)]
@@ -127,48 +132,56 @@ def fill_padded(target: Array, arrays: Iterable[Array]) -> Array:
     return target
 
 
-class Spool:
+class PredictionSpool:
     """Collects a tree of arrays batch by batch.
 
     Args:
-        folder: where the files are made; TMPDIR when None.
+        folder: where the temporary files are created; None for the system's temporary folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._shape: Any = None
+        self._structure: Any = None
         self._form: Any = None
         self._columns: list[_Column] = []
-        self.batches = 0
+        self.num_batches = 0
 
     def append(self, tree: Any) -> None:
-        """Add a batch. Raises DataError when its structure is not that of the batches before."""
+        """Add a batch: a tree of arrays or tensors ``[batch, …]``.
+
+        Raises:
+            DataError: the tree's structure differs from that of earlier batches.
+        """
         arrays: list[Array] = []
-        form = nested.flatten(tree, arrays)
+        form = nested.flatten_tree(tree, arrays)
         if self._form is None:
-            self._form, self._shape = form, nested.structure(tree)
+            self._form, self._structure = form, nested.describe_structure(tree)
             self._columns = [_Column(self._folder) for _ in arrays]
         elif form != self._form:
             raise DataError(
                 "Batches differ in what the model returns.",
                 field="predictions",
-                value=nested.structure(tree),
-                remedy="Return the same, or set eval_use_gather_object=True to gather lists and texts as they are.",
+                value=nested.describe_structure(tree),
+                remedy="Return the same structure, or set eval_use_gather_object=True to keep lists and texts.",
             )
         for column, leaf in zip(self._columns, arrays, strict=True):
             column.append(leaf)
-        self.batches += 1
+        self.num_batches += 1
 
     def tree(self) -> Any:
-        """Everything, leaf by leaf one array; None when nothing was added."""
-        return None if not self.batches else nested.rebuild(self._shape, [each.array() for each in self._columns])
+        """All batches as one tree of arrays ``[rows, …]``; None without any batch."""
+        if not self.num_batches:
+            return None
+        return nested.rebuild_tree(self._structure, [column.array() for column in self._columns])
 
     def by_batch(self) -> list[Any]:
-        """Everything as a list of the batches' trees."""
+        """All batches as a list of trees of arrays ``[batch, …]``."""
         columns: Sequence[list[Array]] = [list(column.segments()) for column in self._columns]
-        return [nested.rebuild(self._shape, [column[i] for column in columns]) for i in range(self.batches)]
+        return [
+            nested.rebuild_tree(self._structure, [column[i] for column in columns]) for i in range(self.num_batches)
+        ]
 
     def close(self) -> None:
-        """Close the files; arrays handed out stay valid."""
+        """Close the files. Arrays that were returned stay valid."""
         for column in self._columns:
             column.close()

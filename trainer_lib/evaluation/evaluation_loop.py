@@ -1,8 +1,8 @@
 """The loop behind `evaluate` and `predict`.
 
-Every rank computes its share; predictions travel to rank 0 batch by batch and are spooled there in dataset order, so
-neither their number nor the number of ranks costs memory, and no padded duplicate exists that could be counted.
-`compute_metrics` runs on rank 0, its result goes to all. The loss is the mean over all target items of the dataset.
+Every rank computes its share. Predictions go to rank 0 batch by batch and are spooled there in dataset order, so memory
+stays flat in their number and in the number of ranks, and no padded duplicate is counted. `compute_metrics` runs on
+rank 0, and its result is broadcast. The loss is the mean over all target items of the dataset.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from trainer_lib.data.items import batch_size_of
@@ -21,33 +20,34 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested, objects
 from trainer_lib.evaluation.hooks import EvaluationHooks
-from trainer_lib.evaluation.metrics import checked_metrics, on_rank_zero, streaming_metrics
+from trainer_lib.evaluation.metrics import compute_on_rank_zero, create_batch_metrics, parse_metrics
 from trainer_lib.evaluation.objects import ObjectSpool
-from trainer_lib.evaluation.spool import Spool
+from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.state import EvalLoopOutput, EvalPrediction
 
 
-def rounds_of(loader: Any, comm: Communicator) -> Iterator[Micro]:
-    """This rank's batches of any loader, the same number on every rank.
+def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
+    """This rank's batches of any loader; every rank gets equally many.
 
-    Where this rank has no sample the batch is not real: None, or one to compute along with the others.
+    Where a rank has no samples left, its batch is not real: None, or a dummy batch.
     """
     if isinstance(loader, EvalLoader):
         batches = iter(loader)
         return (Micro(batch, batch is not None) for batch in (next(batches, None) for _ in range(loader.rounds)))
     if isinstance(loader, IterableLoader):
         return loader.rounds()
-    return _dealt(loader, comm)
+    return _deal_batches(loader, comm)
 
 
-def _dealt(loader: Any, comm: Communicator) -> Iterator[Micro]:
+def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
+    """Every rank reads the whole loader and keeps one batch of each round."""
     batches = iter(loader)
     while turn := list(itertools.islice(batches, comm.world_size)):
         real = comm.rank < len(turn)
         yield Micro(turn[comm.rank if real else 0], real)
 
 
-def _with_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
+def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
     held = next(rounds, None)
     while held is not None:
         following = next(rounds, None)
@@ -56,7 +56,13 @@ def _with_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
 
 
 class EvaluationLoop:
-    """One pass over a loader."""
+    """One pass over a loader.
+
+    Args:
+        hooks: the Trainer.
+        loss_only: compute the loss alone; predictions and metrics are not kept.
+        ignore_keys: keys of the model's output that are left out of the predictions.
+    """
 
     def __init__(self, hooks: EvaluationHooks, *, loss_only: bool, ignore_keys: list[str] | None) -> None:
         self._hooks = hooks
@@ -65,23 +71,31 @@ class EvaluationLoop:
         self._ignore_keys = ignore_keys
         self._include = set(hooks.args.include_for_metrics)
         self._objects = hooks.args.eval_use_gather_object
-        self._spool = (ObjectSpool if self._objects else Spool)(hooks.spool_folder())
+        self._spool = (ObjectSpool if self._objects else PredictionSpool)(hooks.spool_folder())
         self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
         self._samples = 0
-        self._batch_metrics = None if loss_only else streaming_metrics(hooks)
+        self._batch_metrics = None if loss_only else create_batch_metrics(hooks)
 
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
-        """Predict everything and measure it. Raises DataError when there is nothing."""
+        """Predict every batch and compute the metrics, whose names start with `prefix`. Collective.
+
+        Returns:
+            Predictions and labels as trees of arrays ``[samples, …]`` on rank 0 (None elsewhere, and where they are not
+            kept); metrics and the number of samples on every rank.
+
+        Raises:
+            DataError: the loader has no samples.
+        """
         hooks = self._hooks
         model = hooks.evaluation_model()
         hooks.callback_handler.eval_dataloader = loader
         try:
-            for micro, last in _with_last(rounds_of(loader, self._comm)):
+            for micro, last in _mark_last(iterate_rounds(loader, self._comm)):
                 if not micro.real:
-                    self._compute_along(model, loader, micro.batch)
-                # No name for the outputs here: it would keep a batch's while the next one's are made.
+                    self._run_dummy_forward(model, loader, micro.batch)
+                # No variable holds the outputs: it would keep them alive while the next batch is computed.
                 self._gather(self._predict(model, micro.batch) if micro.real else None, last)
                 hooks.control = hooks.callback_handler.on_prediction_step(hooks.args, hooks.state, hooks.control)
                 hooks.check_stop()
@@ -90,12 +104,14 @@ class EvaluationLoop:
             self._spool.close()
 
     def _predict(self, model: torch.nn.Module, batch: Any) -> Any:
+        """The outputs of one batch as a tree of tensors ``[batch, …]``; adds its loss to the sum."""
         hooks = self._hooks
         samples, items = batch_size_of(batch) or 0, hooks.target_items(batch)
-        inputs = _main_input(model, batch) if "inputs" in self._include else None
+        inputs = _read_main_input(model, batch) if "inputs" in self._include else None
         loss, logits, labels = hooks.prediction_step(model, batch, self._loss_only, ignore_keys=self._ignore_keys)
         self._samples += samples
         if loss is not None:
+            # In double precision: float32 loses digits when thousands of batches are added. MPS has no float64.
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
             weighted = loss.detach().to(wide).mean() * items
             self._loss = weighted if self._loss is None else self._loss + weighted
@@ -109,14 +125,14 @@ class EvaluationLoop:
             losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()
         return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
 
-    def _compute_along(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
-        """A forward that only takes part in what the other ranks exchange in theirs."""
+    def _run_dummy_forward(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
+        """Take part in the collectives of the other ranks' forwards (sharded models gather parameters there)."""
         if self._hooks.strategy.forward_communicates:
-            filler = loader.filler() if isinstance(loader, EvalLoader) else batch
-            self._hooks.prediction_step(model, filler, self._loss_only, ignore_keys=self._ignore_keys)
+            dummy = loader.filler() if isinstance(loader, EvalLoader) else batch
+            self._hooks.prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
 
     def _gather(self, tree: Any, last: bool) -> None:
-        """Keep a round's outputs where they are for `eval_accumulation_steps` rounds, then bring them to rank 0."""
+        """Keep outputs on the device for `eval_accumulation_steps` rounds, then send them to rank 0."""
         if self._loss_only:
             return
         self._held.append(tree)
@@ -124,9 +140,10 @@ class EvaluationLoop:
             return
         rounds, self._held = self._held, []
         if self._comm.world_size > 1:
-            packed = objects.pack(rounds) if self._objects else nested.pack(nested.to_numpy(rounds))
-            unpack = objects.unpack if self._objects else nested.unpack
+            packed = objects.pack_objects(rounds) if self._objects else nested.pack_tree(nested.to_numpy(rounds))
+            unpack = objects.unpack_objects if self._objects else nested.unpack_tree
             ranks = [unpack(each) for each in self._comm.gather_bytes(packed) or ()]
+            # Round by round, and rank by rank within a round: that is the order of the dataset.
             rounds = [each for one in zip(*ranks, strict=True) for each in one if each is not None]
         for number, each in enumerate(rounds):
             if self._batch_metrics is not None:
@@ -147,35 +164,29 @@ class EvaluationLoop:
         predictions = labels = None
         metrics: dict[str, float] = {}
         if not self._loss_only and comm.rank == 0 and self._batch_metrics is None:
-            tree = self._spool.tree() if hooks.args.eval_do_concat_batches else _transposed(self._spool.by_batch())
+            tree = self._spool.tree() if hooks.args.eval_do_concat_batches else _collect_columns(self._spool.by_batch())
             predictions, labels = tree["logits"], tree["labels"]
             if hooks.compute_metrics is not None and predictions is not None and labels is not None:
                 given = EvalPrediction(predictions, labels, inputs=tree["inputs"], losses=tree["losses"])
-                metrics = on_rank_zero(comm, lambda: hooks.compute_metrics(given))  # type: ignore[misc]
+                metrics = compute_on_rank_zero(comm, lambda: hooks.compute_metrics(given))  # type: ignore[misc]
             else:
-                metrics = on_rank_zero(comm, dict)
+                metrics = compute_on_rank_zero(comm, dict)
         elif not self._loss_only:
             streamed = self._batch_metrics
-            metrics = on_rank_zero(comm, lambda: streamed.finish() if streamed is not None else {})
+            metrics = compute_on_rank_zero(comm, lambda: streamed.finish() if streamed is not None else {})
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         if items:
             named.setdefault(f"{prefix}_loss", loss_sum / items)
-        return EvalLoopOutput(predictions, labels, checked_metrics(named), int(samples))
+        return EvalLoopOutput(predictions, labels, parse_metrics(named), int(samples))
 
 
-def _main_input(model: torch.nn.Module, batch: Any) -> Any:
+def _read_main_input(model: torch.nn.Module, batch: Any) -> Any:
     name = getattr(model, "main_input_name", "input_ids")
     if isinstance(batch, dict):
         return nested.detach(batch.get(name, next(iter(batch.values()), None)))
     return None
 
 
-def _transposed(batches: list[Any]) -> dict[str, Any]:
+def _collect_columns(batches: list[Any]) -> dict[str, Any]:
     columns = {name: [batch[name] for batch in batches] for name in ("logits", "labels", "inputs", "losses")}
     return {name: None if column and column[0] is None else column for name, column in columns.items()}
-
-
-def row_count(tree: Any) -> int:
-    """Rows of a tree of arrays: the first dimension of its first leaf; 0 when it has none."""
-    arrays = nested.leaves(tree)
-    return int(np.shape(arrays[0])[0]) if arrays else 0

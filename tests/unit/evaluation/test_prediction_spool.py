@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.evaluation import nested, spool
-from trainer_lib.evaluation.spool import Spool
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
 
-BIG = spool.IN_MEMORY  # bytes that stay in memory
+BIG = MAX_MEMORY_BYTES  # bytes that stay in memory
 
 
 def filled(folder: Path, arrays: list[np.ndarray]) -> np.ndarray:
-    one = Spool(folder)
+    one = PredictionSpool(folder)
     for array in arrays:
         one.append(array)
     found = one.tree()
@@ -45,7 +45,7 @@ def test_ragged_rows_are_padded_on_the_right(width: int, tmp_path: Path) -> None
 
 
 def test_a_mapped_array_can_be_changed_by_its_owner_only(tmp_path: Path) -> None:
-    one = Spool(tmp_path)
+    one = PredictionSpool(tmp_path)
     one.append(np.zeros((3, BIG // 4), np.float32))
     first = one.tree()
     first[0] = 7.0
@@ -56,7 +56,7 @@ def test_a_mapped_array_can_be_changed_by_its_owner_only(tmp_path: Path) -> None
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """200 MB of predictions cost pages of the file, which the system reclaims, not memory of the process."""
-    one = Spool(tmp_path)
+    one = PredictionSpool(tmp_path)
     block = np.ones((1 << 18, 10), np.float32)  # 10 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(20):
@@ -69,7 +69,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
 
 
 def test_trees_keep_their_shape(tmp_path: Path) -> None:
-    one = Spool(tmp_path)
+    one = PredictionSpool(tmp_path)
     for _ in range(2):
         one.append({"logits": (np.ones((2, 3)), [np.zeros(2)]), "labels": None})
     found = one.tree()
@@ -89,9 +89,9 @@ def test_trees_keep_their_shape(tmp_path: Path) -> None:
 def test_packing_is_undone_by_unpacking(shapes: list[tuple[int, int]], nest: bool) -> None:
     arrays = [np.arange(a * b, dtype=np.int32).reshape(a, b) for a, b in shapes]
     tree = {"a": tuple(arrays), "b": [None, np.float64(3.5)]} if nest else arrays
-    found = nested.unpack(nested.pack(nested.to_numpy(tree)))
-    assert nested.structure(found) == nested.structure(tree)
-    for mine, theirs in zip(nested.leaves(tree), nested.leaves(found), strict=True):
+    found = nested.unpack_tree(nested.pack_tree(nested.to_numpy(tree)))
+    assert nested.describe_structure(found) == nested.describe_structure(tree)
+    for mine, theirs in zip(nested.list_leaves(tree), nested.list_leaves(found), strict=True):
         assert np.array_equal(mine, theirs)
         assert np.asarray(mine).dtype == theirs.dtype
 
@@ -101,5 +101,5 @@ def test_tensors_become_arrays() -> None:
     assert found[0].dtype == np.float32
     assert found[1].dtype == np.int64
     assert found[2] is None
-    with pytest.raises(ConfigError, match="no tensor"):
+    with pytest.raises(ConfigError, match="not a tensor"):
         nested.to_numpy({"cache": object()})
