@@ -60,7 +60,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 def first_batch(count: int, order: Callable[[], Order], position: int) -> float:
     """Seconds from nothing to the first batch at a position."""
     begun = time.perf_counter()
-    plan = BatchPlan.cut(count, global_batch=BATCH, micro_batch=BATCH, world_size=1, rank=0, drop_last=False)
+    plan = BatchPlan.cut(count, global_batch=BATCH, micro_batch=BATCH, data_parallel_size=1, rank=0, drop_last=False)
     loader = TrainLoader(
         Rows(count), order=order(), plan=plan, collate=default_data_collator, seed=0, options=LoaderOptions()
     )
@@ -86,7 +86,7 @@ def stream_first_batch(batches: int) -> float:
         Stream(),
         global_batch=BATCH,
         micro_batch=BATCH,
-        world_size=1,
+        data_parallel_size=1,
         rank=0,
         collate=default_data_collator,
         seed=0,

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,6 +38,21 @@ class DistributedSettings(Protocol):
     ddp_timeout: int
 
 
+class DataParallel(NamedTuple):
+    """Which share of the data this process works on; batches, data order and loss weights follow it, not the world.
+
+    Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
+    context parallelism).
+
+    Attributes:
+        rank: number of this process's share, from 0.
+        size: number of shares.
+    """
+
+    rank: int
+    size: int
+
+
 class Pending(Protocol):
     """A collective under way; `result` waits for it (host side only)."""
 
@@ -53,6 +68,7 @@ class Communicator(Protocol):
     world_size: int
     local_rank: int
     local_world_size: int
+    data_parallel: DataParallel
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -102,6 +118,7 @@ class SingleProcess:
     world_size = 1
     local_rank = 0
     local_world_size = 1
+    data_parallel = DataParallel(0, 1)
 
     def barrier(self) -> None:
         """Nothing to wait for."""
@@ -164,6 +181,7 @@ class ProcessGroup:
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        self.data_parallel = DataParallel(ranks.rank, ranks.world_size)
         self._ranks, self._group = ranks, group
         self._twin: Communicator | None = None
         self.waited_s = 0.0

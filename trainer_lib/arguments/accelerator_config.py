@@ -88,18 +88,18 @@ class BatchSettings:
             use_configured_state=bool(flags.get("use_configured_state")),
         )
 
-    def share(self, batch_size: int, world_size: int, *, field: str) -> int:
+    def share(self, batch_size: int, data_parallel_size: int, *, field: str) -> int:
         """Samples of one process out of the `batch_size` that the argument `field` gives."""
         if not self.split_batches:
             return batch_size
-        if batch_size % world_size:
+        if batch_size % data_parallel_size:
             raise ConfigError(
-                f"cannot be divided among {world_size} processes, as accelerator_config.split_batches asks.",
+                f"cannot be divided among {data_parallel_size} processes, as accelerator_config.split_batches asks.",
                 field=field,
                 value=batch_size,
-                remedy=f"Give a multiple of {world_size}.",
+                remedy=f"Give a multiple of {data_parallel_size}.",
             )
-        return batch_size // world_size
+        return batch_size // data_parallel_size
 
     def check_state(self, *, world_size: int, formed: bool) -> None:
         """With `use_configured_state`, several processes need a group that the caller has formed."""

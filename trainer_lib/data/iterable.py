@@ -50,7 +50,7 @@ class Shares(IterableDataset[_Part]):
         *,
         global_batch: int,
         micro_batch: int,
-        world_size: int,
+        data_parallel_size: int,
         rank: int,
         seed: int,
         fillers: bool,
@@ -62,8 +62,8 @@ class Shares(IterableDataset[_Part]):
         self.skip: Skip | None = None  # the rounds before `first_round`, when they have yet to be read
         self.outside: torch.Tensor | None = None  # epoch and first round, where workers that live on see them
         self._global_batch = global_batch
-        self._micro = min(micro_batch, -(-global_batch // world_size))
-        self._world = world_size
+        self._micro = min(micro_batch, -(-global_batch // data_parallel_size))
+        self._world = data_parallel_size
         self._rank = rank
         self._seed = seed
         self._fillers = fillers
@@ -134,7 +134,7 @@ class IterableLoader(DataLoader[Any]):
         *,
         global_batch: int,
         micro_batch: int,
-        world_size: int,
+        data_parallel_size: int,
         rank: int,
         collate: Callable[[list[Any]], Any],
         seed: int,
@@ -147,14 +147,14 @@ class IterableLoader(DataLoader[Any]):
             collate,
             global_batch=global_batch,
             micro_batch=micro_batch,
-            world_size=world_size,
+            data_parallel_size=data_parallel_size,
             rank=rank,
             seed=seed,
             fillers=fillers,
         )
         self.global_batch = global_batch
         self.eval_batch_size = micro_batch
-        unit = world_size * min(micro_batch, -(-global_batch // world_size))
+        unit = data_parallel_size * min(micro_batch, -(-global_batch // data_parallel_size))
         self._accumulation = -(-global_batch // unit)
         self._unit = unit
         self._rank = rank
@@ -278,11 +278,11 @@ class ForeignLoader:
     """
 
     def __init__(
-        self, loader: Any, *, accumulation: int, world_size: int, rank: int, seed: int, drop_last: bool
+        self, loader: Any, *, accumulation: int, data_parallel_size: int, rank: int, seed: int, drop_last: bool
     ) -> None:
         self.loader = loader
         self._accumulation = accumulation
-        self._world = world_size
+        self._world = data_parallel_size
         self._rank = rank
         self._seed = seed
         self._drop_last = drop_last
@@ -291,7 +291,7 @@ class ForeignLoader:
         batches = len(loader) if has_length(loader) else None
         self.steps_per_epoch = None if batches is None else self._steps(batches)
         size = getattr(loader, "batch_size", None)
-        self.global_batch = size * accumulation * world_size if isinstance(size, int) else 0
+        self.global_batch = size * accumulation * data_parallel_size if isinstance(size, int) else 0
         dataset = getattr(loader, "dataset", None)
         self.epoch_samples = len(dataset) if dataset is not None and has_length(dataset) else None
 

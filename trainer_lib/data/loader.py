@@ -120,7 +120,7 @@ class _KeySampler:
     def __len__(self) -> int:
         plan = self.plan
         full, rest = divmod(plan.num_samples, plan.global_batch)
-        return full * plan.max_micro_steps + -(-rest // (plan.world_size * plan.micro_batch))
+        return full * plan.max_micro_steps + -(-rest // (plan.data_parallel_size * plan.micro_batch))
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -194,7 +194,7 @@ class TrainLoader(_SeededLoader):
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch from a step on."""
         self.set_epoch(epoch, start_step)
-        if self.plan.world_size == 1:
+        if self.plan.data_parallel_size == 1:
             return map(Micro, self, itertools.repeat(True))
         steps = range(start_step, self.plan.steps_per_epoch)
         return map(Micro, self, (real for step in steps for _, _, real in self.keys.shares(step)))
@@ -235,7 +235,7 @@ class EvalLoader(_SeededLoader):
         dataset: Any,
         *,
         batch_size: int,
-        world_size: int,
+        data_parallel_size: int,
         rank: int,
         collate: Callable[[list[Any]], Any],
         seed: int,
@@ -245,8 +245,8 @@ class EvalLoader(_SeededLoader):
         start, stop = rows or (0, len(dataset))
         self.rows = (start, stop)
         self.eval_batch_size = batch_size
-        self.rounds = -(-(stop - start) // (batch_size * world_size))
-        ends = [(start + (number * world_size + rank) * batch_size) for number in range(self.rounds)]
+        self.rounds = -(-(stop - start) // (batch_size * data_parallel_size))
+        ends = [(start + (number * data_parallel_size + rank) * batch_size) for number in range(self.rounds)]
         self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
         super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
 

@@ -249,21 +249,29 @@ class BatchPlan:
         num_samples: samples of an epoch that are trained on (without a dropped last global batch).
         global_batch: samples of a step; the last step of an epoch may have fewer.
         micro_batch: samples one rank takes at once, at most.
+        data_parallel_size, rank: the number of ranks that share the samples, and this rank among them.
     """
 
     num_samples: int
     global_batch: int
     micro_batch: int
-    world_size: int
+    data_parallel_size: int
     rank: int
 
     @classmethod
     def cut(
-        cls, num_samples: int, *, global_batch: int, micro_batch: int, world_size: int, rank: int, drop_last: bool
+        cls,
+        num_samples: int,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        data_parallel_size: int,
+        rank: int,
+        drop_last: bool,
     ) -> BatchPlan:
         """The plan for an epoch. Raises DataError when it has no step at all.
 
-        `drop_last` drops an incomplete *global* batch, so that the steps do not depend on the world size.
+        `drop_last` drops an incomplete *global* batch, so that the steps do not depend on the number of processes.
         """
         used = num_samples // global_batch * global_batch if drop_last else num_samples
         if used == 0:
@@ -271,7 +279,9 @@ class BatchPlan:
             remedy = "Give a dataset that is not empty." if num_samples == 0 else "Set dataloader_drop_last=False."
             raise DataError(f"The training data {what}", field="train_dataset", remedy=remedy)
         # A global batch smaller than one round of full micro-batches is shared out evenly instead.
-        return cls(used, global_batch, min(micro_batch, -(-global_batch // world_size)), world_size, rank)
+        return cls(
+            used, global_batch, min(micro_batch, -(-global_batch // data_parallel_size)), data_parallel_size, rank
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -281,7 +291,7 @@ class BatchPlan:
     @property
     def max_micro_steps(self) -> int:
         """Micro-batches per rank of a full step."""
-        return -(-self.global_batch // (self.world_size * self.micro_batch))
+        return -(-self.global_batch // (self.data_parallel_size * self.micro_batch))
 
     def step_samples(self, step: int) -> int:
         """Samples of one step over all ranks; `step` counts within the epoch."""
@@ -289,11 +299,11 @@ class BatchPlan:
 
     def micro_steps(self, step: int) -> int:
         """Micro-batches of one step: the same on every rank."""
-        return -(-self.step_samples(step) // (self.world_size * self.micro_batch))
+        return -(-self.step_samples(step) // (self.data_parallel_size * self.micro_batch))
 
     def share(self, step: int, micro_step: int) -> tuple[int, int]:
         """Positions [start, stop) of this rank's micro-batch; empty (start == stop) when it has none."""
         first = step * self.global_batch
         end = first + self.step_samples(step)
-        start = first + (micro_step * self.world_size + self.rank) * self.micro_batch
+        start = first + (micro_step * self.data_parallel_size + self.rank) * self.micro_batch
         return min(start, end), min(start + self.micro_batch, end)

@@ -41,10 +41,10 @@ def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
 
 def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
     """Every rank reads the whole loader and keeps one batch of each round."""
-    batches = iter(loader)
-    while turn := list(itertools.islice(batches, comm.world_size)):
-        real = comm.rank < len(turn)
-        yield Micro(turn[comm.rank if real else 0], real)
+    batches, share = iter(loader), comm.data_parallel
+    while turn := list(itertools.islice(batches, share.size)):
+        real = share.rank < len(turn)
+        yield Micro(turn[share.rank if real else 0], real)
 
 
 def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
@@ -139,7 +139,7 @@ class EvaluationLoop:
         if len(self._held) < (self._hooks.args.eval_accumulation_steps or 1) and not last:
             return
         rounds, self._held = self._held, []
-        if self._comm.world_size > 1:
+        if self._comm.data_parallel.size > 1:
             packed = objects.pack_objects(rounds) if self._objects else nested.pack_tree(nested.to_numpy(rounds))
             unpack = objects.unpack_objects if self._objects else nested.unpack_tree
             ranks = [unpack(each) for each in self._comm.gather_bytes(packed) or ()]

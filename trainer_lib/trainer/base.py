@@ -268,15 +268,15 @@ class TrainerBase:
     @property
     def _train_batch_size(self) -> int:
         """Samples that this process trains on at a time: as the arguments say, or fewer where memory was short."""
-        given, world = self.args.train_batch_size, self.comm.world_size
-        size = self._batching.share(given, world, field="per_device_train_batch_size")
+        given, shares = self.args.train_batch_size, self.comm.data_parallel.size
+        size = self._batching.share(given, shares, field="per_device_train_batch_size")
         return self._trainflow_micro_batches.limit(size)
 
     @property
     def _eval_batch_size(self) -> int:
         """Samples that this process evaluates at a time."""
-        given, world = self.args.eval_batch_size, self.comm.world_size
-        return self._batching.share(given, world, field="per_device_eval_batch_size")
+        given, shares = self.args.eval_batch_size, self.comm.data_parallel.size
+        return self._batching.share(given, shares, field="per_device_eval_batch_size")
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 

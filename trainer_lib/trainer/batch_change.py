@@ -32,9 +32,9 @@ def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]
     return divmod(samples, source.global_batch)
 
 
-def refusal(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, world_size: int) -> ConfigError:
+def refusal(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, data_parallel_size: int) -> ConfigError:
     """What to raise when a changed global batch was not allowed."""
-    then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), world_size)
+    then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), data_parallel_size)
     return ConfigError(
         f"was {saved_batch(loaded.data, source)} when the checkpoint was written ({then}) and is {source.global_batch} "
         f"now ({now}), so its position in the data does not fit.",
@@ -64,8 +64,8 @@ def consequence(loaded: Checkpoint, source: TrainSource, max_steps: int) -> str:
     )
 
 
-def _made_of(args: Mapping[str, Any], world_size: int) -> str:
+def _made_of(args: Mapping[str, Any], processes: int) -> str:
     if args.get("global_batch_size"):
         return "global_batch_size"
     factors = (f"{args.get('per_device_train_batch_size')} per device", str(args.get("gradient_accumulation_steps")))
-    return f"{factors[0]} x {factors[1]} micro-batches x {world_size} processes"
+    return f"{factors[0]} x {factors[1]} micro-batches x {processes} processes"

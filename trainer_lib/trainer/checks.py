@@ -102,7 +102,7 @@ def _check_effects(trainer: TrainerBase) -> None:
             value=args.label_smoothing_factor,
             remedy="Remove it, and smooth in compute_loss_func: torch's cross_entropy takes label_smoothing.",
         )
-    if not args.dataloader_in_order and args.dataloader_num_workers > 0 and trainer.comm.world_size > 1:
+    if not args.dataloader_in_order and args.dataloader_num_workers > 0 and trainer.comm.data_parallel.size > 1:
         raise ConfigError(
             "Several processes take their micro-batches by position.",
             field="dataloader_in_order",

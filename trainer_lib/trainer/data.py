@@ -92,7 +92,7 @@ class DataMixin(TrainerBase):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one optimizer step over all ranks."""
-        return total_batch_size(args, data_parallel_size=self.comm.world_size, settings=self._batching)
+        return total_batch_size(args, data_parallel_size=self.comm.data_parallel.size, settings=self._batching)
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples behind a loader: its dataset's length, else estimated from its batches."""
@@ -216,14 +216,14 @@ class DataMixin(TrainerBase):
         if self.train_dataset is None:
             raise ConfigError("is needed to train.", field="train_dataset", remedy="Give it to the Trainer.")
         dataset, collate = self._prepared(self.train_dataset, "training")
-        args, comm = self.args, self.comm
+        args, share = self.args, self.comm.data_parallel
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             return IterableLoader(
                 dataset,
                 global_batch=self.get_total_train_batch_size(args),
                 micro_batch=self._train_batch_size,
-                world_size=comm.world_size,
-                rank=comm.rank,
+                data_parallel_size=share.size,
+                rank=share.rank,
                 collate=collate,
                 seed=args.seed,
                 drop_last=args.dataloader_drop_last,
@@ -235,8 +235,8 @@ class DataMixin(TrainerBase):
             order.num_samples,
             global_batch=self.get_total_train_batch_size(args),
             micro_batch=self._train_batch_size,
-            world_size=comm.world_size,
-            rank=comm.rank,
+            data_parallel_size=share.size,
+            rank=share.rank,
             drop_last=args.dataloader_drop_last,
         )
         options = self._loader_options()
@@ -263,8 +263,8 @@ class DataMixin(TrainerBase):
         return ForeignLoader(
             loader,
             accumulation=self.args.gradient_accumulation_steps,
-            world_size=self.comm.world_size,
-            rank=self.comm.rank,
+            data_parallel_size=self.comm.data_parallel.size,
+            rank=self.comm.data_parallel.rank,
             seed=self.args.seed,
             drop_last=self.args.dataloader_drop_last,
         )
@@ -319,10 +319,10 @@ class DataMixin(TrainerBase):
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             return IterableLoader(
                 dataset,
-                global_batch=self._eval_batch_size * self.comm.world_size,
+                global_batch=self._eval_batch_size * self.comm.data_parallel.size,
                 micro_batch=self._eval_batch_size,
-                world_size=self.comm.world_size,
-                rank=self.comm.rank,
+                data_parallel_size=self.comm.data_parallel.size,
+                rank=self.comm.data_parallel.rank,
                 collate=collate,
                 seed=self.args.seed,
                 drop_last=False,
@@ -341,8 +341,8 @@ class DataMixin(TrainerBase):
         return EvalLoader(
             dataset,
             batch_size=self._eval_batch_size,
-            world_size=1 if alone else self.comm.world_size,
-            rank=0 if alone else self.comm.rank,
+            data_parallel_size=1 if alone else self.comm.data_parallel.size,
+            rank=0 if alone else self.comm.data_parallel.rank,
             collate=collate,
             seed=self.args.seed,
             options=self._loader_options(training=False),

@@ -74,7 +74,7 @@ class EvaluationMixin(DataMixin, StepMixin, OptimizationMixin, ReportingMixin):
         loop = self.prediction_loop if self.args.use_legacy_prediction_loop else self.evaluation_loop
         started = time.time()
         output = loop(loader, what, prediction_loss_only=loss_only, ignore_keys=ignore_keys, metric_key_prefix=prefix)
-        batches = -(-(output.num_samples or 0) // max(1, self._eval_batch_size * self.comm.world_size))
+        batches = -(-(output.num_samples or 0) // max(1, self._eval_batch_size * self.comm.data_parallel.size))
         metrics = dict(output.metrics or {})
         metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         return output._replace(metrics=metrics)

@@ -164,7 +164,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin)
         run = TrainingRun(
             source=source,
             history=StepHistory(self.strategy, nonfinite_limit=self._nonfinite_limit()),
-            world_size=self.comm.world_size,
+            data_parallel_size=self.comm.data_parallel.size,
             max_steps=max_steps,
             num_epochs=num_epochs,
         )
@@ -378,7 +378,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin)
             self._load_best_model()
         self.store_flos()
         steps = self.state.global_step - run.first_step
-        tokens = (self.state.num_input_tokens_seen - run.first_tokens) / self.comm.world_size
+        tokens = (self.state.num_input_tokens_seen - run.first_tokens) / self.comm.data_parallel.size
         metrics = speed_metrics(
             "train",
             run.started,

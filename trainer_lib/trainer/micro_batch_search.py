@@ -140,7 +140,7 @@ class MicroBatchSearch:
         trainer, step = self._trainer, self._trainer.state.global_step + 1
         global_batch = trainer.get_total_train_batch_size(trainer.args)
         # With a small global batch, the micro-batches were smaller than the arguments allow.
-        size = min(trainer._train_batch_size, -(-global_batch // trainer.comm.world_size))
+        size = min(trainer._train_batch_size, -(-global_batch // trainer.comm.data_parallel.size))
         if isinstance(trainer._training_run().source, ForeignLoader):
             raise OutOfMemoryError(
                 f"Memory ran out in step {step}, and the batches come from a loader of your own: {reason}",

@@ -28,6 +28,7 @@ class NodeView:
         self._comm = comm
         self.rank = self.local_rank = comm.local_rank
         self.world_size = self.local_world_size = comm.local_world_size
+        self.data_parallel = comm.data_parallel
         self._node = str(comm.rank - comm.local_rank)  # the first rank of a machine stands for it
 
     def barrier(self) -> None:

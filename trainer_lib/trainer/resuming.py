@@ -222,7 +222,7 @@ class ResumingMixin(SavingMixin):
         if self.args.ignore_data_skip or batch_change.saved_batch(loaded.data, source) is None:
             return max_steps
         if not self.args.allow_global_batch_change:
-            raise batch_change.refusal(loaded, source, self.args, self.comm.world_size)
+            raise batch_change.refusal(loaded, source, self.args, self.comm.data_parallel.size)
         max_steps = batch_change.total_steps(loaded, source, self.args, max_steps)
         if self.is_world_process_zero():
             _log.warning("%s", batch_change.consequence(loaded, source, max_steps))
@@ -260,8 +260,9 @@ class ResumingMixin(SavingMixin):
 
     def _part_random_numbers(self) -> None:
         """Let every rank but the first draw its own: equal dropout masks on all ranks would be half the noise."""
-        if self.comm.rank > 0:
-            set_seed(int(derive(self.args.seed, self.state.global_step, self.comm.rank)[0]) & 0xFFFFFFFF)
+        share = self.comm.data_parallel.rank
+        if share > 0:
+            set_seed(int(derive(self.args.seed, self.state.global_step, share)[0]) & 0xFFFFFFFF)
 
     def _restore_callbacks(self, loaded: Checkpoint) -> TrainerControl:
         """Give stateful callbacks their state back (by class, in order); the saved control.

@@ -72,7 +72,7 @@ class TrainingRun:
 
     source: TrainSource
     history: StepHistory
-    world_size: int
+    data_parallel_size: int
     max_steps: int
     num_epochs: int
     epoch: int = 0
@@ -127,12 +127,13 @@ class TrainingRun:
         """What the micro-batch's loss counts in the step.
 
         A mean over n of the step's N items counts n/N; a loss that was divided by N counts 1. Gradients are averaged
-        over ranks afterwards, so both are scaled by the world size when N was counted over all ranks. A filler: 0.
+        over ranks afterwards, so both are scaled by the number of data-parallel processes when N was counted over all
+        ranks. A dummy batch counts 0.
         """
         items = self.items[self.micro_step] if self.micro_step < len(self.items) else 1
         if items == 0:
             return 0.0
-        scale = float(self.world_size) if average_over_ranks else 1.0
+        scale = float(self.data_parallel_size) if average_over_ranks else 1.0
         return scale if divided or not self.num_items else scale * items / float(self.num_items)
 
     def position(self) -> dict[str, Any]:

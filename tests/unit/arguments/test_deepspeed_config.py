@@ -57,7 +57,7 @@ def arguments(config: Any, **given: Any) -> TrainingArguments:
 
 
 def engine(args: TrainingArguments, model: Any = None) -> dict[str, Any]:
-    return zero_config.engine_config(adopt(args), args, model)
+    return zero_config.engine_config(adopt(args), args, model, data_parallel_size=args.world_size)
 
 
 def test_the_documents_two_ways_of_saying_the_same_give_the_same() -> None:
@@ -329,9 +329,9 @@ def test_arguments_that_cannot_stand_beside_it(case: str) -> None:
 
 def test_the_number_of_processes_counts_once_it_is_known() -> None:
     args = arguments(with_zero(train_batch_size=16), per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert plan(args, world_size=2).stage == 2
+    assert plan(args, data_parallel_size=2).stage == 2
     with pytest.raises(ConfigError, match=r"deepspeed.train_batch_size = 16: contradicts .* = 4 x 2 x 4 = 32"):
-        plan(args, world_size=4)
+        plan(args, data_parallel_size=4)
 
 
 def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def train_loader(
     dataset: Any, *, world: int = 1, rank: int = 0, micro: int = 2, batch: int = 4, workers: int = 0, **options: Any
 ) -> TrainLoader:
     plan = BatchPlan.cut(
-        len(dataset), global_batch=batch, micro_batch=micro, world_size=world, rank=rank, drop_last=False
+        len(dataset), global_batch=batch, micro_batch=micro, data_parallel_size=world, rank=rank, drop_last=False
     )
     return TrainLoader(
         dataset,
@@ -198,7 +198,7 @@ def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batc
         EvalLoader(
             MORE[:count],
             batch_size=batch,
-            world_size=world,
+            data_parallel_size=world,
             rank=rank,
             collate=default_data_collator,
             seed=0,
@@ -217,7 +217,7 @@ def eval_loader(dataset: Any) -> EvalLoader:
     return EvalLoader(
         dataset,
         batch_size=1,
-        world_size=1,
+        data_parallel_size=1,
         rank=0,
         collate=default_data_collator,
         seed=0,
@@ -252,7 +252,7 @@ def iterable(
         stream,
         global_batch=4,
         micro_batch=2,
-        world_size=world,
+        data_parallel_size=world,
         rank=rank,
         collate=default_data_collator,
         seed=3,
@@ -344,7 +344,7 @@ def shuffled() -> DataLoader[Any]:
 
 
 def foreign(loader: Any, world: int = 1, rank: int = 0) -> ForeignLoader:
-    return ForeignLoader(loader, accumulation=2, world_size=world, rank=rank, seed=1, drop_last=False)
+    return ForeignLoader(loader, accumulation=2, data_parallel_size=world, rank=rank, seed=1, drop_last=False)
 
 
 def test_a_loader_of_ones_own_is_dealt_out_to_ranks_in_one_order() -> None:

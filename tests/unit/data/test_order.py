@@ -74,7 +74,12 @@ def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
 ) -> None:
     plans = [
         BatchPlan.cut(
-            num_samples, global_batch=global_batch, micro_batch=micro, world_size=world, rank=rank, drop_last=False
+            num_samples,
+            global_batch=global_batch,
+            micro_batch=micro,
+            data_parallel_size=world,
+            rank=rank,
+            drop_last=False,
         )
         for rank in range(world)
     ]
@@ -89,12 +94,12 @@ def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
 
 def test_a_last_batch_that_is_dropped_is_a_global_one() -> None:
     for world, micro in ((1, 4), (2, 2), (4, 1)):
-        plan = BatchPlan.cut(10, global_batch=4, micro_batch=micro, world_size=world, rank=0, drop_last=True)
+        plan = BatchPlan.cut(10, global_batch=4, micro_batch=micro, data_parallel_size=world, rank=0, drop_last=True)
         assert (plan.num_samples, plan.steps_per_epoch) == (8, 2)
     with pytest.raises(DataError, match="dataloader_drop_last=False"):
-        BatchPlan.cut(3, global_batch=4, micro_batch=4, world_size=1, rank=0, drop_last=True)
+        BatchPlan.cut(3, global_batch=4, micro_batch=4, data_parallel_size=1, rank=0, drop_last=True)
     with pytest.raises(DataError, match="no samples"):
-        BatchPlan.cut(0, global_batch=4, micro_batch=4, world_size=1, rank=0, drop_last=False)
+        BatchPlan.cut(0, global_batch=4, micro_batch=4, data_parallel_size=1, rank=0, drop_last=False)
 
 
 def test_grouping_by_length_sorts_stretches_and_keeps_every_sample() -> None:

@@ -66,7 +66,7 @@ def test_the_lengths_of_one_global_batch_are_near_on_every_rank() -> None:
     order = LengthGroupedOrder(LENGTHS, 1, 800)
     random = RandomOrder(len(LENGTHS), 1)
     plans = [
-        BatchPlan.cut(len(LENGTHS), global_batch=16, micro_batch=4, world_size=2, rank=rank, drop_last=False)
+        BatchPlan.cut(len(LENGTHS), global_batch=16, micro_batch=4, data_parallel_size=2, rank=rank, drop_last=False)
         for rank in range(2)
     ]
 

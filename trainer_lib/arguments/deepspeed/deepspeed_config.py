@@ -80,12 +80,13 @@ def adopt(args: TrainingArguments) -> ZeroPlan:
     return found
 
 
-def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
+def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> ZeroPlan:
     """What `args.deepspeed`, a mapping or the name of a JSON file, asks for; `args` stay as they are.
 
     Args:
         args: coerced arguments.
-        world_size: number of processes, where it is known; only train_batch_size depends on it.
+        data_parallel_size: processes that train on different samples, where it is known; only train_batch_size
+            depends on it.
 
     Raises:
         ConfigError: the file cannot be read; a key is unknown or not served; a value contradicts an argument (both are
@@ -95,7 +96,7 @@ def plan(args: ArgumentGroups, *, world_size: int | None = None) -> ZeroPlan:
     check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
     _check_beside(args)
     resolved: dict[str, Any] = {}
-    _batches(args, config, world_size)
+    _batches(args, config, data_parallel_size)
     zero = _zero(part_of(config, "zero_optimization"))
     precision, sections = _precision(args, config, resolved)
     clipping = resolve_setting(args, config, "gradient_clipping", "max_grad_norm", resolved)
@@ -146,13 +147,13 @@ def _check_beside(args: ArgumentGroups) -> None:
             )
 
 
-def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | None) -> None:
+def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size: int | None) -> None:
     settings, accumulation = BatchSettings.of(args.accelerator_config), args.gradient_accumulation_steps
     micro: int | None = args.per_device_train_batch_size
     total: int | None = args.global_batch_size
-    if world_size is not None:
-        micro = micro_batch_size(args, data_parallel_size=world_size, settings=settings)
-        total = total_batch_size(args, data_parallel_size=world_size, settings=settings)
+    if data_parallel_size is not None:
+        micro = micro_batch_size(args, data_parallel_size=data_parallel_size, settings=settings)
+        total = total_batch_size(args, data_parallel_size=data_parallel_size, settings=settings)
     elif settings.split_batches:
         micro = None  # known once the processes are counted
     derived: dict[str, int | None] = {
@@ -165,7 +166,7 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], world_size: int | 
         if written in (None, AUTO) or value is None or written == value:
             continue
         if key == "train_batch_size" and not args.global_batch_size:
-            shown = f"{micro} x {accumulation} x {world_size}"
+            shown = f"{micro} x {accumulation} x {data_parallel_size}"
             argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
             raise refused(key, written, f"contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
         raise refused(

@@ -56,7 +56,7 @@ class DeepSpeedStrategy(ZeroWeights):
     skips_micro_steps = False
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        self.plan: ZeroPlan = plan(args, world_size=comm.world_size)
+        self.plan: ZeroPlan = plan(args, data_parallel_size=comm.data_parallel.size)
         keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
         super().__init__(device, comm, keeps=keeps, mixed=self.plan.precision != "fp32")
         self.forward_communicates = self.plan.stage == 3
@@ -171,7 +171,8 @@ class DeepSpeedStrategy(ZeroWeights):
         return engine
 
     def _config(self, model: nn.Module | None, *, trains: bool = True) -> dict[str, Any]:
-        return zero_config.engine_config(self.plan, self._args, model, trains=trains)
+        size = self.comm.data_parallel.size
+        return zero_config.engine_config(self.plan, self._args, model, data_parallel_size=size, trains=trains)
 
     def _compiled(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """DeepSpeed's own Adam for the CPU over the same groups, where the configuration asks for it."""

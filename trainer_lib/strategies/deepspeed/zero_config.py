@@ -89,14 +89,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
 
 
 def engine_config(
-    plan: ZeroPlan, args: TrainingArguments, model: nn.Module | None, *, trains: bool = True
+    plan: ZeroPlan,
+    args: TrainingArguments,
+    model: nn.Module | None,
+    *,
+    data_parallel_size: int,
+    trains: bool = True,
 ) -> dict[str, Any]:
     """What `deepspeed.initialize` gets. The Trainer's own micro-steps decide when a step is complete."""
     zero = {"memory_efficient_linear": False, **plan.zero}  # else it replaces torch's linear for the whole process
     zero.update(_sizes(plan.automatic, model))
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch_size(args, data_parallel_size=args.world_size),
-        "gradient_accumulation_steps": accumulation_steps(args, data_parallel_size=args.world_size),
+        "train_micro_batch_size_per_gpu": micro_batch_size(args, data_parallel_size=data_parallel_size),
+        "gradient_accumulation_steps": accumulation_steps(args, data_parallel_size=data_parallel_size),
         "gradient_clipping": float(args.max_grad_norm),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": plan.allow_untested is not False,
