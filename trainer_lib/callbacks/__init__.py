@@ -1,1 +1,1 @@
-"""Callbacks: what watches the training loop and may steer it. `base` draws the lifecycle."""
+"""Callbacks watch the training loop and may steer it. `base` draws their lifecycle."""

@@ -1,4 +1,4 @@
-"""The callback protocol. This is the life of a run, and where each event fires:
+"""The callback protocol: the life of a run, and where each event fires.
 
 ::
 
@@ -8,7 +8,7 @@
         for each optimizer step:    on_step_begin
           for each micro-batch but the last:
             forward, backward       on_substep_end
-          forward, backward of the last
+          forward, backward         (the last micro-batch)
           clip gradients            on_pre_optimizer_step
           optimizer.step()          on_optimizer_step
           schedule, zero_grad       on_step_end         -> sets control.should_{log,evaluate,save,…_stop}
@@ -16,14 +16,14 @@
           if should_evaluate:
             for each batch:         on_prediction_step
                                     on_evaluate         (and on_log, with the metrics)
-          if should_save:           on_save             then on_push_begin, if the model is pushed to a hub
-                                    on_epoch_end        -> log, evaluate and save again, as after on_step_end
+          if should_save:           on_save             (and on_push_begin, when the model is pushed to a hub)
+                                    on_epoch_end        then logs, evaluates and saves as after on_step_end
                                     on_train_end
     predict():                      on_prediction_step for each batch, then on_predict
     push_to_hub():                  on_push_begin
 
-A callback reads `args`, `state` and the keyword arguments; it acts only by setting switches of `control`, which it may
-return. Callbacks run in the order in which they were added, the Trainer's own first.
+A callback reads `args`, `state` and the keyword arguments. It acts only by setting switches of `control`, which it may
+return. Callbacks run in the order in which they were added, after the Trainer's own.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
@@ -50,10 +52,10 @@ _OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
 
 
 class TrainerCallback:
-    """Base of all callbacks: every event does nothing until overridden.
+    """Base class of all callbacks; an event that is not overridden does nothing.
 
     Each event gets `args`, `state`, `control`, and by keyword `model`, `processing_class` (also as `tokenizer`),
-    `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`; take the ones you need and `**kwargs`.
+    `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`. Declare the ones you need, and `**kwargs`.
     """
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
@@ -62,7 +64,7 @@ class TrainerCallback:
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """Training begins (or goes on from a checkpoint)."""
+        """Training starts, or resumes from a checkpoint."""
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Training has ended."""
@@ -70,7 +72,7 @@ class TrainerCallback:
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """A pass over the data begins."""
+        """A pass over the data starts."""
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """A pass over the data has ended."""
@@ -78,7 +80,7 @@ class TrainerCallback:
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """The first micro-batch of an optimizer step comes next."""
+        """An optimizer step starts; its micro-batches are loaded."""
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -88,29 +90,29 @@ class TrainerCallback:
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """The optimizer has stepped; gradients are still there."""
+        """The optimizer has stepped; gradients are not cleared yet."""
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
-        """A micro-batch that is not the last of its step is done."""
+        """A micro-batch is done, and more follow in this optimizer step."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An optimizer step is done and counted."""
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """An evaluation is done; keyword `metrics` has its results."""
+        """An evaluation is done; the keyword argument `metrics` holds its results."""
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
     ) -> Any:
-        """A prediction is done; `metrics` has its results."""
+        """A prediction is done; `metrics` holds its results."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """A checkpoint is committed: that of `state.global_step`, which with `save_async` was some steps ago."""
+        """The checkpoint of `state.global_step` is committed; with `save_async`, training is some steps ahead."""
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """Something is logged; keyword `logs` has it."""
+        """The keyword argument `logs` is logged."""
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -124,11 +126,11 @@ class TrainerCallback:
 
 
 class CallbackHandler(TrainerCallback):
-    """Calls a list of callbacks in order, and hands each what it may read.
+    """Calls every event of a list of callbacks in order.
 
     Args:
         callbacks: instances, or classes to instantiate without arguments.
-        model, processing_class, optimizer, lr_scheduler: what the events get by keyword.
+        model, processing_class, optimizer, lr_scheduler: passed to the events by keyword.
     """
 
     def __init__(
@@ -153,29 +155,29 @@ class CallbackHandler(TrainerCallback):
 
     @property
     def callback_list(self) -> str:
-        """The callbacks' class names, one a line."""
+        """The class names of the callbacks, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Append a callback; a class is instantiated.
 
         Raises:
-            ConfigError: it is neither a callback nor a class of callbacks.
+            ConfigError: it has none of the events.
         """
         instance = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(instance, event, None)) for event in EVENTS):
             raise ConfigError(
-                "is not a callback.",
+                "The object is not a callback.",
                 field="callbacks",
                 value=type(instance).__name__,
                 remedy="Derive its class from TrainerCallback.",
             )
         if any(type(present) is type(instance) for present in self.callbacks):
-            logger.warning("There is a %s among the callbacks already; both will run.", type(instance).__name__)
+            logger.warning("A %s is already among the callbacks; both will run.", type(instance).__name__)
         self.callbacks.append(instance)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove and return a callback, or the first of a class; None if there is none."""
+        """Remove and return a callback, or the first one of a class; None when there is none."""
         for present in self.callbacks:
             if isinstance(present, callback) if isinstance(callback, type) else present == callback:
                 self.callbacks.remove(present)
@@ -183,13 +185,13 @@ class CallbackHandler(TrainerCallback):
         return None
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """`pop_callback` without the return."""
+        """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
 
     def call_event(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call one event of every callback that has it; a callback may return another control."""
+        """Call an event of every callback that overrides it; return the control, or what a callback returned for it."""
         for method in self._methods(event):
             result = method(
                 args,
@@ -208,118 +210,121 @@ class CallbackHandler(TrainerCallback):
         return control
 
     def _methods(self, event: str) -> list[Any]:
-        """What the callbacks have for an event, in their order.
+        """The callbacks' own methods for an event, in order.
 
-        For events of every step it is looked up once, and again after any other event or another list of callbacks.
+        For the events of a step they are looked up once, and again after any other event or a change of the list.
         """
         if self.callbacks != self._looked_at or event not in _OF_EVERY_STEP:
             self._looked_at = list(self.callbacks)
             self._found.clear()
         if (found := self._found.get(event)) is None:
+            # Inherited methods do nothing and are left out: most events of a step have no listener.
             untouched = getattr(TrainerCallback, event, None)
             methods = [getattr(callback, event, None) for callback in self.callbacks]
             found = [each for each in methods if each is not None and getattr(each, "__func__", None) is not untouched]
             self._found[event] = found
         return found
 
+    # -- events (each first clears the switch that it answers) --------------------------------------------------------
+
+    @override
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_init_end", args, state, control, **kwargs)
 
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_training_stop` first."""
         control.should_training_stop = False
         return self.call_event("on_train_begin", args, state, control, **kwargs)
 
+    @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_train_end", args, state, control, **kwargs)
 
+    @override
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_epoch_stop` first."""
         control.should_epoch_stop = False
         return self.call_event("on_epoch_begin", args, state, control, **kwargs)
 
+    @override
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_epoch_end", args, state, control, **kwargs)
 
+    @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_log`, `should_evaluate` and `should_save` first."""
         control._new_step()
         return self.call_event("on_step_begin", args, state, control, **kwargs)
 
+    @override
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_pre_optimizer_step", args, state, control, **kwargs)
 
+    @override
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_optimizer_step", args, state, control, **kwargs)
 
+    @override
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_substep_end", args, state, control, **kwargs)
 
+    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_step_end", args, state, control, **kwargs)
 
-    def on_evaluate(  # the metrics are positional here, as in the reference
+    @override
+    def on_evaluate(  # the metrics are positional, as in the reference
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_evaluate` first."""
         control.should_evaluate = False
         return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
 
+    @override
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
 
+    @override
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_save` first."""
         control.should_save = False
         return self.call_event("on_save", args, state, control, **kwargs)
 
-    def on_log(  # the logs are positional here, as in the reference
+    @override
+    def on_log(  # the logs are positional, as in the reference
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> TrainerControl:
-        """Clears `should_log` first."""
         control.should_log = False
         return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
 
+    @override
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_prediction_step", args, state, control, **kwargs)
 
+    @override
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """See `TrainerCallback`."""
         return self.call_event("on_push_begin", args, state, control, **kwargs)

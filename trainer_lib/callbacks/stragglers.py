@@ -1,12 +1,12 @@
-"""The rank that keeps the others waiting, by name.
+"""Finds the rank that keeps the others waiting.
 
-Training is as slow as its slowest rank, and from outside all look alike: they wait for each other in every step. What
-tells them apart is a rank's *own* time in a step: loading its data, without the wait for the others' counts, and its
-forwards. Backwards exchange gradients, so they do not count; nor do forwards that communicate (FSDP, ZeRO) or must not
-be hooked (compiled).
+Training is as slow as its slowest rank, and from outside all ranks look alike: they wait for each other in every step.
+They differ in their *own* time per step, which is the time to load data (without the wait for the other ranks' counts)
+plus the time of the forwards. Backwards exchange gradients and are not counted. Neither are forwards that communicate
+(FSDP, ZeRO) or cannot be hooked (compiled models).
 
-Own times travel through the process group's store, every few seconds, without a collective: no rank ever waits for
-them. On a GPU a forward's time is read from events of the stream that have passed already: the host never waits for
+Own times are exchanged through the process group's store every few seconds, without a collective, so no rank waits for
+them. On a GPU the time of a forward is read from events that the stream has passed already, so the host never waits for
 the device.
 """
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.distributed import ProcessGroup, current
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
     from trainer_lib.state import TrainerControl, TrainerState
 
 _log = logging.getLogger(__name__)
-LEAST_S = 0.001  # what is quicker than this nobody waits for
+MIN_DELAY_S = 0.001  # a shorter delay is not worth a warning
 
 
 class StragglerCallback(TrainerCallback):
-    """Warns when a rank's own time is a multiple of the median for a while. Does nothing in a world of one.
+    """Warns when a rank's own time per step stays well above the median. Does nothing with a single process.
 
     Args:
-        factor: how many times the median is too slow.
-        windows: how many windows in a row; each is warned of once.
-        every_s: length of a window, seconds.
-        report: called with the warning, on rank 0; None: the log.
+        factor: a rank is slow when its own time exceeds this multiple of the median.
+        windows: number of slow windows in a row after which a warning is given, once.
+        every_s: length of a window in seconds.
+        report: called with the warning on rank 0; default: the log.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class StragglerCallback(TrainerCallback):
         self._disturbed = True
         self._begun = self._waited = self._loading = self._next = 0.0
         self._slow: dict[int, int] = {}
-        self._heard: dict[int, str] = {}
+        self._counted: dict[int, str] = {}
 
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Get ready to measure."""
         comm = current()
         if not isinstance(comm, ProcessGroup):
             return
@@ -80,15 +81,15 @@ class StragglerCallback(TrainerCallback):
         self._disturbed, self._own, self._begun = True, [], time.perf_counter()
         self._next = time.monotonic() + self._every_s
 
+    @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The data is here."""
         if self._comm is not None:
             self._loading = time.perf_counter() - self._begun - (self._comm.waited_s - self._waited)
 
+    @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """One step's own time is complete, the next one's begins."""
         if self._clock is None or self._comm is None:
             return
         forwards = self._clock.lap()
@@ -100,22 +101,23 @@ class StragglerCallback(TrainerCallback):
             self._next = time.monotonic() + self._every_s
         self._begun, self._waited = time.perf_counter(), self._comm.waited_s
 
+    @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """What happens between steps is no part of them: rank 0 writes logs and checkpoints, and is not slow for it."""
+        # Rank 0 alone writes logs and checkpoints between steps: the step around them is not measured.
         self._disturbed = True
 
     on_save = on_evaluate = on_prediction_step = on_log
 
+    @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop measuring."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._clock, self._comm, self._store = [], None, None, None
 
     def _exchange(self, comm: ProcessGroup) -> None:
-        """Say the own time of this window; on rank 0 read everybody's newest, and judge."""
+        """Write this rank's own time to the store; on rank 0 read all ranks' newest times and compare them."""
         own, self._own = self._own, []
         if not own:
             return
@@ -124,50 +126,50 @@ class StragglerCallback(TrainerCallback):
             keys = [str(rank) for rank in range(comm.world_size)]
             if comm.rank != 0 or not self._store.check(keys):
                 return
-            said = [bytes(value).decode() for value in self._store.multi_get(keys)]
-        except RuntimeError:  # the store is gone; why, others will tell
+            reports = [bytes(value).decode() for value in self._store.multi_get(keys)]
+        except RuntimeError:  # the store is gone; training itself reports why
             self._clock = None
             return
-        self._judge(said)
+        self._compare(reports)
 
-    def _judge(self, said: list[str]) -> None:
-        times = [float(json.loads(text)[1]) for text in said]
+    def _compare(self, reports: list[str]) -> None:
+        times = [float(json.loads(text)[1]) for text in reports]
         usual = statistics.median_low(times)
-        for rank, (text, own) in enumerate(zip(said, times, strict=True)):
-            if own <= max(self._factor * usual, usual + LEAST_S):
+        for rank, (text, own) in enumerate(zip(reports, times, strict=True)):
+            if own <= max(self._factor * usual, usual + MIN_DELAY_S):
                 self._slow.pop(rank, None)
-            elif text != self._heard.get(rank):  # a rank that is very slow says something less often
+            elif text != self._counted.get(rank):  # a very slow rank reports less often: count each report once
                 self._slow[rank] = self._slow.get(rank, 0) + 1
                 if self._slow[rank] == self._windows:
                     self._report(
-                        f"rank {rank} is slow: {own * 1000:.1f} ms of its own a step, the median is "
-                        f"{usual * 1000:.1f} ms; the others wait for it."
+                        f"Rank {rank} is slow: it needs {own * 1000:.1f} ms of its own per step, and the median is "
+                        f"{usual * 1000:.1f} ms; the other ranks wait for it."
                     )
-            self._heard[rank] = text
+            self._counted[rank] = text
 
 
 class _HostClock:
-    """How long a step's forwards take, as the host sees it."""
+    """Measures the forwards of a step on the host."""
 
     def __init__(self) -> None:
         self._begun = self._seconds = 0.0
 
     def begin(self, *_: Any) -> None:
-        """A forward begins."""
+        """Note the start of a forward."""
         self._begun = time.perf_counter()
 
     def end(self, *_: Any) -> None:
-        """It has ended."""
+        """Note the end of a forward."""
         self._seconds += time.perf_counter() - self._begun
 
     def lap(self) -> float:
-        """Seconds since the last call."""
+        """Seconds of the forwards since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 class _StreamClock:
-    """The same as the GPU sees it, told a step late: its events are only asked whether they have passed."""
+    """Measures the forwards of a step on the GPU, one step late, so that the host never waits for an event."""
 
     def __init__(self) -> None:
         self._begun: Any = None
@@ -175,21 +177,21 @@ class _StreamClock:
         self._before: list[tuple[Any, Any]] = []
 
     def begin(self, *_: Any) -> None:
-        """A forward begins."""
-        self._begun = _event()
+        """Note the start of a forward."""
+        self._begun = _record_event()
 
     def end(self, *_: Any) -> None:
-        """It has ended."""
-        self._pairs.append((self._begun, _event()))
+        """Note the end of a forward."""
+        self._pairs.append((self._begun, _record_event()))
 
     def lap(self) -> float:
-        """Seconds of the step before the one that has ended, as far as they have passed on the device."""
+        """Seconds of the previous step's forwards, as far as the device has passed them."""
         passed = sum(begun.elapsed_time(ended) for begun, ended in self._before if ended.query()) / 1000
         self._before, self._pairs = self._pairs, []
         return float(passed)
 
 
-def _event() -> Any:
+def _record_event() -> Any:
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

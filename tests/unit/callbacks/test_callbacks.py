@@ -106,7 +106,7 @@ def test_callbacks_are_added_found_and_removed_by_class_or_instance(caplog: pyte
     handler = _handler(DefaultFlowCallback, recorder)
     assert handler.callback_list == "DefaultFlowCallback\nRecorder"
     handler.add_callback(Recorder)
-    assert "Recorder among the callbacks already" in caplog.text
+    assert "Recorder is already among the callbacks" in caplog.text
     assert handler.pop_callback(recorder) is recorder
     assert isinstance(handler.pop_callback(Recorder), Recorder)
     assert handler.pop_callback(Recorder) is None
@@ -210,7 +210,7 @@ def test_a_non_finite_metric_never_improves() -> None:
 def test_a_missing_metric_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
     callback = EarlyStoppingCallback()
     assert _watch([1.0, 2.0], callback, metric_for_best_model="bleu") == [False, False]
-    assert "no eval_bleu" in caplog.text
+    assert "no metric eval_bleu" in caplog.text
 
 
 def test_it_does_not_depend_on_when_the_trainer_updates_its_best() -> None:
