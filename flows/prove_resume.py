@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
@@ -33,8 +33,13 @@ from tasks.stage.context import StageContext
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
+from trainer_lib.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
 
+if TYPE_CHECKING:
+    from tasks.stage.runner import StageAttempt
+
+R = TypeVar("R")
 FORMAT = 1
 _QUIETLY: dict[str, Any] = {
     "logging_strategy": "steps",
@@ -110,24 +115,24 @@ class _Proof:
         """Everything in order."""
         self._say("training without an interruption")
         whole = self._train("whole")
-        steps = int(whole["global_step"])
+        steps = whole.global_step
         at = self._stop_at(steps)
         self._say(f"training again: {'SIGKILL' if self._question.kill else 'SIGTERM'} after step {at} of {steps}")
         self._stop(at)
         self._say("resuming")
         resumed = self._train("resumed")
-        if resumed["resumed_from"] is None and not self._question.kill:
+        if resumed.resumed_from is None and not self._question.kill:
             raise InfrastructureError("The stopped training left no checkpoint to resume from.", field="resumed")
         self._say("comparing")
         found = self._compare("whole", "resumed")
-        differences = [*found["differences"], *_exports(whole, resumed)]
+        differences = [*found.differences, *_exports(whole, resumed)]
         record = {
             "verdict": "different" if differences else "equal",
             "steps": steps,
             "stopped": {"after_step": at, "by": "SIGKILL" if self._question.kill else "SIGTERM"},
-            "resumed_from": resumed["resumed_from"] or 0,
-            "processes": resumed["world_size"],
-            "compared": found["compared"],
+            "resumed_from": resumed.resumed_from or 0,
+            "processes": resumed.world_size,
+            "compared": found.compared,
             "first_difference": differences[0] if differences else None,
             "differences": differences,
             "repeatable": self._repeatable() if differences else True,
@@ -138,7 +143,7 @@ class _Proof:
         """Whether training without any interruption gives the same twice: if not, resuming is not to blame."""
         self._say("they differ; training a third time, to see whether the training itself can be repeated")
         self._train("again")
-        return not self._compare("whole", "again")["differences"]
+        return not self._compare("whole", "again").differences
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -157,24 +162,23 @@ class _Proof:
         spec = self._spec
         return StageContext(name=spec.name, recipe=spec.recipe, storage=self._place, root=spec.root)
 
-    def _train(self, name: str, **proof: Any) -> dict[str, Any]:
-        from tasks.stage.worker import data_request
+    def _train(self, name: str, proof: Proof = Proof()) -> TrainResult:  # noqa: B008 - frozen
+        from tasks.stage.worker import model_fields, sent_arguments
 
-        train = self._spec.train
-        return self._launched(
-            "train",
-            name,
-            data=data_request(self._data),
+        train, attempt = self._spec.train, self._attempt(name)
+        request = TrainRequest(
+            **model_fields(train, self._context(), attempt, self._data),
+            args=sent_arguments(self._arguments()),
             model=train.model,
-            args=self._arguments(),
             train_split=train.train_split,
             eval_split=train.eval_split,
             proof=proof,
         )
+        return self._launched(request, attempt)
 
     def _stop(self, at: int) -> None:
         try:
-            self._train("resumed", stop_at=at, kill=self._question.kill)
+            self._train("resumed", Proof(stop_at=at, kill=self._question.kill))
         except InfrastructureError:
             if not self._question.kill:
                 raise
@@ -183,31 +187,28 @@ class _Proof:
         else:
             raise InfrastructureError(f"The training could not be stopped after step {at}.", field="--at", value=at)
 
-    def _compare(self, one: str, other: str) -> dict[str, Any]:
-        checkpoints = [Store.open(self._place).child(name, "checkpoints").url for name in (one, other)]
-        return self._launched("compare", "comparison", whole=checkpoints[0], resumed=checkpoints[1])
+    def _compare(self, one: str, other: str) -> CompareResult:
+        from tasks.stage.worker import common_fields
 
-    def _launched(self, verb: str, name: str, **more: Any) -> dict[str, Any]:
+        whole, resumed = (Store.open(self._place).child(name, "checkpoints").url for name in (one, other))
+        attempt = self._attempt("comparison")
+        common = common_fields(self._spec.train, self._context(), attempt)
+        return self._launched(
+            CompareRequest(**common, whole=whole, resumed=resumed), attempt, processes=1, kind="process"
+        )
+
+    def _attempt(self, name: str) -> StageAttempt:
         from tasks.stage.progress import StageProgress
         from tasks.stage.runner import StageAttempt
-        from tasks.stage.worker import run_verb
 
-        train = self._spec.train
-        settings = train.launch.model_copy(update={"max_restarts": 0})
-        if verb == "compare":
-            settings = settings.model_copy(update={"processes": 1, "kind": "process"})
-        attempt = StageAttempt(
-            name, Store.open(self._place).child(name), 1, 0, StageProgress(name), is_lost=lambda: False
-        )
-        return run_verb(
-            verb,
-            self._context(),
-            attempt,
-            settings,
-            recipe=train.recipe,
-            options=train.options,
-            **more,
-        )
+        store = Store.open(self._place).child(name)
+        return StageAttempt(name, store, 1, 0, StageProgress(name), is_lost=lambda: False)
+
+    def _launched(self, request: Request[R], attempt: StageAttempt, **launch: Any) -> R:
+        from tasks.stage.worker import launch_request
+
+        settings = self._spec.train.launch.model_copy(update={"max_restarts": 0, **launch})
+        return launch_request(request, settings, self._context(), attempt)
 
     def _arguments(self) -> dict[str, Any]:
         shorter = {} if self._question.steps is None else {"max_steps": self._question.steps}
@@ -259,13 +260,13 @@ def _place(keep: str | None) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exports(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
     """Differences of the exported models: those of their files."""
-    digests = [{str(file["path"]): file["sha256"] for file in result["files"]} for result in (whole, resumed)]
+    digests = [{file.path: file.sha256 for file in result.files} for result in (whole, resumed)]
     names = sorted(digests[0].keys() | digests[1].keys())
     pairs = [(name, digests[0].get(name, "absent"), digests[1].get(name, "absent")) for name in names]
     return [
-        {"step": whole["global_step"], "what": name, "whole": one[:16], "resumed": other[:16]}
+        {"step": whole.global_step, "what": name, "whole": one[:16], "resumed": other[:16]}
         for name, one, other in pairs
         if one != other
     ]

@@ -12,9 +12,9 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.sources import memory
 from tasks.stage.task import stage_task
-from tasks.stage.worker import entries, run_verb
-from trainer_lib.records import from_record, to_record
-from trainer_lib.requests import PreparedSplit
+from tasks.stage.worker import common_fields, launch_request
+from trainer_lib.records import to_record
+from trainer_lib.requests import PrepareRequest
 
 
 @stage_task("prepare-data")
@@ -26,22 +26,15 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
     """
 
     def work(attempt: StageAttempt) -> StageOutput:
-        result = run_verb(
-            "prepare",
-            context,
-            attempt,
-            config.launch,
-            recipe=config.recipe,
-            options=config.options,
-            shard_rows=config.shard_rows,
-            allow_nan=config.allow_nan,
+        request = PrepareRequest(
+            **common_fields(config, context, attempt), shard_rows=config.shard_rows, allow_nan=config.allow_nan
         )
-        splits = {name: from_record(PreparedSplit, split, name=name) for name, split in result["splits"].items()}
-        facts = PrepareFacts(splits, result["info"])
+        result = launch_request(request, config.launch, context, attempt)
+        facts = PrepareFacts(result.splits, result.info)
         # A file of its own, so that the content digest, and with it the keys of what follows, cover `info` too.
         described = attempt.store.write_bytes("data.json", json.dumps(to_record(facts), sort_keys=True).encode())
-        rows = {f"{name}_rows": split.rows for name, split in splits.items()}
-        return StageOutput([*entries(result["files"]), described], metrics=rows, facts=facts)
+        rows = {f"{name}_rows": split.rows for name, split in result.splits.items()}
+        return StageOutput((*result.files, described), metrics=rows, facts=facts)
 
     key = prepare_key(config, context.recipe, context.root, memory=memory(context.storage))
     return run_stage(key, context, work, retries=config.retries)

@@ -12,10 +12,9 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
-from tasks.stage.worker import data_request, dismiss, entries, run_verb
+from tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
 from trainer_lib.arguments import TrainingArguments
-
-_FACTS = ("global_step", "global_samples", "world_size", "resumed_from", "parameters")
+from trainer_lib.requests import TrainRequest
 
 
 @stage_task("train")
@@ -52,27 +51,25 @@ def _train(
     parsed: TrainingArguments,
     data: StageManifest[PrepareFacts],
 ) -> StageOutput:
-    result = run_verb(
-        "train",
-        context,
-        attempt,
-        config.launch,
-        recipe=config.recipe,
-        options=config.options,
-        tracking=context.tracking,
-        data=data_request(data),
+    request = TrainRequest(
+        **model_fields(config, context, attempt, data),
+        args=sent_arguments(_arguments(config, attempt.batch_halvings, parsed)),
         model=config.model,
-        args=_arguments(config, attempt.batch_halvings, parsed),
         train_split=config.train_split,
         eval_split=config.eval_split,
     )
+    result = launch_request(request, config.launch, context, attempt)
     facts = TrainFacts(
-        **{name: result.get(name) for name in _FACTS},
-        checkpoints=tuple(result["checkpoints"]),
+        global_step=result.global_step,
+        global_samples=result.global_samples,
+        world_size=result.world_size,
+        resumed_from=result.resumed_from,
+        checkpoints=result.checkpoints,
+        parameters=result.parameters,
         model=config.model,
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
     )
-    return StageOutput(entries(result["files"]), metrics=result["metrics"], facts=facts)
+    return StageOutput(result.files, metrics=result.metrics, facts=facts)
 
 
 def _arguments(config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:

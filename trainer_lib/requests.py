@@ -1,14 +1,36 @@
-"""What the orchestrator asks a worker for, and what the worker answers. Both ends import this module.
+"""What the orchestrator asks a worker for, and what the worker answers: one request and one result for each verb.
 
-No torch and no pydantic is imported here.
+::
+
+    launch(TrainRequest(...), config) -> TrainResult
+        request.json                       what the run directory and, on several machines, the rendezvous carry
+        trainer_lib.worker.train.run(Work[TrainRequest]) -> TrainResult
+        result.json                        written by rank 0
+
+Both ends import this module, which imports neither torch nor pydantic. Requests hold no secrets: these go to the
+workers as environment variables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
+from trainer_lib.errors import ConfigError
+from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry
+
+FORMAT = 1
+"""Raised when a request changes its meaning: the machines of one training must run the same version."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe's Python file, and the folder where its imports start."""
+
+    path: str
+    root: str
 
 
 @dataclass(frozen=True)
@@ -34,3 +56,265 @@ class PreparedData:
     splits: dict[str, PreparedSplit]
     info: dict[str, Any]
     files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a training ends that is part of `trainflow prove-resume`.
+
+    Attributes:
+        stop_at: optimizer step after which the process gets a signal; None: it runs to its end.
+        kill: the signal is SIGKILL, not SIGTERM.
+    """
+
+    stop_at: int | None = None
+    kill: bool = False
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """Files written, the splits they hold, and what the recipe notes for its model."""
+
+    files: tuple[FileEntry, ...]
+    splits: dict[str, PreparedSplit]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training.
+
+    Attributes:
+        files: those of the exported model, below `model/`.
+        metrics: as the Trainer returns them.
+        global_step: optimizer steps, those before a resume included.
+        global_samples: training samples seen, likewise.
+        world_size: processes.
+        resumed_from: optimizer step that training continued from; None: it began at the start.
+        checkpoints: names of the committed checkpoints, newest first.
+        parameters: number of the model's parameters.
+    """
+
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, Any]
+    global_step: int
+    global_samples: int
+    world_size: int
+    resumed_from: int | None
+    checkpoints: tuple[str, ...]
+    parameters: int
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Files written, and the metrics: split -> name -> value."""
+
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """Parquet files written, and the number of predicted rows."""
+
+    files: tuple[FileEntry, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """Differences between two trainings in the order of time, and what was compared (counts by name)."""
+
+    differences: tuple[dict[str, Any], ...]
+    compared: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """An imported checkpoint.
+
+    Attributes:
+        step: optimizer step.
+        url: where it is committed.
+        parameters: parameters with optimizer state.
+        files: number of files.
+        bytes: their size.
+        left_out: names in the source folder that were not imported.
+        notes: sentences about what differs after resuming.
+    """
+
+    step: int
+    url: str
+    parameters: int
+    files: int
+    bytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Generic[R]):
+    """What every request has.
+
+    Attributes:
+        output: folder or URL to write to.
+        recipe: whose functions are called; None: the verb needs none.
+        options: the recipe's own settings of this stage.
+        tracking: whether the environment names an MLflow run to add points to.
+        debug: keep the files of the run.
+    """
+
+    verb: ClassVar[str]
+    result: ClassVar[type[Any]]
+    functions: ClassVar[tuple[str, ...]] = ("build_model",)
+    """Functions that the recipe must define for this verb."""
+    by_verb: ClassVar[dict[str, type[Request[Any]]]] = {}
+
+    output: str
+    recipe: RecipeFile | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tracking: bool = False
+    debug: bool = False
+
+    def __init_subclass__(cls, *, verb: str | None = None, result: type[Any] | None = None, **options: Any) -> None:
+        """Remember the class as the request of `verb`, which `result` answers."""
+        super().__init_subclass__(**options)
+        if verb is not None and result is not None:
+            cls.verb, cls.result = verb, result
+            Request.by_verb[verb] = cls
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether the worker uses the CPU although there are devices."""
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data; `read_request` is the inverse."""
+        return {"format": FORMAT, "verb": self.verb, **to_record(self)}
+
+    def read_result(self, record: object) -> R:
+        """The worker's answer from plain JSON data.
+
+        Raises:
+            ConfigError: it is not such a result: the worker runs another version.
+        """
+        result: R = from_record(self.result, record, name="result.json")
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResult):
+    """Write the recipe's rows as shards.
+
+    Attributes:
+        shard_rows: rows of a shard.
+        allow_nan: accept NaN and infinite values.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ("prepare",)
+
+    shard_rows: int = 10_000
+    allow_nan: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(Request[R], Generic[R]):
+    """What training, evaluation and prediction have in common.
+
+    Attributes:
+        data: the prepared data.
+        model: settings that build_model is given.
+        args: training arguments by name.
+    """
+
+    data: PreparedData
+    model: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether the worker uses the CPU although there are devices."""
+        return str(self.args.get("use_cpu", "")).lower() in ("true", "1", "yes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
+    """Train from the newest good checkpoint in `output`, or from the start, and export the model.
+
+    Attributes:
+        eval_split: evaluated while training; None: none.
+        proof: set for a training that is part of a proof.
+    """
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    proof: Proof | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
+    """Measure the model exported at `model_url` on each split."""
+
+    model_url: str
+    splits: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest(ModelRequest[PredictResult], verb="predict", result=PredictResult):
+    """Predict a split with the model exported at `model_url`."""
+
+    model_url: str
+    split: str
+    rows_per_file: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(Request[CompareResult], verb="compare", result=CompareResult):
+    """Compare the checkpoints of two trainings, each below its URL."""
+
+    whole: str
+    resumed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportRequest(Request[ImportResult], verb="import_checkpoint", result=ImportResult):
+    """Commit a checkpoint of the transformers Trainer in our format.
+
+    Attributes:
+        source: URL of its folder.
+        model: function of the recipe that returns the model as it was trained; None: found from config.json.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    source: str
+    model: str | None = None
+
+
+def read_request(record: object) -> Request[Any]:
+    """A request from plain JSON data.
+
+    Raises:
+        ConfigError: another format, an unknown verb, or a field that is unknown, missing or of another type.
+    """
+    if not isinstance(record, Mapping) or record.get("format") != FORMAT:
+        raise ConfigError(
+            f"This is not a request of format {FORMAT}.",
+            field="request.json",
+            remedy="Use the same version of trainflow for the command and its workers.",
+        )
+    verb = record.get("verb")
+    kind = Request.by_verb.get(str(verb))
+    if kind is None:
+        known = ", ".join(Request.by_verb)
+        raise ConfigError("The worker has no such verb.", field="verb", value=verb, remedy=f"Use one of {known}.")
+    fields = {name: value for name, value in record.items() if name not in ("format", "verb")}
+    return from_record(kind, fields, name=kind.verb)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -15,11 +14,12 @@ from flows.cli.options import Debug, Json, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.records import to_record
+from trainer_lib.requests import ImportRequest, ImportResult, RecipeFile
 
 app = typer.Typer(help="List, verify, prune and import checkpoints, wherever they are.", no_args_is_help=True)
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a stage's folder, or a storage.")]
-_VERB = "import_checkpoint"
 
 
 @app.command("list")
@@ -97,16 +97,14 @@ def import_(
     from trainer_lib.launch import LaunchConfig, launch
     from trainer_lib.storage import Store
 
-    request = {
-        "format": 1,
-        "verb": _VERB,
-        "recipe": None,
-        "model": None,
-        "source": Store.open(source, field="source").url,
-        "output": Store.open(destination, field="destination").url,
-        "debug": debug,
-        **(_function(model) if model is not None else {}),
-    }
+    recipe, function = _function(model) if model is not None else (None, None)
+    request = ImportRequest(
+        output=Store.open(destination, field="destination").url,
+        source=Store.open(source, field="source").url,
+        recipe=recipe,
+        model=function,
+        debug=debug,
+    )
     out = terminal.console(stderr=True)
     with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
         result = launch(
@@ -117,13 +115,13 @@ def import_(
             on_event=lambda event: None,
         )
     if as_json:
-        print_json({"ok": True, "exit_code": 0, **result})
+        print_json({"ok": True, "exit_code": 0, **to_record(result)})
     else:
         terminal.show(_imported(result, destination))
 
 
-def _function(text: str) -> dict[str, Any]:
-    """The request's part for ``FILE.py:FUNCTION``."""
+def _function(text: str) -> tuple[RecipeFile, str]:
+    """The file and the function that ``FILE.py:FUNCTION`` names."""
     path, _, name = text.rpartition(":")
     file = Path(path).expanduser().absolute()
     if not name.isidentifier() or not file.is_file():
@@ -133,17 +131,17 @@ def _function(text: str) -> dict[str, Any]:
             value=text,
             remedy="Write for example --model train.py:build_model, a function without arguments.",
         )
-    return {"recipe": {"path": str(file), "root": str(file.parent)}, "model": name}
+    return RecipeFile(str(file), str(file.parent)), name
 
 
-def _imported(result: Mapping[str, Any], destination: str) -> list[Text]:
+def _imported(result: ImportResult, destination: str) -> list[Text]:
     from flows.cli.inventory import size
 
-    left_out = ", ".join(result["left_out"]) or "nothing"
+    left_out = ", ".join(result.left_out) or "nothing"
     return [
-        Text(f"imported  step {result['step']}, {result['parameters']} parameters, {size(result['bytes'])}", "green"),
-        Text(f"  where     {shown(result['url'])}"),
+        Text(f"imported  step {result.step}, {result.parameters} parameters, {size(result.bytes)}", "green"),
+        Text(f"  where     {shown(result.url)}"),
         Text(f"  left out  {left_out}"),
-        *(Text(f"  note      {note}") for note in result["notes"]),
+        *(Text(f"  note      {note}") for note in result.notes),
         Text(f"  resume    output_dir={shlex.quote(destination)} resume_from_checkpoint=True"),
     ]

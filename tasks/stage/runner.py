@@ -10,7 +10,7 @@ remove leftovers, check the lease, COMMIT
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -55,7 +55,7 @@ class StageAttempt:
 class StageOutput:
     """What a stage's work returns: its files by path from the stage's folder, numbers, and facts for what follows."""
 
-    files: list[FileEntry]
+    files: Sequence[FileEntry]
     metrics: dict[str, Any] = field(default_factory=dict)
     facts: StageFacts = field(default_factory=StageFacts)
 

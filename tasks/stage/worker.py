@@ -1,62 +1,59 @@
-"""One worker verb, launched: the only way in which a stage does anything heavy."""
+"""Requests of the stages to their workers: the only way in which a stage does anything heavy."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from tasks.configs import LaunchSettings
+from tasks.configs import LaunchSettings, StageSettings
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt
-from tasks.tracking import RunHandle
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.launch import check, from_settings, launch, nodes
-from trainer_lib.records import to_record
-from trainer_lib.requests import PreparedData
-from trainer_lib.storage import FileEntry
+from trainer_lib.requests import PreparedData, RecipeFile, Request
+
+R = TypeVar("R")
 
 _ASK_EVERY_S = 3.0
 
 
-def run_verb(
-    verb: str,
-    context: StageContext,
-    attempt: StageAttempt,
-    settings: LaunchSettings,
-    *,
-    recipe: str | None,
-    options: Mapping[str, Any],
-    tracking: RunHandle | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Run one verb of `trainer_lib.worker` in processes of its own; its result.
+def common_fields(config: StageSettings, context: StageContext, attempt: StageAttempt) -> dict[str, Any]:
+    """The fields that every stage's request has, by name."""
+    recipe = config.recipe or context.recipe
+    root = context.root if context.root is not None else str(find_root(recipe))
+    return {
+        "output": attempt.store.url,
+        "recipe": RecipeFile(recipe, root),
+        "options": config.options,
+        "debug": context.debug,
+    }
 
-    Args:
-        recipe: the stage's own recipe; None: the context's.
-        tracking: the MLflow run that the workers add their points to, or None.
-        more: the verb's own part of the request.
+
+def model_fields(
+    config: StageSettings, context: StageContext, attempt: StageAttempt, data: StageManifest[PrepareFacts]
+) -> dict[str, Any]:
+    """The fields of `common_fields`, and those of a stage that works with a model, but for its arguments."""
+    prepared = PreparedData(data.url, data.facts.splits, data.facts.info, data.files)
+    common = common_fields(config, context, attempt)
+    return {**common, "tracking": context.tracking is not None, "data": prepared}
+
+
+def sent_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Training arguments as a request carries them: the launcher reads `use_cpu`, however a spec spells it."""
+    return {**args, "use_cpu": TrainingArguments.from_dict(args).use_cpu}
+
+
+def launch_request(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> R:
+    """Carry a request out in processes of its own and return the worker's answer.
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    recipe = recipe or context.recipe
-    root = context.root
-    request = {
-        "format": 1,
-        "verb": verb,
-        "recipe": {"path": recipe, "root": root if root is not None else str(find_root(recipe))},
-        "options": dict(options),
-        "output": attempt.store.url,
-        "tracking": tracking is not None,
-        "debug": context.debug,
-        **more,
-    }
-    if "args" in more:  # the launcher counts devices or cores by it: however it was spelt
-        request["args"] = {**more["args"], "use_cpu": TrainingArguments.from_dict(more["args"]).use_cpu}
+    tracking = context.tracking if request.tracking else None
     return launch(
         request,
         from_settings(settings.model_dump()),
@@ -72,22 +69,6 @@ def dismiss(settings: LaunchSettings) -> None:
     config = from_settings(settings.model_dump())
     if config.kind in ("accelerate", "environment") or config.several_nodes:
         nodes.dismiss(check(config, use_cpu=True))
-
-
-def entries(files: list[Mapping[str, Any]]) -> list[FileEntry]:
-    """The files of a worker's result."""
-    return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files]
-
-
-def data_request(manifest: StageManifest[PrepareFacts]) -> dict[str, Any]:
-    """The prepared data as a request carries it."""
-    facts = manifest.facts
-    return to_record(PreparedData(manifest.url, facts.splits, facts.info, manifest.files))
-
-
-def model_request(manifest: StageManifest[TrainFacts]) -> dict[str, Any]:
-    """The trained model as a request carries it: where it lies, and the settings it was built with."""
-    return {"model_url": f"{manifest.url}/model", "model": manifest.facts.model}
 
 
 def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:

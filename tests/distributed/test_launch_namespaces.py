@@ -17,13 +17,14 @@ from tests.support import tiny
 from tests.support.launched import Owner
 from tests.support.nodes import ADDRESSES, PORT, Follower, Network, two_machines
 from tests.support.repository import ROOT
+from trainer_lib.requests import PreparedData, Request
 
 pytestmark = pytest.mark.needs("namespaces")
 ENDPOINT = f"{ADDRESSES[0]}:{PORT}"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     return tiny.prepared(tmp_path_factory.mktemp("prepared"))
 
 
@@ -36,7 +37,7 @@ def network() -> Iterator[Network]:
 class Pair:
     """A leading and a following machine at work on one request."""
 
-    def __init__(self, folder: Path, network: Network, asked: dict[str, Any], **config: Any) -> None:
+    def __init__(self, folder: Path, network: Network, asked: Request[Any], **config: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         usual = {"nodes": 2, "rendezvous": ENDPOINT, "processes": 1, "grace_s": 5.0, "join_timeout_s": 40.0}
         env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.05"}
@@ -59,12 +60,12 @@ def saves(output: str) -> int:
 
 
 def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
-    tmp_path: Path, data: dict[str, Any], network: Network
+    tmp_path: Path, data: PreparedData, network: Network
 ) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     first = Pair(tmp_path / "first", network, asked)
     try:
-        while saves(asked["output"]) < 2:
+        while saves(asked.output) < 2:
             assert first.owner.process.is_running()
             time.sleep(0.05)
         network.cut()
@@ -87,7 +88,7 @@ def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
     assert result["resumed_from"] >= 12
     whole = str(tmp_path / "whole")
     tiny.run(tiny.train_request(tmp_path, data, whole), processes=2)
-    assert tiny.weights(asked["output"]) == tiny.weights(whole)
+    assert tiny.weights(asked.output) == tiny.weights(whole)
 
 
 SCRIPT = """

@@ -19,15 +19,16 @@ from tests.support import tiny
 from tests.support.nodes import Follower
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.requests import PreparedData, PrepareRequest, Request
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     return tiny.prepared(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> str:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: PreparedData) -> str:
     folder = tmp_path_factory.mktemp("whole")
     tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=2)
     return tiny.weights(str(folder / "train"))
@@ -65,7 +66,7 @@ class Leader:
         self.events: list[dict[str, Any]] = []
         self._then = dict(then or {})  # what to do after so many saves
 
-    def __call__(self, asked: dict[str, Any], env: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
+    def __call__(self, asked: Request[Any], env: dict[str, str] | None = None, **config: Any) -> Any:
         config = {**self.config, "join_timeout_s": 30.0, **config}
         variables = {"OMP_NUM_THREADS": "1", **(env or {})}
         return launch(asked, LaunchConfig(**config), env=variables, on_line=lambda line: None, on_event=self._event)
@@ -84,9 +85,9 @@ def kill_agent() -> None:
     os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
 
 
-def assert_logged_once(asked: dict[str, Any]) -> None:
+def assert_logged_once(asked: Request[Any]) -> None:
     """However often it was started again, the run's history has each step once."""
-    history = json.loads(Path(asked["output"], "history.json").read_text())
+    history = json.loads(Path(asked.output, "history.json").read_text())
     steps = [entry["step"] for entry in history if "loss" in entry]
     assert steps == [10, 20, 30]
 
@@ -98,7 +99,7 @@ def worker_pid(folder: Path, rank: int) -> int:
 
 
 def test_whatever_is_killed_both_machines_train_what_two_processes_train(
-    tmp_path: Path, data: dict[str, Any], uninterrupted: str, endpoint: str, join: Join
+    tmp_path: Path, data: PreparedData, uninterrupted: str, endpoint: str, join: Join
 ) -> None:
     """First a worker of the other machine, then the leading machine's agent."""
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
@@ -110,31 +111,31 @@ def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     assert f"rank 1 was killed by SIGKILL (9) on {socket.gethostname()} at step" in worker
     assert "Starting again (1 of 2)" in worker
     assert agent == "the launcher was killed by SIGKILL (9). Starting again (2 of 2)."
-    assert (result["world_size"], result["global_step"]) == (2, 36)
+    assert (result.world_size, result.global_step) == (2, 36)
     first, second = (event["step"] for event in leader.told("resume"))
     saved = [event["step"] for event in leader.told("save")]
     assert first == saved[1]
     assert second >= saved[3]  # workers that see their agent gone agree on a step and save it
     assert follower.wait() == 0
-    assert tiny.weights(asked["output"]) == uninterrupted
+    assert tiny.weights(asked.output) == uninterrupted
     assert_logged_once(asked)
 
 
 def test_a_machine_that_dies_for_good_is_done_without(
-    tmp_path: Path, data: dict[str, Any], uninterrupted: str, endpoint: str, join: Join
+    tmp_path: Path, data: PreparedData, uninterrupted: str, endpoint: str, join: Join
 ) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     follower = join()
     leader = Leader(endpoint, {2: follower.kill_all})
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
-    assert (result["world_size"], result["global_step"]) == (1, 36)
-    assert result["resumed_from"] >= leader.told("save")[1]["step"]
+    assert (result.world_size, result.global_step) == (1, 36)
+    assert result.resumed_from >= leader.told("save")[1]["step"]
     assert re.match(r"the machine .* was lost at step \d+: no sign of life", leader.told("warning")[0]["message"])
     assert_logged_once(asked)
 
 
 def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
-    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
 ) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     follower = join("other", "--env", "BAD_RANK=1")
@@ -146,7 +147,7 @@ def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
     assert "this rank cannot collate" in follower.output()
 
 
-def test_nobody_comes(tmp_path: Path, data: dict[str, Any], endpoint: str) -> None:
+def test_nobody_comes(tmp_path: Path, data: PreparedData, endpoint: str) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     with pytest.raises(InfrastructureError, match=r"only 0 of 1 other machine\(s\) came within 1 s") as caught:
         Leader(endpoint)(asked, join_timeout_s=1.0)
@@ -160,7 +161,7 @@ def test_nobody_leads(join: Join) -> None:
 
 
 def test_two_machines_that_claim_one_place_are_refused(
-    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
 ) -> None:
     followers = [join(name, "--node-rank", "1") for name in ("first", "second")]
     with pytest.raises(ConfigError, match=r"node_rank = 1: .* claim the same place"):
@@ -168,14 +169,14 @@ def test_two_machines_that_claim_one_place_are_refused(
     assert [follower.wait() for follower in followers] == [ConfigError.exit_code] * 2
 
 
-def test_a_machine_with_too_few_cores_says_so(tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join) -> None:
+def test_a_machine_with_too_few_cores_says_so(tmp_path: Path, data: PreparedData, endpoint: str, join: Join) -> None:
     join("other", "--processes", "4096")
     with pytest.raises(ConfigError, match=rf"processes = 4096: .* CPU core.* \(on {socket.gethostname()}\)"):
         Leader(endpoint)(tiny.train_request(tmp_path, data, str(tmp_path / "train")))
 
 
 def test_a_hang_shows_the_stacks_of_both_machines(
-    tmp_path: Path, data: dict[str, Any], endpoint: str, join: Join
+    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
 ) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     join("other", "--env", "STEP_S=600")
@@ -193,5 +194,5 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, endpoin
         other.bind((host, int(port)))
         other.listen()
         with pytest.raises(TrainflowError, match="Address already in use"):
-            Leader(endpoint)({"verb": "train", "output": str(tmp_path)})
+            Leader(endpoint)(PrepareRequest(output=str(tmp_path)))
     assert time.monotonic() - begun < 5

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,6 +19,9 @@ from tests.support.launched import request
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Preempted
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.requests import Request
+
+R = TypeVar("R")
 
 ROWS = """
 def prepare(options, out):
@@ -36,13 +39,13 @@ class Heard:
 
     def launch(
         self,
-        request: dict[str, Any],
+        request: Request[R],
         *,
         env: dict[str, str] | None = None,
         should_cancel: Callable[[], bool] | None = None,
         on_line: Callable[[str], None] | None = None,
         **config: Any,
-    ) -> dict[str, Any]:
+    ) -> R:
         return launch(
             request,
             LaunchConfig(**{"kind": "process", "grace_s": 2.0, **config}),
@@ -65,7 +68,7 @@ def nothing_left() -> bool:
 def test_result_lines_and_events_come_back(heard: Heard, tmp_path: Path) -> None:
     recipe = "import os\nprint('first'); print('carriage\\rreturn', end=''); print('é', os.environ['SECRET'])\n" + ROWS
     result = heard.launch(request(tmp_path, recipe), env={"SECRET": "from the caller"})
-    assert result["splits"]["train"]["rows"] == 2
+    assert result.splits["train"].rows == 2
     assert heard.lines == ["first", "carriage", "returné from the caller"]
     assert [event["event"] for event in heard.events] == ["start", "progress"]
     assert nothing_left()
@@ -108,7 +111,7 @@ def test_a_worker_told_to_stop_is_preempted(heard: Heard, tmp_path: Path) -> Non
 def test_restarts_go_on_after_a_lost_worker_but_not_after_a_bug(heard: Heard, tmp_path: Path) -> None:
     lose = "import os\nfrom pathlib import Path\nmark = Path(__file__).with_name('mark')\n"
     lose += "if not mark.exists():\n    mark.touch(); os.kill(os.getpid(), 9)\n"
-    assert heard.launch(request(tmp_path, lose + ROWS), max_restarts=1)["splits"]["train"]["rows"] == 2
+    assert heard.launch(request(tmp_path, lose + ROWS), max_restarts=1).splits["train"].rows == 2
     assert [event["message"] for event in heard.events if event["event"] == "warning"] == [
         "rank 0 was killed by SIGKILL (9). Starting again (1 of 1)."
     ]
@@ -153,7 +156,7 @@ def test_run_files_are_private_and_kept_only_for_debugging(heard: Heard, tmp_pat
 def test_in_process_gives_the_same_and_restores_the_environment(heard: Heard, tmp_path: Path) -> None:
     recipe = "import os\nassert os.environ['GIVEN'] == 'yes'\n" + ROWS
     result = heard.launch(request(tmp_path, recipe), kind="in_process", env={"GIVEN": "yes"})
-    assert result["splits"]["train"]["rows"] == 2
+    assert result.splits["train"].rows == 2
     assert "GIVEN" not in os.environ
     assert [event["event"] for event in heard.events] == ["start", "progress"]
     with pytest.raises(CodeError, match="AssertionError"):
@@ -178,7 +181,7 @@ SAYS = "import os\nprint(*(os.environ.get(name) for name in ('RANK', 'WORLD_SIZE
 
 def test_accelerate_starts_as_many_as_were_asked_for(heard: Heard, tmp_path: Path) -> None:
     result = heard.launch(request(tmp_path, SAYS + ROWS), kind="accelerate", processes=2, threads=3)
-    assert result["splits"]["train"]["rows"] == 2
+    assert result.splits["train"].rows == 2
     assert sorted(line for line in heard.lines if " 2 " in line) == ["0 2 0 3", "[rank 1] 1 2 1 3"]
     assert nothing_left()
 
@@ -211,7 +214,7 @@ def test_accelerates_ranks_fail_by_name(heard: Heard, tmp_path: Path) -> None:
 
 def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     """On a CPU, `accelerate launch` may start one process that takes itself for all, and says nothing."""
-    run_dir = RunDir.create(request(tmp_path, ROWS), 1.0, lambda: False)
+    run_dir = RunDir.create(request(tmp_path, ROWS).to_json(), 1.0, lambda: False)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--quiet"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "trainer_lib.worker"]
     done = subprocess.run([*command, "prepare", str(run_dir.path)], env={**os.environ, "TRAINFLOW_WORLD_SIZE": "2"})

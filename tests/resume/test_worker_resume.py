@@ -15,15 +15,16 @@ from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted
 from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.requests import PreparedData, Request
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     return tiny.prepared(tmp_path_factory.mktemp("prepared"))
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: dict[str, Any]) -> str:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: PreparedData) -> str:
     folder = tmp_path_factory.mktemp("whole")
     tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=2)
     return tiny.weights(str(folder / "train"))
@@ -46,7 +47,7 @@ class Listener:
                 self._then()
 
 
-def launched(asked: dict[str, Any], listener: Listener, **more: Any) -> dict[str, Any]:
+def launched(asked: Request[Any], listener: Listener, **more: Any) -> dict[str, Any]:
     config = LaunchConfig(processes=2, grace_s=20.0)
     env = {"STEP_S": "0.05", "OMP_NUM_THREADS": "1"}
     return launch(asked, config, env=env, on_line=lambda line: None, on_event=listener, **more)
@@ -59,7 +60,7 @@ def kill_worker(rank: int) -> None:
     os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
 
 
-def test_cancelled_then_killed_then_finished(tmp_path: Path, data: dict[str, Any], uninterrupted: str) -> None:
+def test_cancelled_then_killed_then_finished(tmp_path: Path, data: PreparedData, uninterrupted: str) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     listener = Listener()
     with pytest.raises(Interrupted, match="saved at step") as cancelled:
@@ -72,11 +73,11 @@ def test_cancelled_then_killed_then_finished(tmp_path: Path, data: dict[str, Any
     assert listener.resumed == cancelled.value.step
 
     result = tiny.run(asked, processes=2)
-    assert result["resumed_from"] >= listener.saved[-1]
-    assert tiny.weights(asked["output"]) == uninterrupted
+    assert result.resumed_from >= listener.saved[-1]
+    assert tiny.weights(asked.output) == uninterrupted
 
 
-def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, data: PreparedData) -> None:
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
     with pytest.raises(CodeError, match="this rank cannot collate") as caught:
         tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
@@ -84,7 +85,7 @@ def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, data: dict[str, Any]
     assert f"{tmp_path}/recipe.py" in str(caught.value)
 
 
-def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, data: dict[str, Any]) -> None:
+def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, data: PreparedData) -> None:
     output = str(tmp_path / "train")
     tiny.run(tiny.train_request(tmp_path, data, output, max_steps=4), kind="in_process")
     more = {"data": data, "model_url": f"{output}/model", "model": {}, "args": tiny.ARGS}
@@ -95,5 +96,5 @@ def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, data: dic
         predicted = tiny.run(
             request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config
         )
-        results.append((evaluated["metrics"]["test"]["accuracy"], predicted))
+        results.append((evaluated.metrics["test"]["accuracy"], predicted))
     assert results[0] == results[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.requests import ImportRequest, ImportResult, RecipeFile
 
 SETTINGS: dict[str, Any] = {
     "logging_strategy": "steps",
@@ -32,17 +33,15 @@ def peer_run(folder: Path, model: Any, rows: list[Any], **given: Any) -> Any:
     return peer
 
 
-def import_here(source: Path | str, destination: Path | str, model: str | None = None) -> dict[str, Any]:
+def import_here(source: Path | str, destination: Path | str, model: str | None = None) -> ImportResult:
     """Import a checkpoint in this process; `model` is FILE.py:FUNCTION."""
     path, _, name = (model or "").rpartition(":")
-    request = {
-        "format": 1,
-        "verb": "import_checkpoint",
-        "recipe": {"path": path, "root": str(Path(path).parent)} if model else None,
-        "model": name if model else None,
-        "source": str(source),
-        "output": str(destination),
-    }
+    request = ImportRequest(
+        output=str(destination),
+        source=str(source),
+        recipe=RecipeFile(path, str(Path(path).parent)) if model else None,
+        model=name if model else None,
+    )
     ignore = LaunchConfig(kind="in_process", processes=1)
     return launch(request, ignore, env={}, on_line=lambda line: None, on_event=lambda event: None)
 

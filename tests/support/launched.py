@@ -13,6 +13,9 @@ from typing import Any
 
 import psutil
 
+from trainer_lib.records import to_record
+from trainer_lib.requests import RecipeFile, Request, read_request
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # A recipe that needs no torch: it says that it is there, leaves a grandchild in a session of its own, and waits.
@@ -42,28 +45,20 @@ def build_model(options, data):
 """
 
 
-def request(folder: Path, recipe: str = WAITING_RECIPE, verb: str = "prepare", **fields: Any) -> dict[str, Any]:
+def request(folder: Path, recipe: str = WAITING_RECIPE, verb: str = "prepare", **fields: Any) -> Any:
     """A request for a recipe written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.py").write_text(recipe)
-    return {
-        "format": 1,
-        "verb": verb,
-        "recipe": {"path": str(folder / "recipe.py"), "root": str(folder)},
-        "options": {},
-        "output": str(folder / "out"),
-        "tracking": False,
-        "debug": False,
-        **fields,
-    }
+    given = {"output": str(folder / "out"), "recipe": RecipeFile(str(folder / "recipe.py"), str(folder)), **fields}
+    return Request.by_verb[verb](**given)
 
 
 class Owner:
     """A process that calls `launch` with a request and a configuration, and writes down how it ended."""
 
-    def __init__(self, folder: Path, request: dict[str, Any], prefix: Sequence[str] = (), **config: Any) -> None:
+    def __init__(self, folder: Path, request: Request[Any], prefix: Sequence[str] = (), **config: Any) -> None:
         self._outcome = folder / "outcome.json"
-        (folder / "job.json").write_text(json.dumps({"request": request, "config": config}))
+        (folder / "job.json").write_text(json.dumps({"request": request.to_json(), "config": config}))
         (folder / "tmp").mkdir(exist_ok=True)
         self.process = psutil.Popen(
             [*prefix, sys.executable, str(Path(__file__).resolve()), str(folder)],
@@ -138,9 +133,13 @@ def _main(folder: Path) -> None:
     events: list[dict[str, Any]] = []
     try:
         result = launch(
-            job["request"], LaunchConfig(**job["config"]), env={}, on_line=lines.append, on_event=events.append
+            read_request(job["request"]),
+            LaunchConfig(**job["config"]),
+            env={},
+            on_line=lines.append,
+            on_event=events.append,
         )
-        outcome = {"class": None, "result": result}
+        outcome = {"class": None, "result": to_record(result)}
     except BaseException as error:
         outcome = from_exception(error).to_record()
     temporary = folder / "outcome.tmp"

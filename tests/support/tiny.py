@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.support.launched import request
 from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.requests import PreparedData, Request
+
+R = TypeVar("R")
 
 RECIPE = """
 import os
@@ -79,20 +82,20 @@ ARGS: dict[str, Any] = {
 }
 
 
-def prepared(folder: Path) -> dict[str, Any]:
+def prepared(folder: Path) -> PreparedData:
     """The recipe's data, prepared below `folder` (in this process), as requests describe it."""
     asked = request(folder, RECIPE, output=str(folder / "data"), shard_rows=40)
     result = run(asked, kind="in_process")
-    return {"url": asked["output"], **result}
+    return PreparedData(asked.output, result.splits, result.info, result.files)
 
 
-def train_request(folder: Path, data: dict[str, Any], output: str, **args: Any) -> dict[str, Any]:
+def train_request(folder: Path, data: PreparedData, output: str, **args: Any) -> Any:
     """A request to train the recipe."""
     more = {"data": data, "model": {}, "args": {**ARGS, **args}, "train_split": "train", "eval_split": None}
     return request(folder, RECIPE, "train", output=output, **more)
 
 
-def run(asked: dict[str, Any], env: dict[str, str] | None = None, **config: Any) -> dict[str, Any]:
+def run(asked: Request[R], env: dict[str, str] | None = None, **config: Any) -> R:
     """Launch a request and wait for its result."""
     return launch(
         asked,

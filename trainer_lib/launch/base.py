@@ -13,7 +13,7 @@ result file back, or raises the failure of the first rank that failed. They diff
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun
@@ -22,17 +22,20 @@ from trainer_lib.launch.failures import failure
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import free_port, single_process, worker_environment
+from trainer_lib.requests import Request
+
+R = TypeVar("R")
 
 
 def launch(
-    request: dict[str, Any],
+    request: Request[R],
     config: LaunchConfig,
     *,
     env: Mapping[str, str],
     on_line: Callable[[str], None],
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool] | None = None,
-) -> dict[str, Any]:
+) -> R:
     """Run one request in processes of its own and return its result. Blocks; callbacks come in the calling thread.
 
     Whatever ends this call (a result, a failure, Ctrl-C, any exception of a callback) also ends every process that it
@@ -40,8 +43,8 @@ def launch(
     caller itself is killed, the guard does the same.
 
     Args:
-        request: what `trainer_lib.worker` reads; goes into a private file (and to the other machines, if there are any)
-            and must hold no secret.
+        request: see `trainer_lib.requests`; goes into a private file (and to the other machines, if there are any), and
+            must hold no secret.
         env: variables for the workers over `config.env`; secrets belong here.
         on_line: called with each line the workers print.
         on_event: called with each progress event (step, loss, …).
@@ -50,12 +53,11 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    use_cpu = str(request.get("args", {}).get("use_cpu", "")).lower() in ("true", "1", "yes")
-    config = check(config, use_cpu=use_cpu)
+    config = check(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
     restarts = 0
     while True:
-        run_dir = RunDir.create(request, config.grace_s, listener.should_cancel)
+        run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel)
         try:
             return _attempt(request, config, run_dir, env, listener)
         except InfrastructureError as error:
@@ -65,7 +67,7 @@ def launch(
             message = f"{error.message} Starting again ({restarts} of {config.max_restarts})."
             on_event({"event": "warning", "message": message})
         finally:
-            if request.get("debug"):
+            if request.debug:
                 run_dir.keep()
                 on_line(f"run files kept for debugging: {run_dir.path}")
             else:
@@ -73,17 +75,17 @@ def launch(
 
 
 def _attempt(
-    request: dict[str, Any], config: LaunchConfig, run_dir: RunDir, env: Mapping[str, str], listener: Listener
-) -> dict[str, Any]:
+    request: Request[R], config: LaunchConfig, run_dir: RunDir, env: Mapping[str, str], listener: Listener
+) -> R:
     if config.kind == "in_process":
         return in_process.run(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
     environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
-    command = _command(str(request["verb"]), config, run_dir, environment)
+    command = _command(request.verb, config, run_dir, environment)
     ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.
     if result is not None and not run_dir.errors():
-        return result
+        return request.read_result(result)
     raise failure(run_dir, ending, direct=config.kind == "process")
 
 

@@ -6,17 +6,20 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.requests import Request
+
+R = TypeVar("R")
 
 
 def run(
-    request: dict[str, Any],
+    request: Request[R],
     run_dir: RunDir,
     env: Mapping[str, str],
     on_event: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+) -> R:
     """Carry the request out here and return its result. Output goes where this process prints.
 
     The worker is found by name when it runs, as for every other launcher: importing `launch` must not import it.
@@ -26,7 +29,7 @@ def run(
     """
     worker = importlib.import_module("trainer_lib.worker.session")
     with environment(env):
-        result: dict[str, Any] = worker.run_here(str(request["verb"]), run_dir, on_event)
+        result: R = worker.run_here(request, run_dir, on_event)
     return result
 
 

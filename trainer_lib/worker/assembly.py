@@ -21,13 +21,13 @@ from trainer_lib.worker.events import EventsCallback
 from trainer_lib.worker.session import Work
 
 
-def arguments(work: Work, verb: str, output_dir: str) -> TrainingArguments:
+def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
     """The request's training arguments, completed by what the worker decides.
 
     Nobody sits before a worker: progress goes out as events, not as bars. With a tracked run, the training curve goes
     to MLflow (the flow logs the other stages' results). A recipe that collates its rows itself gets all their columns.
     """
-    given = dict(work.request["args"])
+    given = dict(work.request.args)
     given["output_dir"] = output_dir
     given.setdefault("disable_tqdm", True)
     if verb != "train":  # these arguments come from training, and ask for what is not there now
@@ -35,17 +35,17 @@ def arguments(work: Work, verb: str, output_dir: str) -> TrainingArguments:
     if work.recipe.collate is not None:
         given.setdefault("remove_unused_columns", False)
     args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
-    if verb == "train" and work.request.get("tracking") and os.environ.get("MLFLOW_RUN_ID"):
+    if verb == "train" and work.request.tracking and os.environ.get("MLFLOW_RUN_ID"):
         names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
         names = [name for name in names if name != "none"]
         args.report_to = names if "mlflow" in names or "all" in names else [*names, "mlflow"]
     return args
 
 
-def build_model(work: Work, args: TrainingArguments, data: DataInfo) -> nn.Module:
+def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.Module:
     """The recipe's model. Its initial weights depend on the seed only: every rank and every retry has the same."""
     set_seed(args.seed)
-    model = work.recipe.build_model(work.request["model"], data)
+    model = work.recipe.build_model(work.request.model, data)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"build_model() must return a torch.nn.Module, got {type(model).__name__}.",
@@ -57,7 +57,7 @@ def build_model(work: Work, args: TrainingArguments, data: DataInfo) -> nn.Modul
 
 
 def build_trainer(
-    work: Work,
+    work: Work[Any],
     args: TrainingArguments,
     model: nn.Module,
     callbacks: Sequence[Any],
@@ -65,7 +65,7 @@ def build_trainer(
 ) -> Any:
     """The recipe's Trainer (or ours) around its functions and `callbacks`. What it logs is reported, not printed."""
     recipe = work.recipe
-    own = recipe.callbacks(work.request["options"])
+    own = recipe.callbacks(work.request.options)
     trainer = recipe.trainer_class(Trainer)(
         model=model,
         args=args,
@@ -82,7 +82,7 @@ def build_trainer(
     return trainer
 
 
-def events_callback(work: Work, args: TrainingArguments) -> EventsCallback:
+def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
     """Progress events for a Trainer with these arguments."""
     return EventsCallback(work.events, total_batch_size(args, data_parallel_size=work.world_size))
 

@@ -17,6 +17,7 @@ from trainer_lib.checkpoint.layout import TRAINER_STATE, TRAINING_ARGS
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.commit import verify_files
 from trainer_lib.errors import DamagedError
+from trainer_lib.requests import CompareRequest, CompareResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.session import Work
 
@@ -31,15 +32,13 @@ _ORDER = ("model", "optimizer", "scheduler", "scaler", "data", "rng", "trainer_s
 Difference = dict[str, Any]
 
 
-def run(work: Work) -> dict[str, Any]:
-    """Compare the checkpoints below ``request["whole"]`` and ``request["resumed"]``.
-
-    Returns ``{"differences": [...], "compared": {...}}``: differences in the order of time, steps before states.
+def run(work: Work[CompareRequest]) -> CompareResult:
+    """Compare the checkpoints of two trainings: differences in the order of time, steps before states.
 
     Raises:
         DamagedError: a checkpoint has none of its steps in common, or is not as it was committed.
     """
-    whole, resumed = (Store.open(work.request[name]) for name in ("whole", "resumed"))
+    whole, resumed = Store.open(work.request.whole), Store.open(work.request.resumed)
     pairs = _common(whole, resumed)
     counts: dict[str, Any] = {"checkpoints": [step for step, _, _ in pairs]}
     _, *last = pairs[-1]
@@ -49,7 +48,7 @@ def run(work: Work) -> dict[str, Any]:
         if found:  # what follows from it is no news
             differences += found
             break
-    return {"differences": differences[:_SHOWN], "compared": counts}
+    return CompareResult(tuple(differences[:_SHOWN]), counts)
 
 
 def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, CheckpointInfo]]:

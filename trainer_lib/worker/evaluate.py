@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,8 @@ from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.recipes import DataInfo
+from trainer_lib.records import to_record
+from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.session import Work
@@ -26,15 +27,16 @@ OVERALL = "overall"  # what after_evaluate measured belongs to no split
 RETURNED = ("files", "metrics")
 
 
-def run(work: Work) -> dict[str, Any]:
-    """Evaluate every split. Returns files and ``{"metrics": {split: {name: value}}}``; complete on rank 0."""
+def run(work: Work[EvaluateRequest]) -> EvaluateResult:
+    """Evaluate every split. The result is complete on rank 0."""
     request = work.request
-    store = Store.open(request["output"], field="storage")
+    store = Store.open(request.output, field="storage")
     args = arguments(work, "evaluate", store.url)
-    data = DataInfo(request["data"])
-    splits = {name: ArrowSplit(request["data"], name) for name in request["splits"]}
+    prepared = to_record(request.data)
+    data = DataInfo(prepared)
+    splits = {name: ArrowSplit(prepared, name) for name in request.splits}
     model = build_model(work, args, data)
-    load_weights(model, request["model_url"])
+    load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [events_callback(work, args)])
     metrics: dict[str, dict[str, float]] = {}
     for name, split in splits.items():
@@ -42,7 +44,7 @@ def run(work: Work) -> dict[str, Any]:
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
     files: list[FileEntry] = []
     if work.rank == 0:  # should this raise, the others lose contact, which is reported as the consequence that it is
-        data.history = _history(request["model_url"])
+        data.history = _history(request.model_url)
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
@@ -50,7 +52,7 @@ def run(work: Work) -> dict[str, Any]:
         files.append(store.write_bytes("metrics.json", lasting.encode()))
     trainer.comm.barrier()
     distributed.shutdown()
-    return {"files": [dataclasses.asdict(entry) for entry in files], "metrics": metrics}
+    return EvaluateResult(tuple(files), metrics)
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:
@@ -65,14 +67,16 @@ def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name.removeprefix(f"{PREFIX}_"): float(value) for name, value in numbers.items()}
 
 
-def _afterwards(work: Work, store: Store, model: nn.Module, data: DataInfo) -> tuple[dict[str, float], list[FileEntry]]:
+def _afterwards(
+    work: Work[EvaluateRequest], store: Store, model: nn.Module, data: DataInfo
+) -> tuple[dict[str, float], list[FileEntry]]:
     """The recipe's own measurements and files (samples, plots)."""
     if work.recipe.after_evaluate is None:
         return {}, []
     work.events.emit("progress", message="after_evaluate")
     model.eval()
     with torch.no_grad():
-        given = dict(work.recipe.after_evaluate(model, data, work.request["options"]))
+        given = dict(work.recipe.after_evaluate(model, data, work.request.options))
     unknown = sorted(set(given) - set(RETURNED))
     if unknown:
         remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'

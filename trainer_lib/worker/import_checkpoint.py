@@ -18,6 +18,7 @@ from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names
+from trainer_lib.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.single import SingleStrategy
 from trainer_lib.trainer import models
@@ -27,11 +28,11 @@ from trainer_lib.worker.session import Work
 _PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def run(work: Work) -> dict[str, Any]:
-    """Read everything, then write and commit. Returns step, URL, what was left out, and what differs afterwards."""
+def run(work: Work[ImportRequest]) -> ImportResult:
+    """Read everything, then write and commit."""
     request = work.request
-    root = Store.open(request["output"], field="destination")
-    source = importing.read_source(Store.open(request["source"], field="source"))
+    root = Store.open(request.output, field="destination")
+    source = importing.read_source(Store.open(request.source, field="source"))
     step = int(source.state.global_step)
     _check_free(root, step)
     work.events.emit("progress", message=f"read {len(source.tensors):,} tensors of step {step}")
@@ -52,15 +53,15 @@ def run(work: Work) -> dict[str, Any]:
         meta={**meta, "imported_from": source.url, "strategy": "transformers", "global_samples": 0},
     )
     info = save_checkpoint(root, snapshot, SingleProcess())
-    return {
-        "step": step,
-        "url": info.url,
-        "parameters": sum(map(len, names)),
-        "files": len(info.commit.files),
-        "bytes": sum(entry.size for entry in info.commit.files),
-        "left_out": source.left_out,
-        "notes": _notes(source, names, model),
-    }
+    return ImportResult(
+        step=step,
+        url=info.url,
+        parameters=sum(map(len, names)),
+        files=len(info.commit.files),
+        bytes=sum(entry.size for entry in info.commit.files),
+        left_out=tuple(source.left_out),
+        notes=tuple(_notes(source, names, model)),
+    )
 
 
 def _check_free(root: Store, step: int) -> None:
@@ -76,9 +77,9 @@ def _check_free(root: Store, step: int) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _model(work: Work, source: importing.Source) -> nn.Module | None:
+def _model(work: Work[ImportRequest], source: importing.Source) -> nn.Module | None:
     """The model that was trained: what the user's function returns, or what config.json describes; None for neither."""
-    name = work.request["model"]
+    name = work.request.model
     if name is not None:
         model = work.recipe.call(name)
         if not isinstance(model, nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 import time
 from typing import Any
 
@@ -13,34 +13,36 @@ from trainer_lib.data.shards import ArrowSplit, PredictionWriter
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.recipes import DataInfo
+from trainer_lib.records import from_record, to_record
+from trainer_lib.requests import PredictRequest, PredictResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_weights
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
 
 
-def run(work: Work) -> dict[str, Any]:
-    """Predict one split. Returns files and the number of rows; complete on rank 0."""
+def run(work: Work[PredictRequest]) -> PredictResult:
+    """Predict one split. The result is complete on rank 0."""
     request = work.request
-    store = Store.open(request["output"], field="storage")
+    store = Store.open(request.output, field="storage")
     args = arguments(work, "predict", store.url)
-    data = DataInfo(request["data"])
-    split = ArrowSplit(request["data"], request["split"])
+    prepared = to_record(request.data)
+    data, split = DataInfo(prepared), ArrowSplit(prepared, request.split)
     model = build_model(work, args, data)
-    load_weights(model, request["model_url"])
+    load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [])
-    rows_per_file = int(request.get("rows_per_file", 10_000))
-    writer = PredictionWriter(store, request["split"], rows=len(split), rows_per_file=rows_per_file)
+    writer = PredictionWriter(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
     parts = {part: _part(work, writer, part, trainer, split, data) for part in writer.parts(work.rank, work.world_size)}
-    gathered = trainer.comm.gather_json([[part, dataclasses.asdict(entry)] for part, entry in parts.items()])
-    files = [entry for _, entry in sorted(pair for rank in gathered or [] for pair in rank)]
+    gathered = trainer.comm.gather_json([[part, to_record(entry)] for part, entry in parts.items()])
+    pairs = sorted((pair for rank in gathered or [] for pair in rank), key=operator.itemgetter(0))
+    files = tuple(from_record(FileEntry, entry) for _, entry in pairs)
     trainer.comm.barrier()
     distributed.shutdown()
-    return {"files": files, "rows": len(split)}
+    return PredictResult(files, len(split))
 
 
 def _part(
-    work: Work, writer: PredictionWriter, part: int, trainer: Any, split: ArrowSplit, data: DataInfo
+    work: Work[PredictRequest], writer: PredictionWriter, part: int, trainer: Any, split: ArrowSplit, data: DataInfo
 ) -> FileEntry:
     """The finished part of an earlier run, or a new one. Memory holds the outputs of one part (on disk when large)."""
     finished = writer.finished(part)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from trainer_lib.data.shards import SplitWriter
 from trainer_lib.recipes import PrepareOutput
+from trainer_lib.records import from_record
+from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.session import Work
 
 
-def run(work: Work) -> dict[str, Any]:
-    """Write every split. Returns files, splits, info as the request's protocol says.
+def run(work: Work[PrepareRequest]) -> PrepareResult | None:
+    """Write every split, on rank 0.
 
     Raises:
         DataError: an empty split, rows that do not fit each other, NaN.
     """
     if work.rank != 0:
-        return {}
+        return None
     request = work.request
-    store = Store.open(request["output"], field="storage")
+    store = Store.open(request.output, field="storage")
     out = PrepareOutput(store)
-    splits: dict[str, Any] = {}
+    splits: dict[str, PreparedSplit] = {}
     files: list[FileEntry] = []
-    for name, rows in work.recipe.prepare(request["options"], out).items():
+    for name, rows in work.recipe.prepare(request.options, out).items():
 
         def report(count: int, split: str = name) -> None:
             work.events.emit("progress", step=count, message=f"{split}: {count:,} rows")
@@ -32,11 +31,11 @@ def run(work: Work) -> dict[str, Any]:
         writer = SplitWriter(
             store,
             name,
-            shard_rows=int(request.get("shard_rows", 10_000)),
-            allow_nan=bool(request.get("allow_nan", False)),
+            shard_rows=request.shard_rows,
+            allow_nan=request.allow_nan,
             on_shard=report,
         )
-        splits[name] = writer.write(rows)
+        splits[name] = from_record(PreparedSplit, writer.write(rows), name=name)
         files += writer.files
     files += out.files()
-    return {"files": [dataclasses.asdict(entry) for entry in files], "splits": splits, "info": out.checked_info()}
+    return PrepareResult(tuple(files), splits, out.checked_info())

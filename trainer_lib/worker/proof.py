@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.requests import Proof
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
 
 
-def proving(asked: Mapping[str, Any] | None) -> list[TrainerCallback]:
-    """The callbacks of a training that is part of a proof; none for any other.
-
-    `asked` is the request's "proof": ``{"stop_at": step or None, "kill": whether without a warning}``.
-    """
-    return [] if asked is None else [ProofCallback(asked.get("stop_at"), kill=bool(asked.get("kill")))]
+def proof_callbacks(proof: Proof | None) -> list[TrainerCallback]:
+    """The callbacks of a training that is part of a proof; none for any other."""
+    return [] if proof is None else [ProofCallback(proof.stop_at, kill=proof.kill)]
 
 
 class ProofCallback(TrainerCallback):

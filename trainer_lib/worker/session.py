@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
 from trainer_lib import recipes
 from trainer_lib.agreement import is_lost_peer
@@ -24,9 +24,9 @@ from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, Trai
 from trainer_lib.guard import descendants, send
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.watch import ParentWatch
+from trainer_lib.records import to_record
+from trainer_lib.requests import Request, read_request
 
-FORMAT = 1
-VERBS = ("prepare", "train", "evaluate", "predict", "compare", "import_checkpoint")
 FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
 
@@ -59,18 +59,23 @@ class Events:
             file.write(json.dumps(record).encode() + b"\n")
 
 
+Q = TypeVar("Q", bound=Request[Any])
+R = TypeVar("R")
+
+
 @dataclass(frozen=True)
-class Work:
-    """What a verb gets.
+class Work(Generic[Q]):
+    """What a verb is given on one rank.
 
     Attributes:
-        request: the request, as its task wrote it.
-        recipe: loaded.
-        rank, world_size: who we are.
+        request: what is asked for.
+        recipe: the loaded recipe.
+        rank: of this process, from 0.
+        world_size: number of processes.
         events: where progress goes.
     """
 
-    request: dict[str, Any]
+    request: Q
     recipe: recipes.Recipe
     rank: int
     world_size: int
@@ -79,7 +84,7 @@ class Work:
 
 def main(argv: list[str]) -> int:
     """Run one rank to its end. Returns the exit code: 0, or that of the failure."""
-    verb, path = argv
+    path = argv[1]  # the verb before it names the process for whoever lists processes; the request holds it too
     run_dir = RunDir(Path(path))
     _take_local_rank()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -92,15 +97,16 @@ def main(argv: list[str]) -> int:
     work = None
     try:
         _check_world(world_size)
-        work = _work(run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
-        result = _run(verb, work)
+        request = read_request(run_dir.read_json("request.json"))
+        work = _make_work(request, run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
+        result = _run_verb(work)
     except BaseException as error:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         return leaving.within(FAILED_EXIT_S, _fail(run_dir, rank, world_size, error, work))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # done: there is nothing left to stop
     if rank == 0:
-        run_dir.write_json("result.json", result)
+        run_dir.write_json("result.json", to_record(result))
     watch.close()
     return leaving.within(EXIT_S, 0)
 
@@ -150,43 +156,37 @@ class _Leaving:
         os._exit(self._code)
 
 
-def run_here(verb: str, run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run a verb in the calling process (one rank) and return its result; raises its typed failure."""
+def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> R:
+    """Carry a request out in the calling process, as its only rank.
+
+    Raises:
+        TrainflowError: its typed failure.
+    """
     work = None
     try:
-        work = _work(run_dir, 0, 1, Events(run_dir.path / "events.jsonl", 0, on_event))
-        return _run(verb, work)
+        work = _make_work(request, run_dir, 0, 1, Events(run_dir.path / "events.jsonl", 0, on_event))
+        result: R = _run_verb(work)
+        return result
     except (KeyboardInterrupt, TrainflowError):
         raise
     except BaseException as error:
         raise recipes.user_error(error, work.recipe.root if work else run_dir.path) from error
 
 
-def _work(run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work:
-    request = run_dir.read_json("request.json")
-    if request is None or request.get("format") != FORMAT:
-        raise ConfigError(
-            f"is not a request of format {FORMAT}.",
-            field="request.json",
-            remedy="Use the same version of trainflow for the command and its workers.",
-        )
-    return Work(request, _recipe(request, run_dir), rank, world_size, events)
+def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work[Q]:
+    return Work(request, _load_recipe(request, run_dir), rank, world_size, events)
 
 
-def _recipe(request: dict[str, Any], run_dir: RunDir) -> recipes.Recipe:
-    given = request["recipe"]
-    if given is None:
+def _load_recipe(request: Request[Any], run_dir: RunDir) -> recipes.Recipe:
+    if request.recipe is None:
         return recipes.absent(run_dir.path)
-    needs = {"prepare": ("prepare",), "import_checkpoint": ()}.get(request["verb"], ("build_model",))
-    return recipes.load(given["path"], given["root"], needs=needs)
+    return recipes.load(request.recipe.path, request.recipe.root, needs=request.functions)
 
 
-def _run(verb: str, work: Work) -> dict[str, Any]:
-    if verb not in VERBS:
-        raise ConfigError("is not a verb of the worker.", field="verb", value=verb, remedy=f"Use one of {VERBS}.")
+def _run_verb(work: Work[Any]) -> Any:
+    verb = work.request.verb
     work.events.emit("start", message=verb)
-    result: dict[str, Any] = importlib.import_module(f"trainer_lib.worker.{verb}").run(work)
-    return result
+    return importlib.import_module(f"trainer_lib.worker.{verb}").run(work)  # a verb imports torch, this module does not
 
 
 def _set_up_streams(rank: int) -> None:
@@ -235,7 +235,7 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)
 
 
-def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work | None) -> int:
+def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work[Any] | None) -> int:
     """Write down why, end whatever this rank started, and return the exit code."""
     root = work.recipe.root if work is not None else run_dir.path
     secondary = world_size > 1 and is_lost_peer(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -14,9 +13,11 @@ from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.recipes import DataInfo
+from trainer_lib.records import to_record
+from trainer_lib.requests import TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
-from trainer_lib.worker.proof import proving
+from trainer_lib.worker.proof import proof_callbacks
 from trainer_lib.worker.session import Work
 
 MODEL = "model"
@@ -24,7 +25,7 @@ CHECKPOINTS = "checkpoints"
 HISTORY = "history.json"
 
 
-def run(work: Work) -> dict[str, Any]:
+def run(work: Work[TrainRequest]) -> TrainResult | None:
     """Train and export. The result is complete on rank 0.
 
     Raises:
@@ -32,38 +33,38 @@ def run(work: Work) -> dict[str, Any]:
         TrainflowError: as the Trainer and the recipe give them.
     """
     request = work.request
-    output = Store.open(request["output"], field="storage")
+    output = Store.open(request.output, field="storage")
     args = arguments(work, "train", output.child(CHECKPOINTS).url)
-    data = DataInfo(request["data"])
-    train_set = ArrowSplit(request["data"], request["train_split"])
-    eval_set = ArrowSplit(request["data"], request["eval_split"]) if request.get("eval_split") else None
+    prepared = to_record(request.data)
+    data, train_set = DataInfo(prepared), ArrowSplit(prepared, request.train_split)
+    eval_set = ArrowSplit(prepared, request.eval_split) if request.eval_split else None
     events = events_callback(work, args)
     model = build_model(work, args, data)
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
-    callbacks = [*proving(request.get("proof")), events, slow]
+    callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     trained = trainer.train(resume_from_checkpoint="auto")
     trainer.save_model(output.child(MODEL).url)
     trainer.comm.barrier()
-    result: dict[str, Any] = {}
+    result: TrainResult | None = None
     if work.rank == 0:
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
-        result = {
-            "files": [dataclasses.asdict(entry) for entry in _exported(work, output, args)],
-            "metrics": {name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
-            "global_step": trainer.state.global_step,
-            "global_samples": _samples(trainer.state.global_step, len(train_set), args, work.world_size),
-            "world_size": work.world_size,
-            "resumed_from": events.resumed_from,
-            "checkpoints": [info.name for info in list_checkpoints(output.child(CHECKPOINTS))],
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        }
+        result = TrainResult(
+            files=tuple(_exported(work, output, args)),
+            metrics={name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
+            global_step=trainer.state.global_step,
+            global_samples=_samples(trainer.state.global_step, len(train_set), args, work.world_size),
+            world_size=work.world_size,
+            resumed_from=events.resumed_from,
+            checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+        )
     trainer.comm.barrier()
     distributed.shutdown()
     return result
 
 
-def _exported(work: Work, output: Store, args: TrainingArguments) -> list[FileEntry]:
+def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) -> list[FileEntry]:
     """The model's files, with a config.json that says how to build it unless the model wrote its own.
 
     The arguments are cut to those that matter to the weights: the same training gives the same bytes, wherever its
@@ -71,7 +72,7 @@ def _exported(work: Work, output: Store, args: TrainingArguments) -> list[FileEn
     """
     store = output.child(MODEL)
     if not store.exists("config.json"):
-        _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request["model"]})
+        _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request.model})
     _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=work.world_size))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
 

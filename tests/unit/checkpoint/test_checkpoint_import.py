@@ -99,7 +99,7 @@ def test_a_language_model_goes_on_as_with_transformers(
 ) -> None:
     folder, peer = language_model
     told = import_here(folder / f"checkpoint-{step}", tmp_path)
-    assert (told["step"], told["parameters"], told["left_out"]) == (step, 21, ["training_args.bin"])
+    assert (told.step, told.parameters, told.left_out) == (step, 21, ("training_args.bin",))
     assert get_last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{step}")
     same(go_on(tmp_path, llama(seed=5), lm_rows(40)), peer)
 
@@ -313,7 +313,7 @@ def test_a_folder_without_random_states_says_what_that_means(small: tuple[Path, 
     shutil.copytree(small[0] / "checkpoint-6", source)
     (source / "rng_state.pth").unlink()
     told = import_here(source, tmp_path / "ours")
-    assert any("no random states" in note for note in told["notes"])
+    assert any("no random states" in note for note in told.notes)
     same(go_on(tmp_path / "ours", Layers(), points()), small[1])
 
 
@@ -338,7 +338,7 @@ def test_the_best_checkpoint_is_found_again_once_it_is_imported(small: tuple[Pat
         return load_checkpoint(Store.open(tmp_path / name), "checkpoint-6", SingleProcess()).trainer_state
 
     told = import_here(sources[6], tmp_path / "alone")
-    assert any("that of step 3: import it first" in note for note in told["notes"])
+    assert any("that of step 3: import it first" in note for note in told.notes)
     assert best("alone")["best_model_checkpoint"] is None
     import_here(sources[3], tmp_path / "both")
     import_here(sources[6], tmp_path / "both")

@@ -1,0 +1,56 @@
+"""What evaluate and predict share: a trained model, applied to prepared data.
+
+Both give the worker the same fields, and both go on with half the batch when memory runs out: no result depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.keys import StageKey
+from tasks.stage.manifest import StageManifest
+from tasks.stage.retry import halve_evaluation_batch, max_halvings
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from tasks.stage.worker import launch_request, model_fields, sent_arguments
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.requests import ModelRequest
+
+R = TypeVar("R")
+
+
+def run_inference(
+    key: StageKey,
+    config: EvaluateConfig | PredictConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    *,
+    request: Callable[..., ModelRequest[R]],
+    output: Callable[[R], StageOutput],
+) -> StageManifest:
+    """Run a stage that applies a model, unless its result is committed already.
+
+    Args:
+        request: makes the verb's request of the fields that both verbs have.
+        output: makes the stage's output of the worker's answer.
+
+    Raises:
+        ConfigError: `data` or `model` is the manifest of another stage.
+    """
+    data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
+
+    def work(attempt: StageAttempt) -> StageOutput:
+        asked = request(
+            **model_fields(config, context, attempt, data),
+            args=sent_arguments(halve_evaluation_batch(config.args, attempt.batch_halvings)),
+            model=model.facts.model,
+            model_url=f"{model.url}/model",
+        )
+        return output(launch_request(asked, config.launch or LaunchSettings(), context, attempt))
+
+    batch_size = TrainingArguments.from_dict(config.args, prefix=f"{key.stage}.args").per_device_eval_batch_size
+    return run_stage(key, context, work, retries=config.retries, max_halvings=max_halvings(batch_size))
