@@ -2,16 +2,17 @@
 
 ::
 
-    write every file under its final name      digests computed while writing, fsynced locally
-    sync, list once, compare sizes             a file that a store swallowed is found now, not when it is needed
-    guard()                                    is the folder still ours? (a lease's epoch)
-    create COMMIT.json                         exclusive where the store can, last, all or nothing
-    read it back                               nobody is told of a commit that was not seen
-    ...
-    withdraw: COMMIT.json first, then the rest
+    write every file under its final name      digests are computed while writing; a local disk is fsynced
+    write_commit
+        sync, list once, compare sizes         finds a file that the store swallowed now, not when it is needed
+        guard()                                raises unless the folder is still ours (a lease's epoch, a claim)
+        create COMMIT.json                     last; all or nothing; exclusive where the store can
+        read it back                           no commit is reported that was not seen
+    read_commit, verify_files                  trust nothing that COMMIT.json does not list with its digest
+    withdraw_folder                            COMMIT.json first, then the rest
 
-The file is its own proof: it is written in one canonical form with a seal (a SHA-256 of everything else in it), so any
-changed byte is noticed, and it is small, typed and parsed strictly, because a folder may come from anywhere.
+COMMIT.json proves itself: it has one canonical form and a seal (the SHA-256 of everything else in it), so any changed
+byte is noticed. It is small, typed and parsed strictly, because a folder may come from anywhere.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COMMIT = "COMMIT.json"
 
 FORMAT = 1
 LIMIT = 64 * 2**20
-"""Bytes that are read of a commit file at most: some 300,000 files' worth."""
+"""The largest commit file that is read or written, in bytes: some 300,000 files."""
 
 _KINDS = ("stage", "checkpoint", "published")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -54,15 +55,15 @@ _FIELDS = {"format", "kind", "id", "created", "content_digest", "files", "meta",
 
 @dataclass(frozen=True)
 class Commit:
-    """What a complete folder holds.
+    """The contents of a complete folder.
 
     Attributes:
         kind: ``stage``, ``checkpoint`` or ``published``.
-        files: sorted by path.
-        meta: whatever the kind needs to know; JSON.
-        created: ISO-8601, UTC.
-        content_digest: over the sorted paths, sizes and digests; neither times nor `meta` are in it.
-        id: unique to this commit, so that a writer whose answer got lost recognises its own.
+        files: the committed files, sorted by path.
+        meta: facts that the kind defines; JSON.
+        created: when it was committed, ISO-8601, UTC.
+        content_digest: SHA-256 over the sorted paths, sizes and digests; it covers neither times nor `meta`.
+        id: unique to this commit, so that a writer whose answer was lost recognises its own.
     """
 
     kind: str
@@ -73,12 +74,15 @@ class Commit:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def entry(self, path: str) -> FileEntry | None:
-        """The committed file of that name, or None."""
+        """The committed file at `path`; None when the commit does not list it."""
         return next((entry for entry in self.files if entry.path == path), None)
 
 
 def content_digest(files: Iterable[FileEntry]) -> str:
-    """SHA-256 over one line ``path NUL size NUL sha256`` per file, sorted by path: equal content, equal digest."""
+    """SHA-256 (hexadecimal) over one line ``path NUL size NUL sha256`` per file, sorted by path.
+
+    Folders with equal files have equal digests, whoever wrote them and when.
+    """
     digest = hashlib.sha256()
     for entry in sorted(files, key=lambda entry: entry.path):
         digest.update(f"{entry.path}\0{entry.size}\0{entry.sha256}\n".encode())
@@ -93,19 +97,19 @@ def write_commit(
     *,
     guard: Callable[[], None] | None = None,
 ) -> Commit:
-    """Declare the folder complete. Call it after every file in `files` is written.
+    """Declare a folder complete, after every file in `files` was written.
 
     Args:
-        store: the folder; it may hold other files, which the commit says nothing about.
+        store: the folder; it may hold other files, which the commit does not cover.
         kind: ``stage``, ``checkpoint`` or ``published``.
-        files: what was written, as the writers returned it.
-        meta: JSON.
+        files: the entries that the writers returned.
+        meta: facts that the kind defines; JSON.
         guard: called right before the commit; raises (`LeaseLostError`) to prevent it.
 
     Raises:
         StorageError: a file is absent or has another size than was written; nothing is committed.
-        LeaseLostError: the folder is committed already, by somebody else.
-        ValueError: a bad kind, path or meta: a mistake of the caller.
+        LeaseLostError: another process has committed the folder already.
+        ValueError: the kind, a path or the meta is invalid: a mistake of the caller.
     """
     entries = tuple(sorted(files, key=lambda entry: entry.path))
     created = datetime.now(UTC).isoformat(timespec="microseconds")
@@ -121,10 +125,11 @@ def write_commit(
 
 
 def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
-    """The commit of a folder; None when there is none, that is: when the folder is not complete.
+    """Read the commit of a folder; None when the folder is not complete.
 
     Raises:
-        DamagedError: there is one, but it is too large, malformed, altered, of a newer format, or not of `kind`.
+        DamagedError: the commit file is too large, malformed, altered, of a newer format, or not of `kind`.
+        StorageError: the store cannot be read.
     """
     try:
         data = store.read_if_exists(COMMIT, limit=LIMIT)
@@ -139,22 +144,22 @@ def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
 
 
 def verify_files(store: Store, commit: Commit, *, digests: bool = True) -> list[str]:
-    """What is wrong with a committed folder, one line per file; empty when it is intact.
+    """Compare a folder's files with its commit; one line per problem, none when the folder is intact.
 
     Args:
         store: the folder.
         commit: its commit.
-        digests: read every byte; otherwise presence and sizes only (one listing).
+        digests: read every byte and compare digests; False compares presence and sizes only (one listing).
 
     Raises:
-        StorageError: the store cannot be read; that is no damage, and another try may help.
+        StorageError: the store cannot be read, which says nothing about the files; another try may help.
     """
     sizes = {info.path: info.size for info in store.list()}
     problems = []
     for entry in commit.files:
         size = sizes.get(entry.path)
         if size is None:
-            # A listing leaves links out, so that nobody is led out of the folder.
+            # A listing leaves links out, because a link may lead out of the folder.
             problems.append(f"{entry.path}: {'a link, not a file' if store.exists(entry.path) else 'missing'}")
         elif size != entry.size:
             problems.append(f"{entry.path}: {size:,} bytes, committed {entry.size:,}")
@@ -164,18 +169,18 @@ def verify_files(store: Store, commit: Commit, *, digests: bool = True) -> list[
 
 
 def withdraw_folder(store: Store) -> None:
-    """Delete a folder. The commit goes first, so that a half-deleted folder never looks complete."""
+    """Delete a folder, its commit first, so that a half-deleted folder never looks complete."""
     store.delete(COMMIT)
     store.delete_tree()
 
 
 def _put(store: Store, data: bytes) -> None:
-    """Create the commit file and see it there, before anybody is told that it is."""
+    """Create the commit file, and return only once it was read back."""
     failure: StorageError | None = None
     created = False
     try:
         created = store.create(COMMIT, data)
-    except StorageError as error:  # it may have got through all the same, only the answer did not
+    except StorageError as error:  # the file may be there all the same, and only the answer was lost
         failure = error
     seen = store.read_if_exists(COMMIT, limit=LIMIT)
     if seen == data:
@@ -184,15 +189,15 @@ def _put(store: Store, data: bytes) -> None:
         raise LeaseLostError(
             "Another process has committed this folder.",
             field=f"{store.url}/{COMMIT}",
-            remedy="Run the command again: what the other process made is used if it is intact.",
+            remedy="Run the command again: the other process's result is used if it is intact.",
         )
-    if seen is not None and data.startswith(seen):
+    if seen is not None and data.startswith(seen):  # torn: ours, but not whole
         with contextlib.suppress(StorageError):
             store.delete(COMMIT)
     raise failure or StorageError(
         "The store did not keep the commit file as it was written.",
         field=f"{store.url}/{COMMIT}",
-        remedy="Nothing was committed. Run the command again; if it stays so, the store is not to be trusted.",
+        remedy="Nothing was committed. Run the command again; if this repeats, the store cannot be trusted.",
     )
 
 
@@ -200,18 +205,18 @@ def _check_arrived(store: Store, commit: Commit) -> None:
     problems = verify_files(store, commit, digests=False)
     if problems:
         raise StorageError(
-            f"Not everything that was written is there: {'; '.join(problems[:5])}",
+            f"Files that were written are missing or cut short: {'; '.join(problems[:5])}.",
             field=store.url,
-            remedy="Nothing was committed. If several machines take part, the storage must be one they share.",
+            remedy="Nothing was committed. If several machines take part, they must share the storage.",
         )
 
 
 def _check_own(commit: Commit, data: bytes) -> None:
-    """A commit we would refuse to read must never be written."""
-    problem = f"{len(data):,} bytes are more than a commit may have" if len(data) > LIMIT else None
+    """Refuse to write a commit that `read_commit` would refuse to read."""
+    problem = f"a commit of {len(data):,} bytes is larger than {LIMIT:,}" if len(data) > LIMIT else None
     problem = problem or _entries_problem([entry.__dict__ for entry in commit.files])
     if commit.kind not in _KINDS or problem:
-        raise ValueError(problem or f"kind {commit.kind!r} is none of {_KINDS}")
+        raise ValueError(problem or f"kind {commit.kind!r} is not one of {_KINDS}")
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -239,7 +244,7 @@ def _parse(store: Store, data: bytes) -> Commit:
             entries = tuple(FileEntry(**entry) for entry in record["files"])
             texts = (record[name] for name in ("created", "content_digest", "id"))
             commit = Commit(record["kind"], entries, record["meta"], *texts)
-            # One comparison covers the seal, the canonical form and every byte: whatever was altered, the text differs.
+            # Rendering the parsed commit again covers the seal, the canonical form and every byte at once.
             if commit.content_digest == content_digest(entries) and _render(commit) == data:
                 return commit
             problem = "was altered after it was written"
@@ -253,11 +258,11 @@ def _record_problem(record: object) -> str | None:
         return "is not an object"
     version = record.get("format")
     if type(version) is not int or version < 1:
-        return "names no format"
+        return "does not state its format"
     if version > FORMAT:
-        return f"has format {version}; this trainflow reads up to {FORMAT}, a newer one wrote it"
+        return f"has format {version}, which a newer trainflow wrote; this one reads up to {FORMAT}"
     if set(record) != _FIELDS:
-        return f"has other fields than expected: {sorted(set(record) ^ _FIELDS)[:5]}"
+        return f"has unexpected or missing fields: {sorted(set(record) ^ _FIELDS)[:5]}"
     texts = [record[name] for name in ("kind", "id", "created", "content_digest", "seal")]
     if not all(isinstance(text, str) for text in texts) or not isinstance(record["meta"], dict):
         return "has a field of the wrong type"
@@ -268,7 +273,7 @@ def _record_problem(record: object) -> str | None:
 
 def _entries_problem(entries: object) -> str | None:
     if not isinstance(entries, list):
-        return "lists no files"
+        return "has no list of files"
     previous = ""
     for entry in entries:
         if not isinstance(entry, dict) or set(entry) != {"path", "size", "sha256"}:
@@ -278,7 +283,7 @@ def _entries_problem(entries: object) -> str | None:
         if problem:
             return f"lists a file whose path {problem}: {str(path)[:80]!r}"
         if path == COMMIT or path <= previous:
-            return f"lists {path[:80]!r} out of order, twice, or itself"
+            return f"lists {path[:80]!r} out of order, twice, or lists itself"
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
             return f"has a malformed size or digest for {path[:80]!r}"
         previous = path

@@ -1,7 +1,7 @@
-"""Tensors of which every process holds some rows: what lies here, the whole on one process, and rows put into place.
+"""Sharded tensors: the rows that this process holds, the whole tensor on one process, and rows copied into place.
 
-torch's `DTensor` is the only kind that is known: its rows (of dimension 0) are divided over one dimension of a mesh of
-processes, and repeated over the others. A plain tensor is whole on every process. Nothing is pickled on the way.
+torch's `DTensor` is the only supported kind: its rows (dimension 0) are sharded over one dimension of a mesh of
+processes and replicated over the others. A plain tensor is whole on every process. Nothing is pickled on the way.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 
-if TYPE_CHECKING:  # importing it takes 0.7 s, for which only who divides a model should wait
+if TYPE_CHECKING:  # the import takes 0.7 s, which only a sharded model should cost
     from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What this process holds of a tensor.
+    """The rows of a tensor that this process holds.
 
     Attributes:
-        values: rows [start, start + len(values)) of it; the tensor itself when it has no dimension.
-        shape: of the whole.
-        start: number of the first row.
-        is_first_copy: whether no process before this one holds the same rows.
+        values: rows [start, start + len(values)), `[rows, ...]` in the tensor's dtype and on its device; the tensor
+            itself when it has no dimension.
+        shape: the shape of the whole tensor.
+        start: the number of the first row.
+        is_first_copy: whether no rank before this one holds the same rows.
     """
 
     values: Tensor
@@ -41,23 +43,32 @@ class Rows:
 
 @runtime_checkable
 class RowReader(Protocol):
-    """A mapping of tensors, some rows of which can be had without the others."""
+    """A mapping of tensors that can be read by rows."""
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, on the CPU."""
+        """Read rows [start, stop) of a tensor: `[stop - start, ...]` on the CPU."""
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Its element type and shape, without reading it."""
+        """The dtype and shape of a tensor, without reading it."""
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether its rows are divided over processes (or could be: a mesh of one counts)."""
-    module = sys.modules.get("torch.distributed.tensor")  # as long as nobody has imported it there is none
+    """Whether a tensor is a DTensor; one on a mesh of a single process counts as well."""
+    # While the module is not imported there can be no DTensor, and importing it to find out costs 0.7 s.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_rows(tensor: Tensor, *, rank: int) -> Rows:
-    """This process's rows, without a message; `rank` decides who is the first to hold a whole tensor."""
+    """The rows of a tensor that this process holds; no communication.
+
+    Args:
+        tensor: sharded, or whole (`[rows, ...]`, or without dimensions).
+        rank: of this process; rank 0 counts as the first that holds a whole tensor.
+
+    Raises:
+        ConfigError: the tensor is sharded along another dimension than its first.
+    """
     if not is_sharded(tensor):
         return Rows(tensor.detach(), tuple(tensor.shape), 0, rank == 0)
     from torch.distributed.tensor import Replicate, Shard
@@ -70,19 +81,20 @@ def local_rows(tensor: Tensor, *, rank: int) -> Rows:
             first = first and position == 0
         elif not (isinstance(placement, Shard) and placement.dim == 0):
             raise ConfigError(
-                "A tensor is divided in a way that has no rows.",
+                "A tensor is sharded along another dimension than its first.",
                 field="model",
                 value=str(placement),
-                remedy="Divide parameters over their first dimension only.",
+                remedy="Shard parameters along dimension 0 only.",
             )
     _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     return Rows(tensor.to_local().detach(), tuple(tensor.shape), offset[0] if offset else 0, first)
 
 
 def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
-    """All rows on the CPU where `keep` is true; elsewhere a tensor without values (meta). Collective for a sharded one.
+    """Gather all rows of a tensor on the CPU where `keep` is true; elsewhere return a tensor without values (meta).
 
-    One tensor at a time is whole on each process's device.
+    Collective for a sharded tensor, which is whole on every process's device for a moment. A whole tensor that is kept
+    is returned where it is.
     """
     if not is_sharded(tensor):
         value = tensor.detach()
@@ -92,7 +104,7 @@ def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
 
 
 def fill_rows(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
-    """Copy this process's rows of a whole tensor into `target`."""
+    """Copy this process's rows of the tensor `source[name]` into `target`, which has the same (whole) shape."""
     local, start = target.detach(), 0
     if is_sharded(target):
         held = local_rows(target, rank=0)
@@ -105,14 +117,14 @@ def fill_rows(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
 
 
 def read_spec(source: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Element type and shape of one of its tensors, without a message."""
+    """The dtype and shape of `source[name]`; a `RowReader` does not read it for that."""
     if isinstance(source, RowReader):
         return source.read_spec(name)
     return source[name].dtype, tuple(source[name].shape)
 
 
 def load_like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor of `source` as new memory, divided as `target`, which has its shape, is."""
+    """Load `source[name]` into a new tensor that is sharded and placed like `target`, in the dtype of the source."""
     dtype, _ = read_spec(source, name)
     made = torch.empty_like(target, dtype=dtype, requires_grad=False)
     fill_rows(made, source, name)
@@ -120,9 +132,10 @@ def load_like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor
 
 
 class GatheredTensors(Mapping[str, Tensor]):
-    """Divided tensors made whole when asked for, which is collective; values only where `keep` is true.
+    """Sharded tensors that are gathered when they are asked for; values only where `keep` is true.
 
-    Tied names give one tensor, gathered once as long as it is in use.
+    Asking is collective: every rank asks for the same names in the same order. Tied names share one tensor, which is
+    gathered once.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
@@ -130,6 +143,7 @@ class GatheredTensors(Mapping[str, Tensor]):
         self._ties = Counter(id(tensor) for tensor in tensors.values())
         self._tied: dict[int, Tensor] = {}
 
+    @override
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         if id(tensor) in self._tied:
@@ -139,47 +153,58 @@ class GatheredTensors(Mapping[str, Tensor]):
             self._tied[id(tensor)] = gathered
         return gathered
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
+    @override
     def __len__(self) -> int:
         return len(self._tensors)
 
 
 class BroadcastTensors(Mapping[str, Tensor]):
-    """What rank 0 has, for all: asking for a tensor is collective, and in the same order everywhere.
+    """Tensors of rank 0 that are broadcast when they are asked for.
 
-    One tensor at a time crosses the network; the others never hold the whole.
+    Asking is collective: every rank asks for the same names in the same order. One tensor at a time crosses the
+    network, so no other rank holds the whole model.
+
+    Args:
+        own: name → tensor of any shape; used on rank 0 only.
+        specs: name → dtype and shape, as `describe_tensors` returns them; equal on every rank.
+        rank: of this process.
     """
 
     def __init__(self, own: Mapping[str, Tensor], specs: Mapping[str, tuple[str, list[int]]], rank: int) -> None:
-        """`specs`: name → dtype and shape, the same on every rank; `own` is looked at on rank 0 only."""
         self._own, self._specs, self._rank = own, specs, rank
 
+    @override
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self.read_spec(name)
         value = self._own[name].detach().cpu() if self._rank == 0 else torch.empty(shape, dtype=dtype)
         value = value.contiguous()
         if value.numel():
+            # As bytes: gloo and NCCL do not serve every dtype (float8, unsigned).
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         return value
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of it, which may be others on every rank. Collective."""
+        """Read rows [start, stop), which may differ from rank to rank: `[stop - start, ...]` on the CPU. Collective."""
         return self[name][start:stop]
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Element type and shape, without a message."""
+        """The dtype and shape of a tensor; no communication."""
         dtype, shape = self._specs[name]
         return getattr(torch, dtype), tuple(shape)
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
+    @override
     def __len__(self) -> int:
         return len(self._specs)
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
-    """Name → dtype and shape, JSON."""
+    """Describe tensors as JSON: name → dtype ("float32") and shape."""
     return {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}

@@ -1,7 +1,8 @@
-"""Which checkpoints a folder holds, whether they are intact, which may go. No torch here.
+"""The checkpoints of a folder: which there are, whether they are intact, and which may be deleted. No torch here.
 
-Only a committed checkpoint counts; which is newest is said by its step, never by a time. A damaged one is set aside
-(its commit file becomes ``DAMAGED.json``, its files stay for whoever wants to look) and the one before it is used.
+Only a committed checkpoint counts, and the newest is the one of the highest step, never of the latest time. A damaged
+checkpoint is set aside: its commit file becomes ``DAMAGED.json``, so that it does not count, while its files stay for
+inspection. The checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from trainer_lib.storage import Store
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint: optimizer step, folder name, URL, commit."""
+    """A committed checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        name: the folder's name.
+        url: the folder's URL.
+        commit: its commit.
+    """
 
     step: int
     name: str
@@ -32,10 +40,11 @@ class CheckpointInfo:
 
 
 def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
-    """The committed checkpoint of that name; None when it is absent or not committed.
+    """Read the commit of a checkpoint; None when the folder is absent or not committed.
 
     Raises:
-        DamagedError: its commit file is damaged, or speaks of another step than its folder does.
+        DamagedError: the commit file is damaged, or states another step than the folder's name.
+        StorageError: the store cannot be read.
     """
     store = root.child(name)
     commit = read_commit(store, kind=KIND)
@@ -44,7 +53,7 @@ def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
     step = commit.meta.get("step")
     if type(step) is not int or step < 0 or parse_step(name) not in (step, None):
         raise DamagedError(
-            f"The commit file is of step {step!r}.",
+            f"The commit file is of step {step!r}, its folder is named {name!r}.",
             field=f"{store.url}/{COMMIT}",
             remedy="The folder was renamed or altered: restore its name, or remove it.",
         )
@@ -52,8 +61,10 @@ def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
 
 
 def list_checkpoints(root: Store) -> list[CheckpointInfo]:
-    """The committed checkpoints, newest step first. Their files are not looked at; those without a valid commit and
-    those set aside are left out."""
+    """List the committed checkpoints, newest step first.
+
+    Folders without a valid commit, and those set aside, are left out. The files themselves are not verified.
+    """
     found = []
     for _, name in _named(root):
         try:
@@ -73,17 +84,17 @@ def find_newest_intact(
     resumable: bool = False,
     skip: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """The newest checkpoint whose every byte is as committed; None when there is none.
+    """Find the newest checkpoint that is as it was committed; None when there is none. Damaged ones are set aside.
 
     Args:
         root: the folder of checkpoints.
-        on_damage: told one line per damaged checkpoint, with the names of the damaged files; it is set aside.
-        digests: read every byte; otherwise only presence and sizes (loading checks the digests once more).
-        resumable: pass over those that hold only a model.
-        skip: names to pass over.
+        on_damage: called with one line per damaged checkpoint, which names the damaged files.
+        digests: compare every byte; False compares presence and sizes (loading compares the digests once more).
+        resumable: ignore checkpoints that hold only a model.
+        skip: folder names to ignore.
 
     Raises:
-        StorageError: the store cannot be read. That says nothing about the checkpoint, so no older one is taken.
+        StorageError: the store cannot be read. That says nothing about a checkpoint, so no older one is returned.
     """
     for _, name in _named(root):
         problems = []
@@ -103,7 +114,13 @@ def find_newest_intact(
 def rotate_checkpoints(
     root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None
 ) -> list[str]:
-    """Delete the oldest checkpoints until `keep` are left (`list_excess`); the names deleted, oldest first."""
+    """Delete the oldest checkpoints until `keep` are left; returns the deleted names, oldest first.
+
+    The arguments, and which checkpoints are never deleted, are those of `list_excess`.
+
+    Raises:
+        StorageError: the store cannot be read, or a checkpoint cannot be deleted.
+    """
     victims = [info.name for info in list_excess(root, keep=keep, protect=protect, just_written=just_written)]
     return [name for name in victims if withdraw_if_unread(root.child(name))]
 
@@ -116,18 +133,21 @@ def list_excess(
     digests: bool = True,
     just_written: str | None = None,
 ) -> list[CheckpointInfo]:
-    """The checkpoints beyond `keep`, oldest first.
+    """List the checkpoints beyond `keep`, oldest first.
 
-    These are never among them, and count: the newest good one, and damaged ones after it; the newest from which
-    training can be resumed, where the newest holds only a model; those named in `protect` (the best); those that
-    somebody is reading (`list_readers`).
+    The following are never in the list, although they count towards `keep`: the newest intact checkpoint and damaged
+    ones after it; the newest that training can resume from, if the newest holds only a model; those in `protect` (the
+    best); those that a process is reading (`list_readers`).
 
     Args:
         root: the folder of checkpoints.
-        keep: how many stay; None or less than 1: all.
-        protect: names that stay.
-        digests: whether the newest good one is told by every byte of it, or by presence and sizes.
-        just_written: one whose digests the caller has computed just now, while writing it: its sizes are enough.
+        keep: how many stay; None or less than 1 keeps all.
+        protect: folder names that stay.
+        digests: compare every byte to find the newest intact one; False compares presence and sizes.
+        just_written: a checkpoint whose digests were computed just now, while it was written: its sizes are enough.
+
+    Raises:
+        StorageError: the store cannot be read.
     """
     infos = list_checkpoints(root)
     count = len(infos) - keep if keep is not None and keep > 0 else 0
@@ -139,34 +159,37 @@ def list_excess(
 
 
 def is_resumable(info: CheckpointInfo) -> bool:
-    """Whether it holds what training needs, and not a model alone."""
+    """Whether training can resume from a checkpoint; False when it holds only a model."""
     return info.commit.entry(OPTIMIZER) is not None
 
 
 def _newest_needed(
     root: Store, infos: list[CheckpointInfo], just_written: str | None, *, digests: bool
 ) -> Iterator[str]:
-    """The newest good checkpoint and whatever is newer, and the newest good one that can be resumed from."""
-    good = False
-    for info in infos:
-        if good and not is_resumable(info):
+    """Names of the newest intact checkpoint, of all newer ones, and of the newest intact one to resume from."""
+    found_intact = False
+    for info in infos:  # newest first
+        if found_intact and not is_resumable(info):
             continue
-        # One pass over the newest's bytes is worth it; a further one was the newest once.
-        every_byte = digests and not good and info.name != just_written
-        intact = not verify_files(root.child(info.name), info.commit, digests=every_byte)
-        if intact or not good:
-            yield info.name  # a damaged newest is for the next resume to report and set aside
-        good = good or intact
-        if intact and is_resumable(info):
+        # Every byte of the newest only: the bytes of an older one were compared when it was the newest.
+        every_byte = digests and not found_intact and info.name != just_written
+        is_intact = not verify_files(root.child(info.name), info.commit, digests=every_byte)
+        if is_intact or not found_intact:
+            yield info.name  # a damaged newest one stays: the next resume reports it and sets it aside
+        found_intact = found_intact or is_intact
+        if is_intact and is_resumable(info):
             return
 
 
 def delete_leftovers(root: Store) -> list[str]:
-    """Delete what interrupted saves left: checkpoint folders without a commit. The names deleted.
+    """Delete the folders that interrupted saves left (checkpoint folders without a commit); returns their names.
 
-    Only the owner of `root` may call this (the holder of its lease, a training that just began): another machine's save
-    under way looks the same. One under way on this machine is left alone, and so are damaged ones that were set aside
-    and checkpoints that another program wrote.
+    Only the owner of `root` may call this (the holder of its lease, a training that just began), because a save under
+    way on another machine looks the same. A save under way on this machine, checkpoints that were set aside, and those
+    that another program wrote are not touched.
+
+    Raises:
+        StorageError: the store cannot be read, or a folder cannot be deleted.
     """
     victims = []
     for name in list_uncommitted(root):
@@ -178,9 +201,9 @@ def delete_leftovers(root: Store) -> list[str]:
 
 
 def list_uncommitted(root: Store) -> list[str]:
-    """Folders named like a checkpoint that were never committed: a save under way, or what an interrupted one left.
+    """List the checkpoint folders without a commit: saves under way, and what interrupted saves left.
 
-    Those that were set aside, and what another program wrote, are not among them.
+    Checkpoints that were set aside, and those that another program wrote, are not in the list.
     """
     found = []
     for _, name in _named(root):
@@ -191,23 +214,31 @@ def list_uncommitted(root: Store) -> list[str]:
 
 
 def list_foreign(root: Store) -> list[str]:
-    """Folders named like a checkpoint that another program wrote, newest step first."""
+    """List the folders named like a checkpoint that another program wrote, newest step first."""
     return [name for _, name in _named(root) if is_foreign(root.child(name).children())]
 
 
 def is_link(root: Store, name: str) -> bool:
-    """Whether a symbolic link stands there, wherever it leads; only local stores have them."""
+    """Whether a folder's name is a symbolic link; only local stores have links."""
     return root.is_local and root.local_path(name).is_symlink()
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """Path or URL of the newest committed checkpoint in a folder; None when there is none."""
+    """The path or URL of the newest committed checkpoint in a folder; None when there is none.
+
+    Args:
+        folder: a local path or any fsspec URL.
+
+    Raises:
+        ConfigError: `folder` is not a path or URL that can be opened.
+        StorageError: the store cannot be read.
+    """
     infos = list_checkpoints(Store.open(folder, field="folder"))
     return infos[0].url if infos else None
 
 
 def _named(root: Store) -> Iterator[tuple[int, str]]:
-    # A link leads out of the folder: nothing behind it is ours to use, still less to delete.
+    # A link may lead out of the folder: what is behind it is not ours to use, still less to delete.
     steps = [
         (step, name) for name in root.children() if (step := parse_step(name)) is not None and not is_link(root, name)
     ]
@@ -215,20 +246,32 @@ def _named(root: Store) -> Iterator[tuple[int, str]]:
 
 
 def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:
-    """Turn a damaged checkpoint's commit file into a record of the damage, so that it is found once; the report."""
+    """Replace a damaged checkpoint's commit file by a record of the damage, so that it is reported only once.
+
+    A store that cannot be written leaves it as it is.
+
+    Args:
+        root: the folder of checkpoints.
+        name: the checkpoint's folder.
+        problems: what is wrong, one line per file.
+
+    Returns:
+        One line that reports the damage, for a log.
+    """
     store = root.child(name)
-    return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_renamed(store, problems)}"
+    return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_record_damage(store, problems)}"
 
 
-def _renamed(store: Store, problems: list[str]) -> str:
+def _record_damage(store: Store, problems: list[str]) -> str:
+    """Write DAMAGED.json and delete COMMIT.json, in this order; returns a note on the outcome."""
     try:
         try:
             commit = store.read_if_exists(COMMIT, limit=LIMIT) or b""
-        except DamagedError:
+        except DamagedError:  # too large to keep a copy of
             commit = b""
         record = {"problems": problems, "commit": commit.decode(errors="replace")}
         store.write_bytes(DAMAGED, json.dumps(record, indent=1).encode())
         store.delete(COMMIT)
-    except StorageError as error:  # a read-only store: the damage is found anew each time
+    except StorageError as error:  # a read-only store: the damage is found again each time
         return f" (it could not be set aside: {error.message})"
     return f" (set aside, see {DAMAGED})"

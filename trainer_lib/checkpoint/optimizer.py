@@ -1,8 +1,9 @@
 """An optimizer's state by parameter *name*, as tensors and JSON: any torch optimizer, bit for bit, without pickle.
 
-torch numbers parameters by their position in the groups; a name survives a reordering, another wrapper and another
-world size. State is taken as it is - nested dicts, lists, numbers, 0-dim tensors - and put back as it was. (torch's own
-``load_state_dict`` casts floating state to the parameter's dtype, which destroys fp32 moments of bf16 weights.)
+torch numbers parameters by their position in the groups. A name, however, stays valid when parameters are reordered,
+wrapped differently or sharded over another world size. State is saved as it is (nested dicts, lists, numbers,
+0-dimensional tensors) and restored as it was. torch's own ``load_state_dict`` is not used, because it casts
+floating-point state to the parameter's dtype, which destroys the fp32 moments of bf16 weights.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.sharding import is_sharded, load_like, read_spec
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Group settings that say how to compute, not what: the current ones stay."""
+"""Group settings that select an implementation, not a result: a resume keeps the current ones."""
 
 
 @dataclass
 class OptimizerSnapshot:
-    """An optimizer's state.
+    """An optimizer's state by parameter name.
 
     Attributes:
-        tensors: ``<parameter name>/<state key>`` → tensor; not copied. Divided over processes where parameters are.
-        groups: the parameter groups' settings; ``params`` holds names.
-        scalars: ``state``: parameter name → its state with references into `tensors`.
+        tensors: ``<parameter name>/<state key>`` → tensor, usually in the parameter's shape; not copied. Sharded where
+            the parameters are.
+        groups: the parameter groups' settings as JSON; ``params`` lists names.
+        scalars: ``{"state": {parameter name: its state}}`` as JSON, with references into `tensors`.
     """
 
     tensors: Mapping[str, Tensor]
@@ -40,12 +42,17 @@ class OptimizerSnapshot:
 def snapshot_optimizer(
     optimizer: torch.optim.Optimizer, named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> OptimizerSnapshot:
-    """The state of an optimizer whose parameters have these names.
+    """Take the state of an optimizer; its tensors are referenced, not copied.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_params: name → parameter, as `Module.named_parameters` gives them; a tied parameter goes by its first
+            name.
 
     Raises:
-        ConfigError: a parameter has no name, or its state holds what is neither tensor nor JSON.
+        ConfigError: a parameter has no name, or its state holds something that is neither a tensor nor JSON.
     """
-    names = _names(optimizer, named_params)
+    names = _names_by_id(optimizer, named_params)
     tensors: dict[str, Tensor] = {}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -57,10 +64,10 @@ def snapshot_optimizer(
     for param, values in optimizer.state.items():
         if id(param) not in names:
             raise ConfigError(
-                "The optimizer keeps state for something that is not among its parameters.",
+                "The optimizer keeps state for a tensor that is not one of its parameters, so it cannot be saved.",
                 field="optim",
                 value=type(optimizer).__name__,
-                remedy="Such an optimizer cannot be saved; choose another.",
+                remedy="Choose another optimizer.",
             )
         name = names[id(param)]
         state[name] = {key: to_json(value, f"{name}/{key}", _keeper(param, tensors)) for key, value in values.items()}
@@ -72,18 +79,23 @@ def restore_optimizer(
     named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     snapshot: OptimizerSnapshot,
 ) -> None:
-    """Put a snapshot into an optimizer over the same parameters, in whatever order they are now.
+    """Restore a snapshot into an optimizer over the same parameters, whose order may have changed.
+
+    Args:
+        optimizer: the optimizer; its state and its groups' settings are replaced.
+        named_params: name → parameter, by the same names as when it was saved.
+        snapshot: the saved state; its tensors are copied.
 
     Raises:
-        ConfigError: parameters or groups differ from the saved ones; says which.
-        DamagedError: the snapshot refers to tensors it does not hold.
+        ConfigError: the parameters or groups differ from the saved ones; the message names them.
+        DamagedError: the snapshot refers to tensors that it does not hold.
     """
-    names = _names(optimizer, named_params)
+    names = _names_by_id(optimizer, named_params)
     _check_groups(optimizer, names, snapshot)
     for group, saved in zip(optimizer.param_groups, snapshot.groups, strict=True):
         for key, value in saved.items():
             if key != "params" and key not in _IMPLEMENTATION:
-                group[key] = _like(group.get(key), from_json(value, _finder(None, group, snapshot.tensors)))
+                group[key] = _convert_like(group.get(key), from_json(value, _finder(None, group, snapshot.tensors)))
     state = snapshot.scalars.get("state", {})
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -93,7 +105,7 @@ def restore_optimizer(
                 optimizer.state[param] = {key: from_json(value, find) for key, value in values.items()}
 
 
-def _names(
+def _names_by_id(
     optimizer: torch.optim.Optimizer, named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 ) -> dict[int, str]:
     pairs = named_params.items() if isinstance(named_params, Mapping) else named_params
@@ -104,7 +116,7 @@ def _names(
         unnamed = sum(id(param) not in names for param in group["params"])
         if unnamed:
             raise ConfigError(
-                f"{unnamed} of the optimizer's parameters are not parameters of the model.",
+                f"The optimizer has {unnamed} parameters that are not parameters of the model.",
                 field="optim",
                 value=type(optimizer).__name__,
                 remedy="Build the optimizer from the model that is trained, after it is complete.",
@@ -119,25 +131,25 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], snaps
         return
     all_now, all_saved = set().union(*now), set().union(*saved)
     if all_now == all_saved:
-        reason = f"{len(saved)} groups were saved that divide the parameters differently than the {len(now)} groups now"
+        reason = f"the {len(saved)} saved groups divide the parameters differently than the {len(now)} groups now"
     else:
         missing, new = sorted(all_saved - all_now)[:5], sorted(all_now - all_saved)[:5]
-        reason = f"saved but not there now: {missing or 'none'}; there now but not saved: {new or 'none'}"
+        reason = f"only in the checkpoint: {missing or 'none'}; only in the optimizer now: {new or 'none'}"
     raise ConfigError(
-        f"The optimizer's parameters are not the saved ones: {reason}.",
+        f"The optimizer's parameters differ from the saved ones: {reason}.",
         field="resume_from_checkpoint",
         remedy="Resume with the model and the optimizer that wrote the checkpoint, or load its weights only.",
     )
 
 
 def _keeper(param: Tensor | None, tensors: dict[str, Tensor]) -> Callable[[str, Tensor], dict[str, Any]]:
-    """Collects the tensors of one parameter's state (of a group, when `param` is None)."""
+    """Make the `keep` of `to_json` that collects one parameter's tensors (a group's, if `param` is None)."""
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
-        while key in tensors:
+        while key in tensors:  # two state keys that read alike, such as 1 and "1"
             key += "'"
         tensors[key] = tensor.detach()
-        return {"__tensor__": key, "device": _placed(tensor, param)}
+        return {"__tensor__": key, "device": _describe_place(tensor, param)}
 
     return keep
 
@@ -145,7 +157,7 @@ def _keeper(param: Tensor | None, tensors: dict[str, Tensor]) -> Callable[[str, 
 def _finder(
     param: Tensor | None, group: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Callable[[dict[str, Any]], Tensor]:
-    """Gives back what `_keeper` collected, on the device where the optimizer needs it now."""
+    """Make the `find` of `from_json` that returns what `_keeper` collected, on the device that needs it now."""
 
     def find(reference: dict[str, Any]) -> Tensor:
         key = str(reference["__tensor__"])
@@ -156,35 +168,35 @@ def _finder(
                 remedy="Use an earlier checkpoint.",
             )
         if param is not None and is_sharded(param) and read_spec(tensors, key)[1] == tuple(param.shape):
-            return load_like(param, tensors, key)
+            return load_like(param, tensors, key)  # this rank's rows of the state, as it holds them of the parameter
         tensor = tensors[key]
-        # A copy: the snapshot may be used again, and the optimizer works in place.
-        return tensor.to(_device(reference.get("device"), tensor, param, group), copy=True)
+        # A copy, because the optimizer works in place and the snapshot may be used again.
+        return tensor.to(_target_device(reference.get("device"), tensor, param, group), copy=True)
 
     return find
 
 
-def _placed(tensor: Tensor, param: Tensor | None) -> str:
-    """Where a tensor lives: ``cpu`` beside a parameter elsewhere, ``param`` with it, ``any`` when both are cpu."""
+def _describe_place(tensor: Tensor, param: Tensor | None) -> str:
+    """Where a tensor was: ``param`` (with its parameter), ``cpu`` (alone on the host), ``any`` (both on the host)."""
     if tensor.device.type == "cpu":
         return "any" if param is None or param.device.type == "cpu" else "cpu"
     return "param"
 
 
-def _device(placed: str | None, tensor: Tensor, param: Tensor | None, group: Mapping[str, Any]) -> torch.device:
-    """Where a state tensor has to live now, which may be another device than then."""
+def _target_device(placed: str | None, tensor: Tensor, param: Tensor | None, group: Mapping[str, Any]) -> torch.device:
+    """The device on which a state tensor is needed now, which may differ from the one it was saved on."""
     if param is None:
         return torch.device("cpu")
     if tensor.ndim == 0 and param.ndim > 0 and placed != "param":
-        # A step count: on the host, but for the implementations that read it on the device (torch's own rule,
-        # Optimizer._process_value_according_to_param_policy).
+        # A step count belongs on the host, except for implementations that read it on the device. The rule is torch's
+        # own: Optimizer._process_value_according_to_param_policy.
         on_device = group.get("capturable") or group.get("fused")
         return param.device if on_device else torch.device("cpu")
     return torch.device("cpu") if placed == "cpu" else param.device
 
 
-def _like(current: Any, value: Any) -> Any:
-    """The saved value in the type the optimizer uses now: another writer's JSON has lists where torch has tuples."""
+def _convert_like(current: Any, value: Any) -> Any:
+    """Convert a saved value to the type that the optimizer uses now: an imported state has lists in place of tuples."""
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(current, Tensor) and isinstance(value, Tensor):

@@ -1,30 +1,35 @@
-"""A checkpoint that was read before anything is taken from it: each byte once, compared with the commit on the way.
+"""A checkpoint that is read whole before anything of it is used: each byte once, compared with the commit on the way.
 
-Finding the newest checkpoint looks at names, sizes and commit files only. What it found is read here, into host memory,
-and handed out tensor by tensor; damage is thus known while the Trainer is still as it was, and an older checkpoint can
-be taken instead, without a second look at the store.
+Finding the newest checkpoint looks at names, sizes and commit files only. Here its bytes are read into host memory and
+handed out tensor by tensor afterwards. Damage is thus known while the Trainer is still as it was, so an older
+checkpoint can be used instead, and an intact one is not read a second time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.reader import Checkpoint
-from trainer_lib.errors import DamagedError
+from trainer_lib.checkpoint.parsing import damaged_file
+from trainer_lib.checkpoint.reader import Checkpoint, ShareTensors
 
-Share = Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
-_READ_AT_ONCE = {layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS}
+_READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
+"""Files that opening a checkpoint reads already."""
 
 
 class PreloadedCheckpoint(Checkpoint):
-    """A `Checkpoint` whose parts are in memory already. Each is handed out once; asked for again, it is read again."""
+    """A `Checkpoint` whose parts are in memory already.
+
+    Model, optimizer and random state are handed out once, so that their memory is free afterwards; asked for again,
+    they are read again.
+    """
 
     _model: Mapping[str, Tensor] | None = None
     _optimizer: OptimizerSnapshot | None = None
@@ -32,14 +37,15 @@ class PreloadedCheckpoint(Checkpoint):
     _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
     def preload(self, *, rank: int, tensors: bool) -> None:
-        """Read everything this rank needs; the first rank also what no rank does.
+        """Read everything that this rank needs; rank 0 also compares the files that no rank needs.
 
         Args:
             rank: of this process.
-            tensors: whether this rank is the one (or one of those) that reads the tensors.
+            tensors: whether this rank reads the tensors of model and optimizer.
 
         Raises:
             DamagedError: a file is missing or has other bytes than were committed.
+            StorageError: the store cannot be read.
         """
         done = set(_READ_AT_ONCE)
         if tensors and layout.MODEL in self._entries:
@@ -52,40 +58,38 @@ class PreloadedCheckpoint(Checkpoint):
         if own in self._entries:
             self._rng = rank, super().read_rng(rank)
             done.add(own)
+        # Rank 0's extra tensors belong to callbacks, which every rank restores.
         self._extra = {each: super(PreloadedCheckpoint, self).read_extra(each) for each in {0, rank}}
         done |= {layout.extra_file(each) for each in self._extra}
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
-            self._compare(name)
+            self._compare_digest(name)
 
+    @override
     def read_model(self) -> Mapping[str, Tensor]:
-        """See `Checkpoint.read_model`."""
         held, self._model = self._model, None
         return super().read_model() if held is None else held
 
-    def read_optimizer(self, share: Share | None = None) -> OptimizerSnapshot | None:
-        """See `Checkpoint.read_optimizer`."""
+    @override
+    def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
         held, self._optimizer = self._optimizer, None
         if held is None:
             return super().read_optimizer(share)
         tensors = held.tensors
         return held if share is None else dataclasses.replace(held, tensors=share(lambda: tensors))
 
+    @override
     def read_rng(self, rank: int) -> dict[str, Any]:
-        """See `Checkpoint.read_rng`."""
         held, self._rng = self._rng, None
         return held[1] if held is not None and held[0] == rank else super().read_rng(rank)
 
+    @override
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
-        """See `Checkpoint.read_extra`."""
         held = self._extra.get(rank)
         return super().read_extra(rank) if held is None else held
 
-    def _compare(self, name: str) -> None:
-        entry = self._entries[name]
-        found = self._store.digest(name)
-        if found != entry.sha256:
-            raise DamagedError(
-                f"The file is damaged: its digest is {found[:12]}..., committed {entry.sha256[:12]}....",
-                field=f"{self._store.url}/{name}",
-                remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
+    def _compare_digest(self, name: str) -> None:
+        committed, found = self._entries[name].sha256, self._store.digest(name)
+        if found != committed:
+            raise damaged_file(
+                f"{self._store.url}/{name}", f"its digest is {found[:12]}..., committed {committed[:12]}..."
             )

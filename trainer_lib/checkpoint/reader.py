@@ -1,4 +1,13 @@
-"""Loading a checkpoint: only what was committed, every byte compared with the commit before it is used."""
+"""Loading a checkpoint: only what was committed, and every byte is compared with the commit before it is used.
+
+::
+
+    open_checkpoint     read COMMIT.json; compare one listing with its entries (missing, cut short, links)
+    Checkpoint          read the small JSON files; each must have its committed digest and its expected structure
+    read_model, ...     read tensors when they are asked for; each file (of a sharded one, each chunk) is digested
+
+No file is used that the commit does not list, and nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.parsing import parse_json
+from trainer_lib.checkpoint.parsing import damaged_file, parse_json
 from trainer_lib.checkpoint.sharded import ShardedTensors
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
@@ -25,28 +34,38 @@ from trainer_lib.storage import FileEntry, Store
 if TYPE_CHECKING:
     from trainer_lib.distributed import Communicator
 
-_STATE_LIMIT = 512 * 2**20
-_JSON_LIMIT = 64 * 2**20
-"""Bytes that are read of a JSON file at most; of the trainer's state more: it grows with every log."""
+ReadTensors = Callable[[], Mapping[str, Tensor]]
+ShareTensors = Callable[[ReadTensors], Mapping[str, Tensor]]
+"""Takes a function that reads tensors and returns the tensors, for instance read on one rank for all."""
 
-_RANKS = 1_000_000
+_JSON_LIMIT = 64 * 2**20
+"""The largest JSON file that is read, in bytes."""
+_GROWING_LIMIT = 512 * 2**20
+"""The limit for the trainer's state, which grows with every log, and for the index over the shards."""
+_RANK_LIMIT = 1_000_000
 _NOT_COMMITTED = "There is no committed checkpoint there."
-_HOW_TO_LIST = "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows those that were."
+_HOW_TO_LIST = (
+    "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows the checkpoints that were."
+)
 
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
 class Checkpoint:
-    """A checkpoint being resumed from. The small parts are read and verified; tensors are read when asked for.
+    """A committed checkpoint, opened for reading: small parts are read and verified, tensors when they are asked for.
 
     Attributes:
         step: optimizer steps done when it was saved.
-        url: where it is.
-        commit: its commit; `meta` has what the writer added.
-        world_size: processes that wrote it; each has a random state in it.
-        scheduler, scaler: None when there was none.
-        data, trainer_state, training_args: as they were given to the writer, secrets removed.
+        url: the checkpoint's folder.
+        commit: its commit; `meta` holds what the writer added.
+        world_size: ranks that wrote it; each has a random state in it.
+        scheduler, scaler: `state_dict()`s; None when there was none.
+        data, trainer_state, training_args: the JSON that the writer was given, secrets removed.
+
+    Raises:
+        DamagedError: a small file is not as it was committed, or cannot be what the writer wrote.
+        StorageError: the store cannot be read.
     """
 
     def __init__(self, store: Store, info: CheckpointInfo) -> None:
@@ -60,40 +79,45 @@ class Checkpoint:
         self.scaler: dict[str, Any] | None = from_json(self._json(layout.SCALER))
         self.data: dict[str, Any] = self._json(layout.DATA) or {}
         if problem := _position_problem(self.data):
-            raise _damaged(store, layout.DATA, problem)
+            raise damaged_file(f"{self.url}/{layout.DATA}", problem)
         self.trainer_state: dict[str, Any] = self._json(layout.TRAINER_STATE) or {}
         self.training_args: dict[str, Any] = self._json(layout.TRAINING_ARGS) or {}
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether training can go on from it; False when only the model was saved."""
+        """Whether training can resume from it; False when only the model was saved."""
         return layout.OPTIMIZER in self._entries
 
     @property
     def is_sharded(self) -> bool:
-        """Whether every rank wrote its own part of the tensors, and any rank may read the rows it needs."""
+        """Whether every rank wrote its own rows of the tensors; any rank can read just the rows that it needs."""
         return layout.SHARD_INDEX in self._entries
 
     def read_model(self) -> Mapping[str, Tensor]:
-        """Name → tensor on the CPU, in the dtype it had; tied names share one tensor. Raises DamagedError.
+        """Read the model: name → tensor on the CPU, in its saved shape and dtype; tied names share one tensor.
 
-        Of a sharded checkpoint each tensor is read, or some of its rows are, when it is asked for.
+        The tensors of a sharded checkpoint are read one by one, or by rows, when they are asked for.
+
+        Raises:
+            DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.
         """
         return self._tensors("model", layout.MODEL)
 
-    def read_optimizer(
-        self, share: Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]] | None = None
-    ) -> OptimizerSnapshot | None:
-        """The optimizer's state; None when only the model was saved. Read anew at each call. Raises DamagedError.
+    def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
+        """Read the optimizer's state; None when only the model was saved.
 
-        `share` is given what reads the tensors, to have it done on one rank for all.
+        Args:
+            share: called with the function that reads the tensors, so that one rank can read them for all.
+
+        Raises:
+            DamagedError: a file is not as it was committed, or is not an optimizer's state.
         """
         record = self._json(layout.OPTIMIZER)
         if record is None:
             return None
         problem = _optimizer_problem(record)
         if problem:
-            raise _damaged(self._store, layout.OPTIMIZER, problem)
+            raise self._damaged(layout.OPTIMIZER, problem)
 
         def read() -> Mapping[str, Tensor]:
             return self._tensors("optimizer", layout.OPTIMIZER_TENSORS)
@@ -106,81 +130,100 @@ class Checkpoint:
         return read_safetensors(self._store, file, expect=self._entry(file))
 
     def has_rng(self, rank: int) -> bool:
-        """Whether there is a random state of that rank."""
+        """Whether the checkpoint has a random state of a rank."""
         return layout.rng_file(rank) in self._entries
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
-        """A rank's further tensors, to which the JSON parts refer; empty when it had none. Raises DamagedError."""
+        """Read a rank's extra tensors (of callbacks, of `past_index`): name → tensor on the CPU; empty when none.
+
+        Raises:
+            DamagedError: the file is not as it was committed.
+        """
         name = layout.extra_file(rank)
         return read_safetensors(self._store, name, expect=self._entry(name)) if name in self._entries else {}
 
     def read_rng(self, rank: int) -> dict[str, Any]:
-        """The random state of a rank. Raises ConfigError when the saved run had no such rank."""
+        """Read the random states of a rank.
+
+        Raises:
+            ConfigError: the saved run had no such rank.
+            DamagedError: the file is not as it was committed.
+        """
         state = self._json(layout.rng_file(rank))
         if state is None:
             raise ConfigError(
                 f"The checkpoint has no random state of rank {rank}.",
                 field="resume_from_checkpoint",
                 value=self.url,
-                remedy=f"It was saved by {self.world_size} ranks; seed the further ones anew.",
+                remedy=f"It was saved by {self.world_size} ranks; give further ranks a new seed.",
             )
         return state
 
     def read_file(self, name: str) -> bytes:
-        """One of the further files (``config.json``). Raises DamagedError when absent or not as committed."""
+        """Read any committed file, for instance ``config.json``.
+
+        Raises:
+            DamagedError: the commit does not list it, or it is not as it was committed.
+        """
         entry = self._entry(name)
         data = self._store.read_if_exists(name, limit=entry.size)
         if data is None:
-            raise _damaged(self._store, name, "it is missing")
+            raise self._damaged(name, "it is missing")
         if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise _damaged(self._store, name, "it is not the file that was committed")
+            raise self._damaged(name, "it is not the file that was committed")
         return data
 
     @contextlib.contextmanager
     def treat_errors_as_damage(self, name: str) -> Iterator[None]:
-        """A block that takes up what a file says: what it cannot use is damage of that file, not a failure of its own.
+        """Report errors of a ``with`` block that uses a file's content as damage of that file.
 
-        The bytes are those that were committed, so the file was made by something else, or by another version.
+        The bytes are those that were committed, so another program or another version wrote them.
+
+        Raises:
+            DamagedError: in place of any error that wrong content causes (`KeyError`, `TypeError`, ...).
         """
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise _damaged(self._store, name, f"it cannot be used ({type(error).__name__}: {error})") from error
+            raise self._damaged(name, f"it cannot be used ({type(error).__name__}: {error})") from error
 
     def _world_size(self) -> int:
         count = self.commit.meta.get("world_size", 1)
-        if type(count) is not int or not 0 < count <= _RANKS:
-            raise _damaged(self._store, COMMIT, f"it speaks of {str(count)[:40]} processes")
+        if type(count) is not int or not 0 < count <= _RANK_LIMIT:
+            raise self._damaged(COMMIT, f"it states a world size of {str(count)[:40]}")
         return count
 
     def _entry(self, name: str) -> FileEntry:
         entry = self._entries.get(name)
         if entry is None:
-            raise _damaged(self._store, name, "the commit does not list it")
+            raise self._damaged(name, "the commit does not list it")
         return entry
 
     def _json(self, name: str) -> dict[str, Any] | None:
         if name not in self._entries:
             return None
-        limit = _STATE_LIMIT if name in (layout.TRAINER_STATE, layout.SHARD_INDEX) else _JSON_LIMIT
+        limit = _GROWING_LIMIT if name in (layout.TRAINER_STATE, layout.SHARD_INDEX) else _JSON_LIMIT
         if self._entries[name].size > limit:
-            raise _damaged(self._store, name, f"it has more than {limit:,} bytes")
+            raise self._damaged(name, f"it has more than {limit:,} bytes")
         try:
             record = parse_json(self.read_file(name))
         except ValueError as error:
-            raise _damaged(self._store, name, f"it is not JSON that trainflow writes ({str(error)[:80]})") from error
+            raise self._damaged(name, f"it is not JSON that trainflow writes ({str(error)[:80]})") from error
         if not isinstance(record, dict):
-            raise _damaged(self._store, name, "it is not an object")
+            raise self._damaged(name, "it is not an object")
         return record
+
+    def _damaged(self, name: str, reason: str) -> DamagedError:
+        return damaged_file(f"{self.url}/{name}", reason)
 
 
 def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
-    """Open a committed checkpoint. Collective; every rank reads for itself.
+    """Open a committed checkpoint on every rank. Collective; every rank reads for itself.
 
     Raises (the same on every rank):
-        ConfigError: there is no committed checkpoint of that name.
+        ConfigError: there is no committed checkpoint with that name; says what the folder is, if it is known.
         DamagedError: the commit or a small file is damaged; tensors are checked when they are read.
         StorageError: the store cannot be read.
     """
@@ -188,7 +231,13 @@ def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
 
 
 def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyCheckpoint:
-    """`load_checkpoint` for one process alone, as `Checkpoint` or a class derived from it."""
+    """Open a committed checkpoint on this process alone, as `kind` (`Checkpoint` or a class derived from it).
+
+    Raises:
+        ConfigError: there is no committed checkpoint with that name.
+        DamagedError: the commit or a small file is damaged, or a file is missing or cut short.
+        StorageError: the store cannot be read.
+    """
     store = root.child(name)
     info = read_checkpoint_info(root, name)
     if info is None:
@@ -202,7 +251,8 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     problems = verify_files(store, info.commit, digests=False)  # links and special files are among them
     if problems:
         file, _, reason = problems[0].rpartition(": ")
-        raise _damaged(store, file, f"{reason} (and {len(problems) - 1} more)" if len(problems) > 1 else reason)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise damaged_file(f"{store.url}/{file}", f"{reason}{more}")
     return kind(store, info)
 
 
@@ -210,10 +260,10 @@ def _position_problem(data: dict[str, Any]) -> str | None:
     for name in ("epoch", "step_in_epoch", "position", "samples_seen"):
         value = data.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**62:
-            return f"its {name} is no count"
+            return f"its {name} is not a count"
     for name in ("source", "history"):
         if not isinstance(data.get(name, {}), dict):
-            return f"its {name} is no object"
+            return f"its {name} is not an object"
     return None
 
 
@@ -224,16 +274,8 @@ def _optimizer_problem(record: dict[str, Any]) -> str | None:
     for group in groups:
         names = group.get("params") if isinstance(group, dict) else None
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            return "a group of it names no parameters"
+            return "a group in it lists no parameters"
     state = scalars.get("state", {})
     if not isinstance(state, dict) or not all(isinstance(values, dict) for values in state.values()):
         return "its state is not by parameter"
     return None
-
-
-def _damaged(store: Store, name: str, reason: str) -> DamagedError:
-    return DamagedError(
-        f"The file is damaged: {reason}.",
-        field=f"{store.url}/{name}",
-        remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
-    )

@@ -1,4 +1,4 @@
-"""The state of every global random number generator of this process, as JSON."""
+"""The states of this process's global random number generators (Python, NumPy, torch, the device), as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer_lib.errors import DamagedError
 
 
 def capture_rng() -> dict[str, Any]:
-    """Python's, NumPy's and torch's global generators, and the current device's where there is one."""
+    """Capture the states of all global generators; of devices, the current one's."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -29,12 +29,13 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back. A device's state is left out where there is no such device now.
+    """Restore the generators; a device's state is ignored where there is no such device now.
 
-    All parts are read before the first generator is touched.
+    Args:
+        state: what `capture_rng` returned. All of it is decoded before the first generator is set.
 
     Raises:
-        DamagedError: not what `capture_rng` returns.
+        DamagedError: `state` is something else.
     """
     try:
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
@@ -48,7 +49,7 @@ def restore_rng(state: dict[str, Any]) -> None:
             torch.mps.set_rng_state(device["mps"])
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DamagedError(
-            f"A saved random state cannot be used: {error}",
+            f"A saved random state cannot be used: {error}.",
             field="rng",
             remedy="Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch.",
         ) from error
@@ -56,7 +57,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 def _python_state(saved: Any) -> tuple[Any, ...]:
     version, words, gauss = saved
-    # Python takes the second normal number as it is, and would fail when it is drawn.
+    # random.setstate does not look at `gauss`, the spare normal number; a wrong one would fail when it is drawn.
     if not isinstance(words, list) or not (gauss is None or type(gauss) is float):
         raise ValueError("Python's state is not a Mersenne Twister's")
     return version, tuple(words), gauss
@@ -64,14 +65,14 @@ def _python_state(saved: Any) -> tuple[Any, ...]:
 
 def _numpy_state(saved: Any) -> tuple[Any, ...]:
     kind, keys, position, has_gauss, cached = saved
-    # NumPy takes the position as it is, and would read beyond the 624 words.
+    # NumPy does not check the position, and would read beyond the 624 words.
     if not isinstance(keys, list) or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
         raise ValueError("NumPy's state is not a Mersenne Twister's")
     return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
 
 
 def encode_state(state: torch.Tensor) -> str:
-    """A generator's state (bytes) as text."""
+    """Encode a generator's state, a uint8 tensor `[bytes]`, as base64."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
 
 

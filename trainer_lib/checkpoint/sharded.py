@@ -1,13 +1,14 @@
-"""A checkpoint that every rank writes its part of and any number of ranks reads: an index over safetensors files.
+"""Sharded tensors in a checkpoint: every rank writes its rows, any number of ranks reads the rows that it needs.
 
-``shards/rank-<n>.safetensors`` holds the rows (of dimension 0) that lay on rank n, under ``model/<name>`` and
-``optimizer/<name>``; ``shards.json`` says of every tensor its dtype, its shape and where its rows are::
+``shards/rank-<n>.safetensors`` holds the rows (of dimension 0) that rank n held, under ``model/<name>`` and
+``optimizer/<name>``. ``shards.json`` is the index: for every tensor its dtype, its shape and where its rows are::
 
     {"tensors": {name: {"dtype": "F32", "shape": [...], "chunks": [[file, first row, rows, position, sha256], ...]}},
      "tied": {other name: name}}
 
-A reader asks for the rows it needs. Chunks are read whole and compared with their digests, the index with the commit,
-so no byte is used that was not committed, although no rank reads whole files. No collective carries a tensor.
+A chunk is the rows of one tensor in one file. Chunks are read whole and compared with their digests, the index with
+the commit, so no byte is used that was not committed, although no rank reads whole files. No collective carries a
+tensor. (torch.distributed.checkpoint divides tensors in the same way; its index is a pickle.)
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from trainer_lib.checkpoint.layout import SHARD_INDEX, shard_file
-from trainer_lib.checkpoint.tensors import DTYPES, damaged_file, dtype_name, is_shape, view_bytes, write_safetensors
+from trainer_lib.checkpoint.parsing import damaged_file
+from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_safetensors
 from trainer_lib.sharding import Rows, is_sharded, local_rows
 from trainer_lib.storage import FileEntry, Store
 
 _BLOCK = 64 * 2**20
-"""Bytes that are asked for at a time, at least one chunk: remote stores serve the ranges of a block side by side."""
+"""Bytes that are requested at a time (at least one chunk): remote stores serve the ranges of a block in parallel."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank writes.
+    """The rows that this rank writes.
 
     Attributes:
-        rows: name → this rank's rows; of a tensor that several ranks hold, on the first of them only. Rank 0 has all
-            names, for their shapes.
-        tied: other name → the name that a tensor is kept under.
+        rows: ``<group>/<name>`` → this rank's rows. Of rows that several ranks hold, only the first rank has them; rank
+            0 has every name, because it states the shapes.
+        tied: other name → the name that the tensor is stored under.
     """
 
     rows: Mapping[str, Rows]
@@ -45,19 +48,23 @@ class LocalShard:
 
 
 def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether some of them are divided over ranks. The same on every rank."""
+    """Whether any of the tensors is sharded; equal on every rank."""
     return any(map(is_sharded, tensors.values()))
 
 
 def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
-    """This rank's part of groups of tensors, all under ``<group>/<name>``."""
+    """Collect this rank's rows of groups of tensors (group → name → tensor), under ``<group>/<name>``.
+
+    Raises:
+        ConfigError: a tensor is sharded along another dimension than its first.
+    """
     rows: dict[str, Rows] = {}
     tied: dict[str, str] = {}
     kept: dict[int, str] = {}
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
             full = f"{group}/{name}"
-            # The same object under several names on every rank alike: memory would tell rank by rank.
+            # Ties are found by object: every rank sees the same ones, whereas addresses differ from rank to rank.
             if (first := kept.setdefault(id(tensor), full)) != full:
                 tied[full] = first
                 continue
@@ -68,9 +75,11 @@ def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) ->
 
 
 def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, dict[str, Any]]:
-    """Write this rank's file; its entry, and what the index says of it, JSON.
+    """Write this rank's file; returns its entry and this rank's part of the index (JSON, for `build_index`).
 
-    Raises ConfigError and StorageError as `write_safetensors` does.
+    Raises:
+        ConfigError: a tensor cannot be written, as `write_safetensors` raises it.
+        StorageError: the store cannot be written.
     """
     file = shard_file(rank)
     own = {name: rows.values for name, rows in parts.rows.items() if rows.is_first_copy and rows.values.numel()}
@@ -86,7 +95,7 @@ def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, 
 
 
 def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The index over what `write_shard` said on every rank, in rank order."""
+    """Build the index from what `write_shard` returned on every rank, in rank order."""
     first = shards[0]
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "chunks": []} for name, (dtype, shape) in first["specs"].items()
@@ -101,6 +110,8 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Chunk:
+    """Rows [start, start + rows) of one tensor: `rows * row_bytes` bytes of `file` from `position` on."""
+
     file: str
     start: int
     rows: int
@@ -110,26 +121,32 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Spec:
+    """What the index states about one tensor."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row; of a tensor without dimensions, of its one value."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def within(self, start: int, stop: int) -> list[_Chunk]:
+    def find_chunks(self, start: int, stop: int) -> list[_Chunk]:
+        """The chunks that hold any of the rows [start, stop)."""
         return [each for each in self.chunks if each.start < stop and each.start + each.rows > start]
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors of one group, read when asked for; some rows of one without the others.
+    """The tensors of one group, read when they are asked for, whole or by rows.
 
-    Asking in the order of the names is the fastest: what comes next is fetched along.
+    A request in the order of the names is fastest, because the chunks that follow are fetched along.
+
+    Raises:
+        DamagedError: the index contradicts itself or the committed files.
     """
 
     def __init__(self, store: Store, group: str, index: Any, files: Mapping[str, FileEntry]) -> None:
-        """Raises DamagedError for an index that contradicts itself or the files that were committed."""
         self._store = store
         self._where = f"{store.url}/{SHARD_INDEX}"
         prefix = f"{group}/"
@@ -140,17 +157,23 @@ class ShardedTensors(Mapping[str, Tensor]):
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise damaged_file(self._where, "it is not an index that trainflow writes") from error
         self._specs = {name.removeprefix(prefix): spec for name, spec in specs.items()}
-        self._expected: list[tuple[str, int, int]] = [(name, 0, _length(one)) for name, one in self._specs.items()]
+        # Requests (name, first row, end) that are likely to come, in order: they are fetched ahead.
+        self._expected: list[tuple[str, int, int]] = [(name, 0, _num_rows(one)) for name, one in self._specs.items()]
         self._ready: dict[_Chunk, Tensor] = {}
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Element type and shape of a tensor."""
+        """The dtype and shape of a tensor, without reading it."""
         return self._specs[name].dtype, self._specs[name].shape
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop), as memory of its own. Raises DamagedError, StorageError."""
+        """Read rows [start, stop) of a tensor: a new tensor `[stop - start, ...]` on the CPU, in its saved dtype.
+
+        Raises:
+            DamagedError: a chunk is not as it was committed.
+            StorageError: the store cannot be read.
+        """
         spec = self._specs[name]
-        chunks = spec.within(start, stop) if spec.row_bytes else []
+        chunks = spec.find_chunks(start, stop) if spec.row_bytes else []
         if any(chunk not in self._ready for chunk in chunks):
             self._fetch(name, start, stop)
         out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype)
@@ -160,21 +183,26 @@ class ShardedTensors(Mapping[str, Tensor]):
             out[low - start : high - start] = values[low - chunk.start : high - chunk.start]
         return out
 
+    @override
     def __getitem__(self, name: str) -> Tensor:
-        return self.read_rows(name, 0, _length(self._specs[name])).reshape(self._specs[name].shape)
+        return self.read_rows(name, 0, _num_rows(self._specs[name])).reshape(self._specs[name].shape)
 
+    @override
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
 
+    @override
     def __len__(self) -> int:
         return len(self._specs)
 
     def _fetch(self, name: str, start: int, stop: int) -> None:
-        """The chunks of a request, and of as many that are expected after it as make a block."""
+        """Read the chunks of a request, and of the requests expected after it until a block is full."""
         wanted: dict[_Chunk, int] = {}
         for other, low, high in self._following(name, start, stop):
             spec = self._specs[other]
-            wanted.update((chunk, chunk.rows * spec.row_bytes) for chunk in spec.within(low, high) if spec.row_bytes)
+            wanted.update(
+                (chunk, chunk.rows * spec.row_bytes) for chunk in spec.find_chunks(low, high) if spec.row_bytes
+            )
             if sum(wanted.values()) >= _BLOCK:
                 break
         self._ready = {chunk: torch.empty(size, dtype=torch.uint8) for chunk, size in wanted.items()}
@@ -185,7 +213,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             self._store.read_into(file, parts)
         for chunk, values in self._ready.items():
             if hashlib.sha256(values.numpy().data).hexdigest() != chunk.sha256:
-                raise damaged_file(f"{self._store.url}/{chunk.file}", "rows of it are not those that were committed")
+                raise damaged_file(f"{self._store.url}/{chunk.file}", "its rows are not the committed ones")
 
     def _following(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         request = (name, start, stop)
@@ -195,12 +223,12 @@ class ShardedTensors(Mapping[str, Tensor]):
             yield from self._expected
 
 
-def _length(spec: _Spec) -> int:
+def _num_rows(spec: _Spec) -> int:
     return spec.shape[0] if spec.shape else 1
 
 
 def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
-    """One tensor of an index; ValueError and the like unless its chunks are its rows, one after another."""
+    """Parse one tensor of an index; ValueError and the like unless its chunks are its rows without gap or overlap."""
     shape = record["shape"]
     if not is_shape(shape):
         raise TypeError("shape")
@@ -215,6 +243,6 @@ def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
         if chunk.position + chunk.rows * spec.row_bytes > files[chunk.file].size:
             raise ValueError("position")
         row += chunk.rows
-    if row != _length(spec) and math.prod(shape):
+    if row != _num_rows(spec) and math.prod(shape):
         raise ValueError("rows are missing")
     return spec

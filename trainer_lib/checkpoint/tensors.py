@@ -1,9 +1,13 @@
 """Tensors as safetensors files, streamed through a store: no local copy, no second read, no pickle.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes little-endian length of a JSON header; the header,
-``{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}``; the bytes of all tensors
-without gaps. Tensors that are the same memory (tied weights) are stored once; the other names are recorded in the
-metadata, so that any safetensors reader loads the file and ours gives every name back.
+The format (https://github.com/huggingface/safetensors#format)::
+
+    8 bytes        length of the header in bytes, little-endian
+    the header     {name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {str: str}}, JSON
+    the rest       the bytes of all tensors, row-major, without gaps; offsets count from here
+
+Tensors that share memory (tied weights) are stored once. The metadata records their other names, so any safetensors
+reader loads the file, and this one returns every name.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainer_lib.checkpoint.parsing import parse_json
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.checkpoint.parsing import damaged_file, parse_json
+from trainer_lib.errors import ConfigError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
 ALIASES = "trainflow.aliases"
-"""Metadata key: JSON of {other name: stored name}."""
+"""The metadata key of the tied names: JSON, {other name: stored name}."""
 
 _HEADER_LIMIT = 32 * 2**20  # some 200,000 tensors; reading one takes about ten times that in memory
 _DIMENSIONS = 64  # torch's own limit
@@ -50,13 +54,22 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     writer: DigestingWriter, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> dict[str, int]:
-    """Write tensors, one at a time, from any device and any memory layout; name → position of its first byte.
+    """Write tensors of any shape, device and memory layout, one at a time.
+
+    Args:
+        writer: the open file.
+        tensors: name → tensor.
+        metadata: further entries of the header's ``__metadata__``.
+
+    Returns:
+        For every name the position of its first byte in the file; tied names share one.
 
     Raises:
-        ConfigError: a tensor whose values are not here (meta), of a dtype safetensors has not, or sparse; too many.
-        StorageError: from the writer.
+        ConfigError: a tensor has no values (meta), is sparse, or has a dtype that safetensors lacks; or there are more
+            tensors than a header can list.
+        StorageError: the store cannot be written.
     """
-    stored, aliases = _deduplicated(tensors)
+    stored, aliases = _separate_ties(tensors)
     # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -69,10 +82,10 @@ def write_safetensors(
         header[name] = {"dtype": dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the first tensor starts at a multiple of 8 bytes
     if len(text) > _HEADER_LIMIT:
         raise ConfigError(
-            f"{len(order):,} tensors are more than one file can list.",
+            f"One file cannot list {len(order):,} tensors.",
             field="checkpoint",
             remedy="Join small tensors into larger ones.",
         )
@@ -84,25 +97,26 @@ def write_safetensors(
 
 
 def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None) -> dict[str, Tensor]:
-    """Every tensor of a file, on the CPU; tied names give the same tensor object.
+    """Read every tensor of a file: name → tensor on the CPU, in its saved shape and dtype; tied names share one.
 
-    The file is read once, from front to back, and hashed on the way. Memory is taken only as far as the file has bytes.
+    The file is read once, from front to back, and digested on the way. A header that promises more bytes than the file
+    has is refused before memory is taken.
 
     Args:
         store: the folder.
-        rel: the file.
-        expect: what was committed; compared before anything is returned.
+        rel: the file's path in it.
+        expect: the committed entry; size and digest are compared before anything is returned.
 
     Raises:
-        DamagedError: not a well-formed safetensors file, or not the one that was committed.
-        StorageError: it cannot be read.
+        DamagedError: the file is not well-formed, or not the one that was committed.
+        StorageError: the file cannot be read.
     """
     where = f"{store.url}/{rel}"
     if expect is not None and not store.exists(rel):
         raise damaged_file(where, "it is missing")
     size = store.size(rel)
     if expect is not None and size != expect.size:
-        raise damaged_file(where, f"it has {size:,} bytes, committed were {expect.size:,}")
+        raise damaged_file(where, f"it has {size:,} bytes, committed {expect.size:,}")
     with store.open_read(rel) as stream:
         reader = _Reader(stream, where)
         header = _header(reader, size)
@@ -119,7 +133,7 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
 
 
 class _Reader:
-    """A stream that is hashed while it is read."""
+    """A stream that is digested while it is read."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self.digest = hashlib.sha256()
@@ -133,7 +147,7 @@ class _Reader:
         return data
 
     def tensor(self, dtype: torch.dtype, shape: list[int], begin: int, end: int) -> Tensor:
-        """The next bytes as a tensor."""
+        """Read the next `end - begin` bytes as a tensor of `shape`."""
         flat = torch.empty(end - begin, dtype=torch.uint8)
         view = flat.numpy().data
         filled = 0
@@ -147,7 +161,7 @@ class _Reader:
 
 
 def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """Name → dtype, shape, begin, end; checked to cover the file exactly, so that sizes can be trusted."""
+    """Read the header: name → dtype, shape, begin, end. The entries cover the file exactly, so sizes can be trusted."""
     length = int.from_bytes(reader.read(8), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
         raise damaged_file(reader.where, "its header has an impossible length")
@@ -178,15 +192,16 @@ def _entry(value: dict[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether torch can make a tensor of that shape, also where a size is 0 and the others only make its strides."""
+    """Whether a parsed value is a shape that torch can make a tensor of."""
     if not isinstance(value, list) or len(value) > _DIMENSIONS:
         return False
-    sizes = all(type(size) is int and 0 <= size < 2**62 for size in value)
-    return sizes and math.prod(max(size, 1) for size in value) < 2**62
+    are_sizes = all(type(size) is int and 0 <= size < 2**62 for size in value)
+    # max(size, 1): with a size of 0 the others still make the strides, which overflow all the same.
+    return are_sizes and math.prod(max(size, 1) for size in value) < 2**62
 
 
-def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors to store, and for every further name of one of them the name it is stored under."""
+def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Separate the tensors to store from the further names of one of them: {name: tensor}, {other name: name}."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -195,7 +210,7 @@ def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
             raise ConfigError(
                 f"Tensor {name!r} has no plain values ({'meta' if tensor.is_meta else tensor.layout}).",
                 field="checkpoint",
-                remedy="Materialise it before saving.",
+                remedy="Materialize it before saving.",
             )
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         memory = (tensor.device, tensor.data_ptr(), *view)
@@ -208,28 +223,23 @@ def _deduplicated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """What safetensors calls its element type. Raises ConfigError when it has no name for it."""
+    """The safetensors name of a tensor's dtype.
+
+    Raises:
+        ConfigError: safetensors has no such dtype; `name` is the tensor that the message names.
+    """
     try:
         return _NAMES[tensor.dtype]
     except KeyError:
         raise ConfigError(
-            f"Tensor {name!r} is {tensor.dtype}, which safetensors cannot hold.",
+            f"Tensor {name!r} has the dtype {tensor.dtype}, which safetensors lacks.",
             field="checkpoint",
             remedy="Keep it in another dtype, or as a non-persistent buffer.",
         ) from None
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """Its values, row by row."""
-    # resolve_*: conjugate and negated views keep their sign as a flag, not in memory.
+    """The bytes of a tensor of any shape and device, row-major; a view if it is contiguous on the CPU."""
+    # resolve_*: conjugate and negated views keep the sign as a flag, not in memory.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
-
-
-def damaged_file(where: str, reason: str) -> DamagedError:
-    """What is raised of a file that is not as it was committed."""
-    return DamagedError(
-        f"The file is damaged: {reason}.",
-        field=where,
-        remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
-    )

@@ -1,1 +1,6 @@
-"""Who may write and who is reading: leases, claims and readers on any store."""
+"""Which process may write a folder and which processes are reading it, on any store.
+
+`lease` admits one process at a time to a stage's folder and keeps it with a heartbeat. `claim` decides which of
+several writers gets a checkpoint's folder, for the length of one save. `readers` protect a checkpoint from removal
+while it is read. All three consist of small files beside the data; none is part of what they protect.
+"""

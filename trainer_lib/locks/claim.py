@@ -1,13 +1,18 @@
-"""Who writes a checkpoint's folder: one of those who try, also when they find the claim of one that died.
+"""Which process writes a checkpoint's folder: one of those that try, also when they find a dead writer's claim.
 
-``WRITING.json`` is created exclusively. The claim of a dead writer is not deleted, for of two who find it the slower
-one would delete the faster one's: it is *succeeded*, by creating ``WRITING.<digest of that claim>.json``, exclusively
-too. The last claim of this chain holds the folder. They are removed first to last, so that nobody joins a chain that is
-going away, and are no part of the checkpoint.
+A claim is the file ``WRITING.json`` (a `lease.Holder`), created exclusively. The claim of a dead writer is not deleted,
+because of two processes that find it the slower one would delete the faster one's new claim. It is *succeeded*: the
+next claim is ``WRITING.<digest of the dead claim>.json``, created exclusively too, so one process gets it. The last
+claim of this chain holds the folder::
 
-On stores without exclusive create (`Store.exclusive`) two who come in the same milliseconds may both write;
-`holds_claim`, right before the commit, lets one of them at most commit, and the digests tell if the other has spoiled
-a file of it.
+    WRITING.json  (A, dead)  ->  WRITING.<digest of A>.json  (B, dead)  ->  WRITING.<digest of B>.json  (C, writes)
+
+Claims are removed from the first to the last, so that no process joins a chain that is going away. They are not part
+of the checkpoint.
+
+On stores without exclusive create (`Store.exclusive`) two processes that come within the same milliseconds may both
+write. `holds_claim`, right before the commit, lets at most one of them commit, and the digests show whether the other
+has spoiled one of its files.
 """
 
 from __future__ import annotations
@@ -23,47 +28,54 @@ from trainer_lib.storage import Store
 WRITING = "WRITING.json"
 _SUCCESSOR = re.compile(r"WRITING\.[0-9a-f]{32}\.json")
 _LIMIT = 4096
+"""The largest claim that is read, in bytes."""
 
 
 def is_claim(name: str) -> bool:
-    """Whether a file of a checkpoint's folder is a claim on it."""
+    """Whether a file of a checkpoint's folder is a claim."""
     return name == WRITING or _SUCCESSOR.fullmatch(name) is not None
 
 
 def read_claim(store: Store) -> Holder | None:
-    """Who is writing a checkpoint's folder; None when nobody is, or nobody that can be told."""
+    """Read which process writes a checkpoint's folder; None without a claim, or with one that cannot be read."""
     chain = _chain(store)
     return Holder.from_bytes(chain[-1][1]) if chain else None
 
 
 def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holder | None:
-    """Claim a folder. None when it is ours now, else whose it is.
+    """Claim a folder for writing.
 
     Args:
         store: the folder.
-        claim: ours.
-        in_use: whether the writer of another claim is still at it; who is not is succeeded.
+        claim: our own process.
+        in_use: whether the writer of another claim is still writing; if not, its claim is succeeded.
+
+    Returns:
+        None when the folder is ours now, else the process that holds it.
+
+    Raises:
+        StorageError: the store cannot be read or written.
     """
     name, ours = WRITING, claim.to_bytes()
     while not store.create(name, ours):
         data = _read(store, name)
-        if data == ours:  # our create's answer was lost, and the client asked again
+        if data == ours:  # the answer to our create was lost, and the client tried again
             return None
         other = Holder.from_bytes(data or b"")
         if other is not None and in_use(other):
             return other
-        name = WRITING if data is None else _successor(data)  # None: it is just being given back
+        name = WRITING if data is None else _successor(data)  # None: released just now, so start over
     return None
 
 
 def holds_claim(store: Store, claim: Holder) -> bool:
-    """Whether the folder is still ours."""
+    """Whether our claim is the last of the chain, so that the folder is still ours."""
     chain = _chain(store)
     return bool(chain) and chain[-1][1] == claim.to_bytes()
 
 
 def release_claim(store: Store) -> None:
-    """Give a folder back that is ours."""
+    """Remove all claims of a folder that is ours, the first one first."""
     chain = [name for name, _ in _chain(store)]
     strays = [info.path for info in store.list() if is_claim(info.path) and info.path not in chain]
     for name in [*strays, *chain]:
@@ -71,7 +83,7 @@ def release_claim(store: Store) -> None:
 
 
 def _chain(store: Store) -> list[tuple[str, bytes]]:
-    """The claims from the first to the one that holds: name, content."""
+    """Names and contents of the claims, from the first to the one that holds the folder."""
     found: list[tuple[str, bytes]] = []
     name = WRITING
     while (data := _read(store, name)) is not None:
@@ -87,5 +99,5 @@ def _successor(data: bytes) -> str:
 def _read(store: Store, name: str) -> bytes | None:
     try:
         return store.read_if_exists(name, limit=_LIMIT)
-    except DamagedError:  # too large to be one of ours
+    except DamagedError:  # too large to be a claim: treated like an unreadable one, and succeeded
         return b""

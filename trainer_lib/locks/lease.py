@@ -1,10 +1,14 @@
-"""One process at a time works on a folder; a dead or stopped one is replaced, and cannot commit afterwards.
+"""A lease admits one process at a time to a folder; a dead or stopped holder is replaced and cannot commit afterwards.
 
 A lease is a file ``lease/<epoch>.json``, created exclusively; the highest epoch holds the folder. Its holder renews
 ``lease/<epoch>.beat`` from a thread and writes ``lease/<epoch>.released`` at the end. Another process takes epoch + 1
 
-- at once, when the holder has released, or lived on this machine and is gone (pid free, or with another start time);
-- otherwise when it has itself watched the beat stand still for the time-to-live: no two clocks are ever compared.
+- at once, if the holder has released it, or lived on this machine and is gone (its pid is free, or belongs to a
+  process with another start time);
+- else after it has itself watched the beat stand still for the time-to-live. No two clocks are ever compared.
+
+The epoch is a fencing token (M. Kleppmann, "How to do distributed locking", 2016): a pause of any length is harmless,
+because the holder compares its epoch with the newest one before it commits.
 
 A holder that was stopped and wakes up later finds the higher epoch in `Lease.ensure_held`, which is called right before
 a commit. On stores without exclusive create (see `Store.exclusive`) two processes that take an epoch in the same
@@ -42,14 +46,15 @@ _LIMIT = 4096
 
 @dataclass(frozen=True)
 class Holder:
-    """Which process holds something, well enough to tell whether it still lives.
+    """The process that holds a lease, a claim or a mark, with enough detail to see whether it still runs.
 
     Attributes:
         id: unique to this holding.
-        machine: host name, boot and pid namespace: where a pid means the same thing.
-        pid, started: the process; `started` tells it from a later one with the same pid.
-        since: ISO-8601, UTC, for people.
-        ttl_s: seconds without a beat after which others may take over.
+        machine: host name, boot id and pid namespace; a pid means the same process only within all three.
+        pid: the process id.
+        started: when the process started; distinguishes it from a later process with the same pid.
+        since: when the holding began, ISO-8601, UTC.
+        ttl_s: seconds without a beat after which another process may take over.
     """
 
     id: str
@@ -61,33 +66,33 @@ class Holder:
 
     @classmethod
     def this_process(cls, ttl_s: float = 0.0) -> Holder:
-        """A new holding by this process."""
+        """Make a new holding by this process."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
         pid = os.getpid()
         return cls(uuid.uuid4().hex, _machine(), pid, start_time(pid) or "", since, ttl_s)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Holder | None:
-        """What `to_bytes` made; None for anything else."""
+        """Parse what `to_bytes` rendered; None for anything else."""
         try:
             record: dict[str, Any] = json.loads(data)
             holder = cls(**record)
             texts = (holder.id, holder.machine, holder.started, holder.since)
-            sane = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
-            return holder if sane and isinstance(holder.pid, int) else None
+            is_valid = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
+            return holder if is_valid and isinstance(holder.pid, int) else None
         except (ValueError, TypeError, OverflowError, RecursionError):
             return None
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Render the holder as JSON."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     def is_gone(self) -> bool:
-        """Whether it certainly ended: it lived on this machine and its process is no more. False when unknown."""
+        """Whether the process has certainly ended: it ran on this machine and is gone. False when unknown."""
         return bool(self.started) and self.machine == _machine() and start_time(self.pid) != self.started
 
     def is_alive(self) -> bool:
-        """Whether it certainly lives: its process is on this machine and there. False when unknown."""
+        """Whether the process certainly runs: it is on this machine and there. False when unknown."""
         return bool(self.started) and self.machine == _machine() and start_time(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -96,10 +101,10 @@ class Holder:
 
 
 class Lease:
-    """A folder held by this process until `release`; best used in a ``with`` block.
+    """A folder that this process holds until `release`; best used in a ``with`` block.
 
     Attributes:
-        epoch: counts the holders of this folder, from 1.
+        epoch: the number of this holding of the folder, from 1.
         lost: whether another process is known to have taken over; updated at every beat. Work should stop then.
     """
 
@@ -122,11 +127,11 @@ class Lease:
         self.release()
 
     def ensure_held(self) -> None:
-        """Make sure that the folder is still ours.
+        """Raise unless the folder is still ours; call it right before a commit.
 
         Raises:
             LeaseLostError: another process has taken over, or this lease was released.
-            StorageError: the store cannot be asked; then nothing may be committed either.
+            StorageError: the store cannot be read; then nothing may be committed either.
         """
         if not self._stop.is_set() and self._is_ours():
             return
@@ -134,13 +139,13 @@ class Lease:
         newest = _newest(self._folder)
         other = _read_holder(self._folder, newest) if newest != self.epoch else None
         raise LeaseLostError(
-            f"Another process has taken this folder over: {other or 'unknown'}; our work on it must not be committed.",
+            f"Another process has taken this folder over ({other or 'unknown'}), so our work on it is not committed.",
             field=self._folder.url,
             remedy="Nothing is lost: the other process finishes the work. Run the command again to get its result.",
         )
 
     def release(self) -> None:
-        """Stop the beat and let others in; never raises, for it runs while errors are on their way up."""
+        """Stop the beat and let other processes in; never raises, because it runs while an error propagates."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -150,7 +155,7 @@ class Lease:
         try:
             self._folder.write_bytes(_name(self.epoch, "released"), b"")
         except StorageError as error:
-            _LOG.warning("A lease could not be released; it runs out by itself: %s", error)
+            _LOG.warning("A lease could not be released; it expires by itself: %s", error)
             _forget(self._folder, self.epoch, self._holder)
 
     def _is_ours(self) -> bool:
@@ -168,7 +173,7 @@ class Lease:
                     self.lost = True
                     return
                 self._beat()
-            except TrainflowError as error:  # the next beat may get through; if none does, `ensure_held` will say so
+            except TrainflowError as error:  # the next beat may succeed; if none does, `ensure_held` will raise
                 _LOG.warning("A lease could not be renewed: %s", error)
 
 
@@ -180,17 +185,20 @@ def acquire_lease(
     on_wait: Callable[[Holder | None], None] | None = None,
     poll_s: float = 0.5,
 ) -> Lease | None:
-    """Hold a folder; wait for whoever holds it now.
+    """Acquire the lease of a folder; wait while another process holds it.
 
     Args:
         store: the folder.
-        ttl_s: seconds without a beat after which others may take over from us.
-        wait: asked while waiting: True means the work is done (a manifest appeared) and the lease not needed any more.
-        on_wait: told once per holder we wait for (None when its record cannot be read).
-        poll_s: seconds between looks.
+        ttl_s: seconds without a beat after which other processes may take over from us.
+        wait: called while waiting; True means that the work is done (a manifest appeared), so no lease is needed.
+        on_wait: called once per holder that we wait for (None when its record cannot be read).
+        poll_s: seconds between two looks.
 
     Returns:
-        The lease, or None when `wait` said that the work is done.
+        The lease; None when `wait` returned True.
+
+    Raises:
+        StorageError: the store cannot be read or written.
     """
     folder = store.child("lease")
     watch = _Watch(folder, ttl_s)
@@ -204,7 +212,7 @@ def acquire_lease(
                     lease.release()
                     return None
                 return lease
-            continue  # somebody was faster: look again who
+            continue  # another process was faster: look again which
         if wait is not None and wait():
             return None
         if on_wait is not None and watch.is_new():
@@ -214,7 +222,7 @@ def acquire_lease(
 
 
 def find_holder(store: Store) -> Holder | None:
-    """Who holds a folder, as far as can be told at one look; None when nobody does, or its process is gone."""
+    """Find which process holds a folder, at one look; None when it is free, or its holder is known to be gone."""
     folder = store.child("lease")
     newest = _newest(folder)
     if newest == 0 or folder.exists(_name(newest, "released")):
@@ -224,7 +232,7 @@ def find_holder(store: Store) -> Holder | None:
 
 
 class _Watch:
-    """What one waiting process has seen of the holder, by its own clock."""
+    """What a waiting process has seen of the holder, timed by its own clock."""
 
     def __init__(self, folder: Store, ttl_s: float) -> None:
         self.holder: Holder | None = None
@@ -233,15 +241,15 @@ class _Watch:
         self._epoch = 0
         self._beat: bytes | None = None
         self._since = 0.0
-        self._told = False
+        self._is_reported = False
 
     def is_free(self, epoch: int) -> bool:
-        """Whether the newest epoch's holder has released, is gone, or has been silent for too long."""
+        """Whether the holder of the newest epoch has released it, is gone, or missed its beats for too long."""
         if epoch == 0 or self._folder.exists(_name(epoch, "released")):
             return True
         beat = self._folder.read_if_exists(_name(epoch, "beat"), limit=_LIMIT)
         if epoch != self._epoch or beat != self._beat:
-            self._told = self._told and epoch == self._epoch
+            self._is_reported = self._is_reported and epoch == self._epoch
             self._epoch, self._beat, self._since = epoch, beat, time.monotonic()
             self.holder = _read_holder(self._folder, epoch)
         if self.holder is not None and self.holder.is_gone():
@@ -251,7 +259,7 @@ class _Watch:
 
     def is_new(self) -> bool:
         """True once per holder."""
-        new, self._told = not self._told, True
+        new, self._is_reported = not self._is_reported, True
         return new
 
 
@@ -259,16 +267,16 @@ def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
     holder = Holder.this_process(ttl_s)
     name, data = _name(epoch, "json"), holder.to_bytes()
     try:
-        # The read covers a create that succeeded and whose answer got lost.
+        # The read covers a create that succeeded and whose answer was lost.
         if not folder.create(name, data) and folder.read_if_exists(name, limit=_LIMIT) != data:
             return None
         if _newest(folder) != epoch:
-            # We looked long ago; meanwhile this epoch came, went and was cleaned away. The newest is never cleaned.
+            # Our look was long ago: this epoch came, went and was cleaned up since. The newest is never cleaned up.
             folder.delete(name)
             return None
         lease = Lease(folder, epoch, holder)
     except BaseException:
-        # We live on, so for a whole time-to-live nobody could tell that this epoch is not in use.
+        # This process runs on, so for a whole time-to-live others would take the epoch to be in use.
         _forget(folder, epoch, holder)
         raise
     with contextlib.suppress(StorageError):
@@ -279,7 +287,7 @@ def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
 
 
 def _forget(folder: Store, epoch: int, holder: Holder) -> None:
-    """Remove our own epoch again, whole or torn, as far as the store lets us."""
+    """Remove our own epoch again, whole or torn, if the store allows it."""
     name = _name(epoch, "json")
     with contextlib.suppress(StorageError):
         held = folder.read_if_exists(name, limit=_LIMIT)
@@ -297,7 +305,7 @@ def _epoch(name: str) -> int:
 
 
 def _newest(folder: Store) -> int:
-    """The highest epoch that was ever taken here; 0 for none."""
+    """The highest epoch that was ever taken in this folder; 0 for none."""
     return max((_epoch(name) for name in folder.children() if name.endswith(".json")), default=0)
 
 
@@ -310,7 +318,7 @@ def _read_holder(folder: Store, epoch: int) -> Holder | None:
 
 
 def _machine() -> str:
-    """Host, boot and pid namespace: containers may share a host name, and pids start anew after a boot."""
+    """Host name, boot id and pid namespace: containers share a host name, and pids are reused after a boot."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())

@@ -1,14 +1,16 @@
-"""Who is reading a checkpoint, so that nobody removes it meanwhile. No torch here.
+"""Which processes read a checkpoint, so that no rotation removes it meanwhile. No torch here.
 
 A reader leaves a mark in the checkpoint's folder, ``READING-<id>.json`` (a `lease.Holder`), and looks for the commit
-*after* it; whoever removes takes the commit away first and looks for marks *after* that::
+*after* it. A remover deletes the commit first and looks for marks *after* that::
 
-    reader:   mark, then: is there a commit?        no  -> the checkpoint is gone; use another
-    remover:  delete the commit, then: any marks?   yes -> put the commit back
+    reader:   write the mark,    then: is there a commit?   no  -> the checkpoint is gone; use another
+    remover:  delete the commit, then: are there marks?     yes -> put the commit back
 
-One of the two sees the other, on any store, whatever the order. A mark does not outlive its process: on the same
-machine a reader that was killed is seen to be gone; elsewhere its mark counts for an hour after it was last renewed
-(every ten minutes, by the reader's clock: clocks that differ by less than the hour do no harm).
+In every order of these four steps at least one of the two sees the other, on any store (as in Dekker's algorithm).
+
+A mark does not outlive its process for long. On the same machine a reader that was killed is seen to be gone. From
+another machine its mark counts for `TTL_S` seconds after it was last renewed, which happens every `RENEW_S` seconds by
+the reader's clock: clocks that differ by less than `TTL_S` do no harm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 TTL_S = 3600.0
+"""Seconds that a mark of another machine counts after it was last renewed."""
 RENEW_S = 600.0
+"""Seconds between two renewals."""
 _PREFIX, _SUFFIX = "READING-", ".json"
 _MARK_LIMIT = 4096
 _LOG = logging.getLogger(__name__)
@@ -34,9 +38,9 @@ _LOG = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def protect_from_removal(store: Store) -> Iterator[None]:
-    """Mark a checkpoint's folder as in use for the length of a ``with`` block; look for its commit inside the block.
+    """Protect a checkpoint from removal for the length of a ``with`` block; look for its commit inside the block.
 
-    Where no mark can be written (a store that may only be read), or there is nothing to read, it runs without one.
+    Where no mark can be written (a read-only store), or there is no commit, the block runs without protection.
     """
     mark = _Mark(store)
     try:
@@ -46,22 +50,22 @@ def protect_from_removal(store: Store) -> Iterator[None]:
 
 
 def list_readers(store: Store) -> list[Holder]:
-    """Who is reading a checkpoint now, as far as can be told."""
+    """List the processes that are reading a checkpoint now, as far as this machine can know."""
     names = [name for name in store.children() if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
     return [holder for name in names if (holder := _holder(store, name)) is not None and _counts(holder)]
 
 
 def withdraw_if_unread(store: Store) -> bool:
-    """Delete a checkpoint that nobody is reading; False, and all as before, when somebody is.
+    """Delete a checkpoint unless a process is reading it; False, and nothing is changed, if one is.
 
     Raises:
-        StorageError: it could not be deleted, or only its commit.
+        StorageError: the checkpoint, or all of it but its commit, could not be deleted.
     """
     if list_readers(store):
         return False
     commit = store.read_if_exists(COMMIT, limit=LIMIT)
     store.delete(COMMIT)
-    if commit is not None and list_readers(store):
+    if commit is not None and list_readers(store):  # a reader came between the first look and the deletion
         store.create(COMMIT, commit)
         return False
     store.delete_tree()
@@ -80,7 +84,7 @@ class _Mark:
             self._thread.start()
 
     def remove(self) -> None:
-        """Take the mark away; what cannot be removed runs out by itself."""
+        """Remove the mark; one that cannot be removed expires by itself."""
         self._done.set()
         if self._name is not None:
             self._thread.join()
@@ -88,7 +92,7 @@ class _Mark:
 
     def _keep(self) -> None:
         while not self._done.wait(RENEW_S):
-            # Another one, and only then the old one away: there is a whole mark at every moment.
+            # The new mark before the old one is removed, so that there is a whole mark at every moment.
             name = self._put()
             if name is not None and self._name is not None:
                 self._drop(self._name)
@@ -99,7 +103,9 @@ class _Mark:
         try:
             return name if self._store.create(name, Holder.this_process(TTL_S).to_bytes()) else None
         except StorageError as error:
-            _LOG.info("That %s is being read could not be noted: %s", self._store.url, error)
+            _LOG.info(
+                "%s is read without protection from removal, its mark could not be written: %s", self._store.url, error
+            )
             return None
 
     def _drop(self, name: str) -> None:
@@ -110,7 +116,7 @@ class _Mark:
 def _has_commit(store: Store) -> bool:
     try:
         return store.exists(COMMIT)
-    except StorageError:  # whoever reads will be told
+    except StorageError:  # reading itself will raise it
         return False
 
 
@@ -122,10 +128,10 @@ def _holder(store: Store, name: str) -> Holder | None:
 
 
 def _counts(holder: Holder) -> bool:
-    if holder.is_alive() or holder.is_gone():
+    if holder.is_alive() or holder.is_gone():  # on this machine there is no need for clocks
         return holder.is_alive()
     try:
         renewed = datetime.fromisoformat(holder.since)
         return abs((datetime.now(UTC) - renewed).total_seconds()) < holder.ttl_s
-    except (ValueError, TypeError):  # no date, or one without a time zone
+    except (ValueError, TypeError):  # not a date, or one without a time zone
         return False

@@ -135,7 +135,7 @@ def test_what_retention_would_give_back_is_said_when_space_is_short(
     with pytest.raises(StorageFullError) as caught:
         save_checkpoint(root, snapshot(4), SingleProcess(), keep=2)
     told = str(caught.value.remedy)
-    assert f"save_total_limit=2 will give {sizes[0] + sizes[1]:,} bytes back" in told
+    assert f"save_total_limit=2 frees {sizes[0] + sizes[1]:,} bytes" in told
     assert "the disk must hold 3 for a moment" in told
     assert list_checkpoints(root)[-1].step == 1
 
