@@ -1,6 +1,7 @@
-"""HOUSE: a PyTorch trainer library that knows no orchestrator. Importing it imports no torch.
+"""A PyTorch trainer library, independent of any orchestrator. Importing it does not import torch.
 
-Public names are listed once in `_NAMES`, by the module that has them, and imported when first asked for.
+`_NAMES` lists every public name with its module, which is imported when the name is first used. The imports under
+`TYPE_CHECKING` and `__all__` repeat the list for type checkers and editors, which cannot follow `__getattr__`.
 """
 
 from __future__ import annotations
@@ -167,16 +168,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its module, once."""
+    """Import a public name from its module and keep it (PEP 562).
+
+    Raises:
+        ConfigError: the name belongs to TensorFlow.
+        AttributeError: there is no such name.
+    """
     module = _NAMES.get(name)
     if name in ("TFTrainer", "TFTrainingArguments"):
         errors = importlib.import_module("trainer_lib.errors")
         remedy = f"Use {name[2:]} with a torch.nn.Module."
-        raise errors.ConfigError("TensorFlow is not served.", field=name, remedy=remedy)
+        raise errors.ConfigError("TensorFlow is not supported.", field=name, remedy=remedy)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
+    globals()[name] = value  # the next use finds it without this function
     return value
 
 

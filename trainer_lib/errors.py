@@ -1,24 +1,28 @@
-"""Every failure trainflow reports, as one tree. Each class says whether a retry can help, and its exit code.
+"""Every failure that trainflow reports, as one tree. Each class states its exit code and whether a retry can help.
 
 ::
 
-    TrainflowError                     1   anything of ours; never raised bare
+    TrainflowError                     1   the base class; never raised itself
     |-- ConfigError (ValueError)       2   bad input: a spec key, an argument, a URL          never retried
     |   `-- MissingExtraError          2   an optional dependency is not installed            never retried
     |-- CodeError                     10   the user's recipe or callback raised               never retried
     |-- DataError                     11   empty split, wrong schema, NaN in the data         never retried
     |-- NonFiniteError                12   loss or gradients stay NaN/inf                     never retried as is
-    |-- OutOfMemoryError              13   host or device memory exhausted                    retried one rung lower
+    |-- OutOfMemoryError              13   host or device memory exhausted                    retried, batch halved
     |-- StorageError                  14   a store failed: network, permission, throttling    retried
-    |   |-- StorageFullError          15   no space left: bytes needed and free               never retried
+    |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
     |   |-- DamagedError              16   a committed file is missing or has other bytes     never retried
     |   `-- LeaseLostError            17   another process took the directory over            never retried
-    |-- InfrastructureError           18   a worker vanished, rendezvous failed, a hang       retried
+    |-- InfrastructureError           18   a worker died, the rendezvous failed, a hang       retried
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
     |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
 
-A failure crosses a process boundary as a *record* (`to_record` / `from_record`): plain JSON, no pickle.
+A failure is rendered as one line, ``field = value: message remedy``, where message and remedy are whole sentences::
+
+    learning_rate = -1: The learning rate must not be negative. Give a number from 0 on.
+
+It crosses a process boundary as a *record* (`to_record`, `from_record`): plain JSON, no pickle.
 """
 
 from __future__ import annotations
@@ -31,15 +35,21 @@ from trainer_lib.secrets import MASK, is_secret, mask
 
 
 class TrainflowError(Exception):
-    """What is wrong, where, and what to do about it.
+    """A failure: what is wrong, where, and what to do about it.
 
     Args:
-        message: one sentence: what is wrong, and why.
-        field: the spec key, argument or file it is about (``train.args.learning_rate``).
+        message: a whole sentence that reads well alone: what is wrong, and why.
+        field: the spec key, argument or file that is wrong (``train.args.learning_rate``).
         value: the offending value, as the user wrote it. Recognizable secrets are masked, as in the texts.
-        remedy: one sentence: what to do.
-        rank, step: where in a distributed run it happened, when known.
-        details: a traceback or log excerpt, shown with ``--debug`` only.
+        remedy: a whole sentence: what to do.
+        rank: the rank of the process that failed, if known.
+        step: the optimizer step at which it failed, if known.
+        details: a traceback or an excerpt of a log, shown only with ``--debug``.
+
+    Attributes:
+        exit_code: the exit code of a process that ends with this failure.
+        retryable: whether the same work may succeed when it is tried again.
+        title: the failure in a word or two, for a terminal.
     """
 
     exit_code: ClassVar[int] = 1
@@ -75,7 +85,7 @@ class TrainflowError(Exception):
         return f"{text} {self.remedy}" if self.remedy else text
 
     def to_record(self) -> dict[str, Any]:
-        """This failure as plain JSON, for a file or a pipe."""
+        """Render the failure as plain JSON, for a file or a pipe."""
         return {
             "class": type(self).__name__,
             "message": self.message,
@@ -90,19 +100,19 @@ class TrainflowError(Exception):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Prefect and multiprocessing copy exceptions: keep every field."""
+        """Copy by way of the record: Prefect and multiprocessing copy exceptions, and every field must survive."""
         return from_record, (self.to_record(),)
 
 
 class ConfigError(TrainflowError, ValueError):
-    """Bad input; found before any process or device is taken where that is possible."""
+    """The input is wrong; found before any process or device is taken, where that is possible."""
 
     exit_code = 2
     title = "bad input"
 
 
 class MissingExtraError(ConfigError):
-    """A feature was asked for whose package is not installed."""
+    """The package of a requested feature is not installed; `extra` names the extra of trainflow that brings it."""
 
     def __init__(self, message: str, *, extra: str | None = None, **fields: Any) -> None:
         if extra is not None:
@@ -111,7 +121,7 @@ class MissingExtraError(ConfigError):
 
 
 class CodeError(TrainflowError):
-    """The user's own code raised. `details` holds their traceback, cut to their frames."""
+    """The user's own code raised; `details` holds the traceback, cut to the user's frames."""
 
     exit_code = 10
     title = "your code raised"
@@ -148,7 +158,7 @@ class StorageError(TrainflowError):
 
 
 class StorageFullError(StorageError):
-    """No space left on the device."""
+    """A store has no space left."""
 
     exit_code = 15
     retryable = False
@@ -164,7 +174,7 @@ class DamagedError(StorageError):
 
 
 class LeaseLostError(StorageError):
-    """Another process has taken this directory over; whatever we have must not be committed."""
+    """Another process has taken this directory over, so our work in it must not be committed."""
 
     exit_code = 17
     retryable = False
@@ -172,7 +182,7 @@ class LeaseLostError(StorageError):
 
 
 class InfrastructureError(TrainflowError):
-    """A worker died without a word, could not be started, or made no progress."""
+    """A worker died without an error, could not be started, or made no progress."""
 
     exit_code = 18
     retryable = True
@@ -180,7 +190,7 @@ class InfrastructureError(TrainflowError):
 
 
 class Preempted(TrainflowError):
-    """Asked to stop; everything up to `step` is committed and the same command continues."""
+    """The run was asked to stop; everything up to `step` is committed, and the same command continues."""
 
     exit_code = 19
     retryable = True
@@ -188,14 +198,14 @@ class Preempted(TrainflowError):
 
 
 class NotReproducibleError(TrainflowError):
-    """A run that was stopped and resumed does not equal the one that was not; names the first difference."""
+    """A run that was stopped and resumed differs from an uninterrupted one; the message names the first difference."""
 
     exit_code = 20
     title = "not the same"
 
 
 class Interrupted(TrainflowError):
-    """Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
     exit_code = 130
     title = "interrupted"
@@ -223,17 +233,17 @@ _CLASSES: dict[str, type[TrainflowError]] = {
 
 
 def from_record(record: dict[str, Any]) -> TrainflowError:
-    """Rebuild a failure from `TrainflowError.to_record`'s JSON; an unknown class becomes an InfrastructureError."""
+    """Rebuild a failure from `TrainflowError.to_record`; an unknown class becomes an `InfrastructureError`."""
     cls = _CLASSES.get(str(record.get("class")), InfrastructureError)
     fields = {name: record.get(name) for name in ("field", "value", "remedy", "rank", "step", "details")}
-    return cls(str(record.get("message", "no message")), **fields)
+    return cls(str(record.get("message", "No message was recorded.")), **fields)
 
 
 def from_exception(error: BaseException, *, rank: int | None = None, step: int | None = None) -> TrainflowError:
-    """The typed failure for any exception that escaped: ours as it is, the user's as a `CodeError`.
+    """Convert any exception to a typed failure: ours as it is, the user's as a `CodeError`.
 
-    MemoryError and torch's out-of-memory errors (recognised by name: this module imports no torch) become
-    `OutOfMemoryError`, ENOSPC a `StorageFullError`, KeyboardInterrupt an `Interrupted`.
+    MemoryError and torch's out-of-memory errors become `OutOfMemoryError`, ENOSPC becomes `StorageFullError` and
+    KeyboardInterrupt becomes `Interrupted`. `rank` and `step` are added where they are not known yet.
     """
     if isinstance(error, TrainflowError):
         error.rank = rank if error.rank is None else error.rank
@@ -247,7 +257,7 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
     if is_out_of_memory(error):
         return OutOfMemoryError(
             f"Memory ran out: {text.splitlines()[0]}",
-            remedy="Lower per_device_train_batch_size (the global batch stays when global_batch_size is set).",
+            remedy="Lower per_device_train_batch_size; the global batch stays the same if global_batch_size is set.",
             **where,
         )
     if isinstance(error, OSError) and error.errno == 28:
@@ -256,7 +266,8 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device memory ran out: Python's, torch's (by name: no torch here), a device library's."""
+    """Whether host or device memory ran out, as Python, torch or a device library reports it."""
+    # By name, because this module imports no torch.
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"MemoryError", "OutOfMemoryError"}:
         return True
@@ -265,9 +276,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, at most 300 characters; its class when it says nothing. Never empty.
+    """The first line of an error's message, at most 300 characters; its class if there is no message. Never empty.
 
-    Clients of servers put whole responses into their errors, some beginning with an empty line.
+    Clients of servers put whole responses into their errors, some of which begin with an empty line.
     """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 

@@ -1,9 +1,10 @@
-"""The memory report of `skip_memory_metrics=False`: how much each stage allocated, and how much more it peaked at.
+"""The memory report of `skip_memory_metrics=False`: what each stage allocated, and its peak above that, in bytes.
 
-Keys are ``<stage>_mem_<cpu|gpu>_<alloc|peaked>_delta`` in bytes, stages ``init``, ``train``, ``eval``, ``test``, plus
-``before_init_mem_<cpu|gpu>``; the init stage is reported with the first stage that runs. CPU numbers are resident set
-size, its peak taken by a sampling thread (a peak shorter than the sampling interval can be missed); GPU numbers are
-torch's allocator on this process's device. Stages do not nest: the outer one wins.
+The metrics are named ``<stage>_mem_<cpu|gpu>_<alloc|peaked>_delta`` for the stages ``init``, ``train``, ``eval`` and
+``test``, plus ``before_init_mem_<cpu|gpu>``; the init stage is reported with the first stage that follows. CPU numbers
+are the resident set size, whose peak a thread samples (a peak shorter than the interval can be missed). GPU numbers are
+those of torch's allocator on this process's device. Stages do not nest: the outer one is measured. The names are those
+of transformers' ``TrainerMemoryTracker``.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-if TYPE_CHECKING:  # a tenth of a second: imported when memory is measured
+if TYPE_CHECKING:  # the import takes a tenth of a second, so it waits until memory is measured
     import psutil
 
 _SAMPLE_S = 0.002
 
 
 class _Peak(threading.Thread):
-    """Watches resident memory until stopped."""
+    """Samples this process's resident memory until it is stopped.
+
+    Attributes:
+        bytes: the largest sample.
+    """
 
     def __init__(self, process: psutil.Process) -> None:
         super().__init__(name="trainflow-memory", daemon=True)
@@ -32,11 +38,13 @@ class _Peak(threading.Thread):
         self._done = threading.Event()
         self.bytes = 0
 
+    @override
     def run(self) -> None:
         while not self._done.wait(_SAMPLE_S):
             self.bytes = max(self.bytes, self._process.memory_info().rss)
 
     def stop(self) -> int:
+        """End the thread; returns the largest sample in bytes."""
         self._done.set()
         self.join()
         return self.bytes
@@ -50,6 +58,8 @@ def _this_process() -> psutil.Process:
 
 @dataclass(frozen=True)
 class _Start:
+    """The memory at the start of a stage, in bytes."""
+
     stage: str
     cpu: int
     gpu: int
@@ -57,7 +67,7 @@ class _Start:
 
 
 class MemoryTracker:
-    """Measures stages of the Trainer and adds them to their metrics; does nothing at all when disabled."""
+    """Measures the memory of the Trainer's stages and adds it to their metrics; does nothing when it is disabled."""
 
     def __init__(self, *, enabled: bool, device: torch.device | None = None) -> None:
         self._enabled = enabled
@@ -67,7 +77,7 @@ class MemoryTracker:
         self._unreported: dict[str, int] = {}
 
     def start(self, stage: str) -> None:
-        """Begin a stage ("init", "train", "eval", "test"), unless another is under way."""
+        """Begin a stage ("init", "train", "eval" or "test"), unless another is under way."""
         if self._process is None or self._running is not None:
             return
         gc.collect()
@@ -81,7 +91,7 @@ class MemoryTracker:
         self._running.peak.start()
 
     def stop(self, stage: str, metrics: dict[str, Any] | None = None) -> None:
-        """End the stage; its numbers go into `metrics`, or wait for the next stage that has some."""
+        """End a stage; its numbers are added to `metrics`, or kept for the next stage that passes some."""
         started = self._running
         if self._process is None or started is None or started.stage != stage:
             return
@@ -102,7 +112,7 @@ class MemoryTracker:
 
     @contextlib.contextmanager
     def stage(self, stage: str, metrics: dict[str, Any] | None = None) -> Iterator[None]:
-        """`start` and `stop` around a block; nothing is reported of a block that fails."""
+        """Measure a ``with`` block as a stage; a block that raises is not reported."""
         self.start(stage)
         try:
             yield
@@ -112,7 +122,7 @@ class MemoryTracker:
         self.stop(stage, metrics)
 
     def abandon(self) -> None:
-        """End whatever is under way without a report: the stage failed."""
+        """End the stage under way without a report, because it failed."""
         if self._running is not None:
             self._running.peak.stop()
             self._running = None
@@ -125,6 +135,6 @@ class MemoryTracker:
 
 
 def empty_device_cache(device: torch.device) -> None:
-    """Hand memory that the allocator keeps, and nobody uses, back to the device; nothing to do on a CPU."""
+    """Return the unused memory that torch's allocator holds to the device; on a CPU it does nothing."""
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()

@@ -1,7 +1,7 @@
-"""Number formats: fp32, bf16 and fp16 autocast, and the loss scaler that fp16 needs.
+"""Number formats: fp32, autocast to bf16 or fp16, and the loss scaler that fp16 needs.
 
-The scaler's state is a handful of numbers and is kept as JSON in a checkpoint. Weights stay in the model's own dtype:
-this is mixed precision, not a cast of the model.
+This is mixed precision: weights stay in the model's own dtype, and autocast chooses a dtype per operation. A checkpoint
+keeps the scaler's state, a handful of numbers, as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer_lib.errors import ConfigError
 
 
 class PrecisionSettings(Protocol):
-    """The arguments this module reads (`TrainingArguments` has them)."""
+    """The arguments that this module reads; `TrainingArguments` has them."""
 
     bf16: bool
     fp16: bool
@@ -28,7 +28,12 @@ class PrecisionSettings(Protocol):
 
 
 class Precision:
-    """How forward passes are computed, and how gradients are scaled.
+    """The number format of forward passes, and the scaling of gradients.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        dtype: the autocast dtype; None for fp32.
+        device: the device that computes.
 
     Attributes:
         name: "fp32", "bf16" or "fp16".
@@ -43,7 +48,11 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
-        """The context of a forward pass: nothing for fp32."""
+        """The context of a forward pass; for fp32 it does nothing.
+
+        Args:
+            cache_enabled: keep the cast copies of weights until the context ends.
+        """
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=cache_enabled)
@@ -53,40 +62,49 @@ class Precision:
         return None if self.scaler is None else {name: float(v) for name, v in self.scaler.state_dict().items()}
 
     def load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        """Restore what `scaler_state` gave. A checkpoint of another precision has none: the scaler then starts anew."""
+        """Restore what `scaler_state` returned; None, from a checkpoint of another precision, keeps the first scale."""
         if self.scaler is None or not state:
             return
-        whole = ("growth_interval", "_growth_tracker")
-        self.scaler.load_state_dict({name: int(v) if name in whole else float(v) for name, v in state.items()})
+        integers = ("growth_interval", "_growth_tracker")
+        self.scaler.load_state_dict({name: int(v) if name in integers else float(v) for name, v in state.items()})
 
 
 def create_precision(args: PrecisionSettings, device: torch.device) -> Precision:
-    """The precision the arguments ask for; ConfigError when this device cannot serve it."""
+    """Create the precision that the arguments select.
+
+    Raises:
+        ConfigError: the device does not support it.
+    """
     if args.bf16:
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError(
-                "this GPU has no bfloat16.", field="bf16", value=True, remedy="Use fp16=True, or neither."
+                "This GPU does not support bfloat16.", field="bf16", value=True, remedy="Use fp16=True, or neither."
             )
         return Precision("bf16", torch.bfloat16, device)
     if args.fp16:
         if device.type == "mps":
-            raise ConfigError("is not served on MPS.", field="fp16", value=True, remedy="Use bf16=True, or neither.")
+            raise ConfigError(
+                "Training in float16 is not supported on MPS.",
+                field="fp16",
+                value=True,
+                remedy="Use bf16=True, or neither.",
+            )
         return Precision("fp16", torch.float16, device)
     return Precision("fp32", None, device)
 
 
 def apply_tf32(args: PrecisionSettings) -> None:
-    """Allow or forbid TF32 matrix products for the whole process, when the arguments say either."""
+    """Allow or forbid TF32 matrix products in this process; `tf32=None` leaves torch's setting."""
     if args.tf32 is not None:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
 
 
 def back_up_weights(model: nn.Module) -> Callable[[], None]:
-    """Remember every floating-point parameter and buffer on the host; what is returned puts them back, bit for bit.
+    """Copy every floating-point parameter and buffer to the host; returns a function that restores them, bit for bit.
 
-    For a model about to be cast as a whole. Buffers that no state_dict holds (a decoder's rotation frequencies) lose
-    digits in the cast like all others, and would be missed by it.
+    Used before a model is cast as a whole. A ``state_dict`` would not do: it misses the buffers that are not persistent
+    (a decoder's rotary frequencies), and these lose digits in the cast like all others.
     """
     parameters = [(each, each.data.to("cpu")) for each in model.parameters() if each.is_floating_point()]
     buffers = [
@@ -106,7 +124,7 @@ def back_up_weights(model: nn.Module) -> Callable[[], None]:
 
 
 def full_eval_dtype(args: PrecisionSettings) -> torch.dtype | None:
-    """The dtype the whole model is cast to for an evaluation outside training; None keeps it."""
+    """The dtype to which the whole model is cast for an evaluation outside training; None keeps its own."""
     if args.bf16_full_eval:
         return torch.bfloat16
     return torch.float16 if args.fp16_full_eval else None

@@ -145,13 +145,13 @@ def entry(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": 2}, "newer one"),
-        ({"format": True}, "no format"),
-        ({"format": "1"}, "no format"),
+        ({"format": 2}, "a newer trainflow"),
+        ({"format": True}, "not state its format"),
+        ({"format": "1"}, "not state its format"),
         ({"kind": "trap"}, "unknown kind"),
         ({"kind": 1}, "wrong type"),
         ({"meta": []}, "wrong type"),
-        ({"extra": 1}, "other fields"),
+        ({"extra": 1}, "unexpected or missing fields"),
         ({"files": {}}, "no files"),
         ({"files": [1]}, "malformed file entry"),
         (entry(path="../../etc/passwd"), "'..'"),

@@ -47,7 +47,7 @@ def test_the_scalers_state_is_plain_numbers_and_comes_back() -> None:
 
 
 def test_what_a_device_cannot_serve_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fp16 = True: is not served on MPS\. Use bf16=True"):
+    with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
         create_precision(Settings(fp16=True), torch.device("mps"))
 
 

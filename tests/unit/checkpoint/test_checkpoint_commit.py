@@ -136,7 +136,7 @@ def test_what_retention_would_give_back_is_said_when_space_is_short(
         save_checkpoint(root, snapshot(4), SingleProcess(), keep=2)
     told = str(caught.value.remedy)
     assert f"save_total_limit=2 frees {sizes[0] + sizes[1]:,} bytes" in told
-    assert "the disk must hold 3 for a moment" in told
+    assert "the disk must hold 3 checkpoints for a moment" in told
     assert list_checkpoints(root)[-1].step == 1
 
 

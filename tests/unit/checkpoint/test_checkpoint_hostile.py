@@ -83,13 +83,13 @@ def test_a_commit_that_lists_what_is_outside_is_refused(path: str, reason: str, 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"format": 2}, "a newer one wrote it"),
+        ({"format": 2}, "which a newer trainflow wrote"),
         ({"format": 0}, "does not state its format"),
         ({"format": True}, "does not state its format"),
         ({"format": 1e9}, "does not state its format"),
         ({"kind": "stage"}, "altered"),
         ({"kind": "pickle"}, "unknown kind"),
-        ({"extra": 1}, "other fields"),
+        ({"extra": 1}, "unexpected or missing fields"),
         ({"files": {}}, "has no list of files"),
         ({"files": [{"path": "a"}]}, "malformed file entry"),
         ({"files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, "malformed size"),
@@ -111,7 +111,7 @@ def test_a_commit_of_a_wrong_world_is_refused(root: Path) -> None:
         assert commit is not None
         commit.meta["world_size"] = world
         with_meta(folder, commit.meta)
-        refused(root / str(number), "processes", COMMIT)
+        refused(root / str(number), "world size", COMMIT)
 
 
 def with_meta(folder: Store, meta: dict[str, Any]) -> None:

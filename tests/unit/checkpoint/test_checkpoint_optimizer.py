@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpoint.optimizer import (
     OptimizerSnapshot,
-    _device,
-    _placed,
+    _describe_place,
+    _target_device,
     restore_optimizer,
     snapshot_optimizer,
 )
@@ -325,12 +325,17 @@ def test_state_goes_where_the_optimizer_needs_it_now(
     placed: str, shape: tuple[int, ...], group: dict[str, Any], where: str
 ) -> None:
     param = nn.Parameter(torch.empty(3, device="meta"))  # stands for any device that is not the CPU
-    assert _device(placed, torch.ones(shape), param, group).type == where
+    assert _target_device(placed, torch.ones(shape), param, group).type == where
 
 
 def test_where_state_lives_is_recorded() -> None:
     elsewhere, here = torch.ones(3, device="meta"), torch.ones(3)
-    assert [_placed(elsewhere, elsewhere), _placed(here, elsewhere), _placed(here, here), _placed(here, None)] == [
+    assert [
+        _describe_place(elsewhere, elsewhere),
+        _describe_place(here, elsewhere),
+        _describe_place(here, here),
+        _describe_place(here, None),
+    ] == [
         "param",
         "cpu",
         "any",

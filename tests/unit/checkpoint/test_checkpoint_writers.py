@@ -109,4 +109,4 @@ def test_a_rank_whose_files_are_not_on_this_storage_prevents_the_commit(tmp_path
     comm: Any = Ranks()
     with pytest.raises(StorageError, match=r"rng/rank-00001\.json: missing") as caught:
         save_checkpoint(Store.open(tmp_path), snapshot(2), comm)
-    assert "must be one they share" in str(caught.value.remedy)
+    assert "must share the storage" in str(caught.value.remedy)

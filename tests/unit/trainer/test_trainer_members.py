@@ -197,7 +197,7 @@ def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) 
 
 def test_the_trainers_of_tensorflow_are_gone(tmp_path: Path) -> None:
     for name, way_out in (("TFTrainer", "Use Trainer"), ("TFTrainingArguments", "Use TrainingArguments")):
-        with pytest.raises(ConfigError, match=f"{name}: TensorFlow is not served. {way_out}"):
+        with pytest.raises(ConfigError, match=f"{name}: TensorFlow is not supported. {way_out}"):
             getattr(trainer_lib, name)
 
 
