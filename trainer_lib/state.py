@@ -1,7 +1,7 @@
-"""What a training run knows about itself, and what its methods give back. Plain data, free of torch.
+"""The state of a training run, and the results that the Trainer's methods return. Plain data, no torch.
 
-`TrainerState` is what a checkpoint's `trainer_state.json` holds; its fields are those of the transformers Trainer,
-so that its tools read the file. "Step" means optimizer step throughout.
+`TrainerState` is the content of a checkpoint's ``trainer_state.json``. Its fields are those of the transformers
+Trainer, so tools for one read the files of the other. "Step" means optimizer step throughout.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trainer_lib.errors import ConfigError, DamagedError
 
 
 class ExportableState:
-    """Something whose state is written into `trainer_state.json` and restored on resume, without pickle.
+    """An object whose state is written into ``trainer_state.json`` and restored on resume, without pickle.
 
-    A subclass implements `state`; `EarlyStoppingCallback` shows how. Everything in it must be JSON, or a tensor (in
-    lists, tuples and dicts): an average of the weights comes back bit for bit.
+    A subclass implements `state`, as `EarlyStoppingCallback` does. The state holds JSON values and tensors (in lists,
+    tuples and dicts): an average of the weights, for instance, is restored bit for bit.
     """
 
     def state(self) -> dict[str, Any]:
-        """`{"args": the constructor's arguments, "attributes": what was set afterwards}`."""
+        """The state: ``{"args": the constructor's arguments, "attributes": attributes that were set afterwards}``."""
         raise NotImplementedError(f"{type(self).__name__} is an ExportableState and must implement state().")
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """A new instance in the state that `state()` gave."""
+        """Build an instance in the state that `state` returned."""
         instance = cls(**state.get("args", {}))
         for name, value in state.get("attributes", {}).items():
             setattr(instance, name, value)
@@ -43,8 +43,12 @@ class ExportableState:
 class TrainerControl(ExportableState):
     """Switches that callbacks set and the training loop obeys.
 
-    `should_training_stop` stays once set; `should_epoch_stop` is cleared when an epoch begins, the other three when a
-    step begins.
+    Args:
+        should_training_stop: end the training; cleared when a training begins.
+        should_epoch_stop: end the epoch; cleared when an epoch begins.
+        should_save: save a checkpoint after this step; cleared when a step begins, as the two below.
+        should_evaluate: evaluate after this step.
+        should_log: log after this step.
     """
 
     should_training_stop: bool = False
@@ -65,11 +69,13 @@ class TrainerControl(ExportableState):
         self.should_log = False
 
     def state(self) -> dict[str, Any]:
-        """The five switches."""
+        """The five switches, as arguments of the constructor."""
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
 
-class _Steps(Protocol):
+class _Intervals(Protocol):
+    """The intervals that `TrainerState.compute_steps` reads: steps from 1 on, or a share of `max_steps` below 1."""
+
     logging_steps: int | float
     eval_steps: int | float | None
     save_steps: int | float
@@ -77,23 +83,23 @@ class _Steps(Protocol):
 
 @dataclass
 class TrainerState:
-    """Where training stands.
+    """The progress of a training run.
 
     Args:
         epoch: passes over the data so far, with the fraction of the current one.
         global_step: optimizer steps done.
-        max_steps: optimizer steps to do in all.
-        logging_steps, eval_steps, save_steps: intervals in steps (shares are resolved by `compute_steps`).
-        train_batch_size: samples that one process trains on at a time.
-        num_train_epochs: passes to do, rounded up.
-        num_input_tokens_seen: tokens fed to the model by all processes, if they are counted.
+        max_steps: optimizer steps of the whole training.
+        logging_steps, eval_steps, save_steps: intervals in steps; `compute_steps` resolves shares.
+        train_batch_size: samples per process and micro-batch.
+        num_train_epochs: passes of the whole training, rounded up.
+        num_input_tokens_seen: tokens that all processes have fed to the model, if they are counted.
         total_flos: floating-point operations done, as the model estimates them.
-        log_history: everything logged, in order; each entry has "step" and "epoch".
-        best_metric, best_global_step, best_model_checkpoint: the best evaluation so far, and its checkpoint.
-        is_local_process_zero, is_world_process_zero: whether this process is the main one of its machine, of all.
-        is_hyper_param_search, trial_name, trial_params: the search this run belongs to.
-        stateful_callbacks: states by class name (a list of states where there are several of a class); may be given as
-            the callbacks themselves.
+        log_history: everything that was logged, in order; each entry has "step" and "epoch".
+        best_metric, best_global_step, best_model_checkpoint: the best evaluation so far, its step and checkpoint.
+        is_local_process_zero, is_world_process_zero: whether this process is rank 0 of its machine, of all machines.
+        is_hyper_param_search, trial_name, trial_params: the hyperparameter search that this run belongs to.
+        stateful_callbacks: states by class name (a list of states if there are several of a class). The constructor
+            also takes the callbacks themselves.
     """
 
     epoch: float = 0
@@ -128,19 +134,21 @@ class TrainerState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """A state from `to_dict`'s JSON; fields of other versions are left out.
+        """Build a state from the JSON of `to_dict`; fields of other versions are ignored.
 
         Raises:
-            DamagedError: `values` is no mapping, or a field in it is not of its kind.
+            DamagedError: `values` is not a mapping, or a field has a value that it cannot have.
         """
         if not isinstance(values, Mapping):
-            raise DamagedError("trainer_state.json holds no mapping.", remedy="Resume from another checkpoint.")
+            raise DamagedError(
+                "The file trainer_state.json does not hold a mapping.", remedy="Resume from another checkpoint."
+            )
         known = {each.name for each in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         for name, value in given.items():
-            if problem := _problem(name, value):
+            if problem := _find_problem(name, value):
                 field, remedy = f"trainer_state.json: {name}", "Resume from another checkpoint."
-                raise DamagedError(f"{problem}.", field=field, value=value, remedy=remedy)
+                raise DamagedError(f"The value {problem}.", field=field, value=value, remedy=remedy)
         return cls(**given)
 
     def save_to_json(self, json_path: str | PathLike[str]) -> None:
@@ -148,7 +156,7 @@ class TrainerState:
         Path(json_path).write_text(self.to_json_string(), encoding="utf-8")
 
     def to_json_string(self) -> str:
-        """The state as indented JSON, keys sorted, one line break at the end."""
+        """Render the state as indented JSON, keys sorted, one line break at the end."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -157,32 +165,35 @@ class TrainerState:
 
         Raises:
             ConfigError: the file cannot be read.
-            DamagedError: its content is not a state.
+            DamagedError: the file does not hold a state.
         """
         try:
             values = json.loads(Path(json_path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"cannot be read: {error.strerror}.", field="json_path", value=str(json_path), remedy="Check the path."
+                f"The file cannot be read: {error.strerror}.",
+                field="json_path",
+                value=str(json_path),
+                remedy="Check the path.",
             ) from None
         except ValueError as error:
             raise DamagedError(
-                f"is not JSON: {error}.",
+                f"The file is not JSON: {error}.",
                 field="json_path",
                 value=str(json_path),
                 remedy="Resume from another checkpoint.",
             ) from None
         return cls.from_dict(values)
 
-    def compute_steps(self, args: _Steps, max_steps: int) -> None:
-        """Set the three intervals, resolving shares of `max_steps` (rounded up)."""
+    def compute_steps(self, args: _Intervals, max_steps: int) -> None:
+        """Set the three intervals; shares of `max_steps` are resolved to steps, rounded up."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
             if interval is not None:
                 setattr(self, name, interval if interval >= 1 else math.ceil(max_steps * interval))
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
-        """Note what a starting `train()` knows: its length, its processes, its trial."""
+        """Record what is known when a training starts: its length, its processes, its trial."""
         current = trial if trial is not None else getattr(trainer, "_trial", None)
         hp_name = getattr(trainer, "hp_name", None)
         if hp_name is not None and current is not None:
@@ -204,7 +215,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _are_states(value: Any) -> bool:
-    """States of callbacks by class name; of the control only its switches, for they become its arguments."""
+    """Whether a value holds states by class name; those of the control must be switches that its constructor takes."""
     if not isinstance(value, Mapping):
         return value is None
     listed = [each for state in value.values() for each in (state if isinstance(state, list) else [state])]
@@ -224,12 +235,12 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "is not a whole number",
         lambda value: _is_amount(value) and value < 2**62 and value == int(value),
     ),
-    "epoch total_flos": ("is not a finite number from 0 on", _is_amount),
+    "epoch total_flos": ("is not a finite number of at least 0", _is_amount),
     "logging_steps eval_steps save_steps best_metric": ("is not a number", _is_number),
     "log_history": ("is not a list of entries", lambda v: isinstance(v or [], list) and all(map(_is_mapping, v or []))),
     "best_model_checkpoint trial_name": ("is not text", lambda value: isinstance(value or "", str)),
     "trial_params": ("is not a mapping", lambda value: _is_mapping(value or {})),
-    "stateful_callbacks": ("holds no states of callbacks", _are_states),
+    "stateful_callbacks": ("does not hold states of callbacks", _are_states),
 }
 
 
@@ -237,24 +248,24 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _problem(name: str, value: Any) -> str | None:
-    """Why a field of trainer_state.json cannot be used; None when it can."""
+def _find_problem(name: str, value: Any) -> str | None:
+    """Why a field of ``trainer_state.json`` cannot be used, as a predicate; None when it can."""
     if value is None and name in _OPTIONAL:
         return None
     return next((words for names, (words, good) in _KINDS.items() if name in names.split() and not good(value)), None)
 
 
 def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """The callbacks' states by class name; several of one class become a list, in their order.
+    """Collect the states of callbacks by class name; those of several callbacks of one class become a list, in order.
 
     Raises:
-        ConfigError: one of them is no `ExportableState`.
+        ConfigError: a callback is not an `ExportableState`.
     """
     states: dict[str, Any] = {}
     for callback in callbacks:
         if not isinstance(callback, ExportableState):
             raise ConfigError(
-                "has no state to save.",
+                "This callback has no state that can be saved.",
                 field="stateful_callbacks",
                 value=type(callback).__name__,
                 remedy="Let its class inherit ExportableState and implement state().",
@@ -269,10 +280,11 @@ def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 class ModelOutput(dict[str, Any]):
-    """What a model's forward may return: a dictionary whose values are attributes and positions too.
+    """An output of a model's forward: a dictionary whose values are also attributes and positions.
 
-    `output.loss`, `output["loss"]` and `output[0]` are the same; entries that are None do not exist for keys and
-    positions. Subclasses may be dataclasses, whose fields give the order.
+    ``output.loss``, ``output["loss"]`` and ``output[0]`` are the same value. Entries that are None have an attribute,
+    but neither a key nor a position. A subclass may be a dataclass, whose fields give the order. The class behaves as
+    transformers' ``ModelOutput``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -280,7 +292,7 @@ class ModelOutput(dict[str, Any]):
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
-    if TYPE_CHECKING:  # what it has depends on the model
+    if TYPE_CHECKING:  # its attributes depend on the model
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -303,18 +315,19 @@ class ModelOutput(dict[str, Any]):
         return cls(**values)
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are not None, in the order of the fields (or of insertion, for no dataclass)."""
+        """The values that are not None, in the order of a dataclass's fields, else in that of insertion."""
         names = [each.name for each in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list(self)
         return tuple(dict.__getitem__(self, name) for name in names if name in self)
 
 
 class EvalPrediction:
-    """What `compute_metrics` gets; unpacks as `predictions, label_ids[, inputs][, losses]`.
+    """The argument of `compute_metrics`; unpacks as ``predictions, label_ids[, inputs][, losses]``.
 
     Args:
-        predictions: array `[samples, ...]`, or a tuple of arrays for models with several outputs.
-        label_ids: array `[samples, ...]`, or a tuple of arrays; None without labels.
-        inputs, losses: given when `include_for_metrics` asks for them.
+        predictions: an array `[samples, ...]`, or a tuple of arrays for a model with several outputs.
+        label_ids: an array `[samples, ...]`, or a tuple of arrays; None without labels.
+        inputs: an array `[samples, ...]`; given if `include_for_metrics` names it.
+        losses: an array `[samples]`; given if `include_for_metrics` names it.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
@@ -338,7 +351,7 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """What `evaluation_loop` gives."""
+    """The result of `Trainer.evaluation_loop`; its fields are as in `PredictionOutput`, with the number of samples."""
 
     predictions: Any
     label_ids: Any
@@ -347,7 +360,13 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `predict` gives."""
+    """The result of `Trainer.predict`.
+
+    Attributes:
+        predictions: an array `[samples, ...]`, or a tuple of arrays.
+        label_ids: an array `[samples, ...]`, or a tuple of arrays; None without labels.
+        metrics: by name, with their prefix.
+    """
 
     predictions: Any
     label_ids: Any
@@ -355,7 +374,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `train` gives: optimizer steps done, mean training loss, and the metrics of the run."""
+    """The result of `Trainer.train`: optimizer steps done, mean training loss, metrics of the run."""
 
     global_step: int
     training_loss: float
@@ -363,7 +382,7 @@ class TrainOutput(NamedTuple):
 
 
 class BestRun(NamedTuple):
-    """What `hyperparameter_search` gives: the best trial's id, its objective (or several), and its parameters."""
+    """The result of `Trainer.hyperparameter_search`: the best trial's id, objective (or objectives) and parameters."""
 
     run_id: str
     objective: float | Sequence[float]
@@ -378,19 +397,19 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """How fast something was, ending now.
+    """Compute the duration and the speed of work that ends now.
 
     Args:
-        split: prefix of the names ("train", "eval", "test").
-        start_time: `time.time()` when it began, in seconds.
-        num_samples, num_steps, num_tokens: how much was done.
+        split: the prefix of the names ("train", "eval", "test").
+        start_time: `time.time()` when the work began, in seconds.
+        num_samples, num_steps, num_tokens: the amounts of work.
 
     Returns:
-        `<split>_runtime` in seconds, and `<split>_{samples,steps,tokens}_per_second` for each amount given.
+        ``<split>_runtime`` in seconds, and ``<split>_{samples,steps,tokens}_per_second`` for each amount given.
     """
     runtime = time.time() - start_time
     result = {f"{split}_runtime": round(runtime, 4)}
-    if runtime <= 0:
+    if runtime <= 0:  # a clock that was set back
         return result
     for name, amount in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
         if amount is not None:

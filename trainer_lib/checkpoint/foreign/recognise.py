@@ -1,6 +1,6 @@
-"""Folders that other programs wrote: what they are, told by the names in them, and what can be done with them.
+"""Recognise folders that other programs wrote by the file names in them, and name what can be done with them.
 
-Nothing in them is opened here. Most hold pickles, which can run code when they are loaded. No torch.
+No file is opened here: most are pickles, which can run code when they are loaded. No torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A kind of folder.
+    """A kind of folder that another program writes.
 
     Attributes:
         kind: a word for it.
-        signs: names that tell it, one of which is enough; ``*`` and ``?`` as in a shell.
-        what: how it is called in a message, after "there is".
+        signs: names of which one identifies it; ``*`` and ``?`` as in a shell.
+        what: what a message calls it, after "there is".
         remedy: what to do, a sentence or two.
     """
 
@@ -33,20 +33,21 @@ class Foreign:
     remedy: str
 
 
+# In this order: a DeepSpeed checkpoint of the transformers Trainer also has the signs of the later kinds.
 _KINDS = (
     Foreign(
         "deepspeed",
         ("global_step*", "zero_to_fp32.py", "zero_pp_rank_*", "mp_rank_*", "bf16_zero_pp_rank_*"),
         "a checkpoint of DeepSpeed's engine (pickles, one per process)",
-        "Its weights can be taken over: let its zero_to_fp32.py write model.safetensors, in a place that you trust it. "
-        "Its optimizer can not: train on from the weights.",
+        "Its weights can be used: run its zero_to_fp32.py, where you trust it, to write model.safetensors. Its "
+        "optimizer cannot be used: train on from the weights.",
     ),
     Foreign(
         "dcp",
         (".metadata", "*.distcp", "pytorch_model_fsdp_*", "optimizer_0"),
         "a sharded checkpoint of torch.distributed (its index, .metadata, is a pickle)",
-        "Its weights can be taken over: let `accelerate merge-weights` write model.safetensors, in a place that you "
-        "trust it. Its optimizer can not: train on from the weights.",
+        "Its weights can be used: run `accelerate merge-weights`, where you trust it, to write model.safetensors. Its "
+        "optimizer cannot be used: train on from the weights.",
     ),
     Foreign(
         "accelerate",
@@ -64,7 +65,7 @@ _KINDS = (
         "weights",
         ("model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*", "*.safetensors"),
         "a folder with a model's weights only",
-        "Load them into the model and start training anew; there is nothing else to go on from.",
+        "Load them into the model and start a new training: the folder has no optimizer to resume from.",
     ),
     Foreign(
         "pickles",
@@ -75,16 +76,21 @@ _KINDS = (
 )
 
 
+# Few names, all of which trainflow never writes: a folder that matches is protected from deletion.
 _NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metadata", "global_step*", "*_fsdp_*")
 
 
 def is_foreign(names: Iterable[str]) -> bool:
-    """Whether a folder without a commit, with these names in it, was certainly not written by us."""
+    """Whether a folder with these names and no commit was certainly written by another program."""
     return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in _NEVER_OURS)
 
 
 def recognise_folder(store: Store) -> Foreign | None:
-    """What a folder is, by the names in it; None when there is nothing that is known. Raises StorageError."""
+    """Recognise a folder by the names in it; None when it is of no known kind.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
     names = store.children()
     for kind in _KINDS:
         if any(fnmatch.fnmatchcase(name, sign) for sign in kind.signs for name in names):
