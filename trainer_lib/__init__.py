@@ -32,18 +32,9 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
     from trainer_lib.seq2seq import Seq2SeqTrainer
-    from trainer_lib.state import (
-        BestRun,
-        EvalLoopOutput,
-        EvalPrediction,
-        ExportableState,
-        ModelOutput,
-        PredictionOutput,
-        TrainerControl,
-        TrainerState,
-        TrainOutput,
-    )
+    from trainer_lib.state import ExportableState, TrainerControl, TrainerState
     from trainer_lib.trackers.vendors import (
         AzureMLCallback,
         ClearMLCallback,
@@ -67,7 +58,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "ArgumentParser": "trainer_lib.arguments",
     "AzureMLCallback": "trainer_lib.trackers.vendors",
-    "BestRun": "trainer_lib.state",
+    "BestRun": "trainer_lib.outputs",
     "CallbackHandler": "trainer_lib.callbacks.base",
     "ClearMLCallback": "trainer_lib.trackers.vendors",
     "CodeCarbonCallback": "trainer_lib.trackers.vendors",
@@ -79,8 +70,8 @@ _NAMES = {
     "DataCollatorWithPadding": "trainer_lib.data.collators",
     "DefaultFlowCallback": "trainer_lib.callbacks.flow",
     "EarlyStoppingCallback": "trainer_lib.callbacks.early_stopping",
-    "EvalLoopOutput": "trainer_lib.state",
-    "EvalPrediction": "trainer_lib.state",
+    "EvalLoopOutput": "trainer_lib.outputs",
+    "EvalPrediction": "trainer_lib.outputs",
     "ExportableState": "trainer_lib.state",
     "FlyteCallback": "trainer_lib.trackers.vendors",
     "HfArgumentParser": "trainer_lib.arguments",
@@ -89,10 +80,10 @@ _NAMES = {
     "JsonlCallback": "trainer_lib.trackers.vendors",
     "KubeflowCallback": "trainer_lib.trackers.vendors",
     "MLflowCallback": "trainer_lib.trackers.vendors",
-    "ModelOutput": "trainer_lib.state",
+    "ModelOutput": "trainer_lib.outputs",
     "NeptuneCallback": "trainer_lib.trackers.vendors",
     "OptimizerNames": "trainer_lib.arguments",
-    "PredictionOutput": "trainer_lib.state",
+    "PredictionOutput": "trainer_lib.outputs",
     "PrinterCallback": "trainer_lib.callbacks.progress_bar",
     "ProgressCallback": "trainer_lib.callbacks.progress_bar",
     "SaveStrategy": "trainer_lib.arguments",
@@ -102,7 +93,7 @@ _NAMES = {
     "SwanLabCallback": "trainer_lib.trackers.vendors",
     "TensorBoardCallback": "trainer_lib.trackers.vendors",
     "TrackioCallback": "trainer_lib.trackers.vendors",
-    "TrainOutput": "trainer_lib.state",
+    "TrainOutput": "trainer_lib.outputs",
     "Trainer": "trainer_lib.trainer",
     "TrainerCallback": "trainer_lib.callbacks.base",
     "TrainerControl": "trainer_lib.state",

@@ -22,7 +22,7 @@ from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.data.order import LengthGroupedOrder, Order
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.state import PredictionOutput
+from trainer_lib.outputs import PredictionOutput
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.inspecting import parameters_of, takes
 

@@ -1,4 +1,4 @@
-"""The state of a training run, and the results that the Trainer's methods return. Plain data, no torch.
+"""The state of a training run. Plain data, no torch.
 
 `TrainerState` is the content of a checkpoint's ``trainer_state.json``. Its fields are those of the transformers
 Trainer, so tools for one read the files of the other. "Step" means optimizer step throughout.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from trainer_lib.errors import ConfigError, DamagedError
 
@@ -277,141 +276,3 @@ def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
             before = states[name] if isinstance(states[name], list) else [states[name]]
             states[name] = [*before, callback.state()]
     return states
-
-
-class ModelOutput(dict[str, Any]):
-    """An output of a model's forward: a dictionary whose values are also attributes and positions.
-
-    ``output.loss``, ``output["loss"]`` and ``output[0]`` are the same value. Entries that are None have an attribute,
-    but neither a key nor a position. A subclass may be a dataclass, whose fields give the order. The class behaves as
-    transformers' ``ModelOutput``.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    if TYPE_CHECKING:  # its attributes depend on the model
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is not None or name in self:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._rebuilt, (dict(self),)
-
-    @classmethod
-    def _rebuilt(cls, values: dict[str, Any]) -> Self:
-        return cls(**values)
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are not None, in the order of a dataclass's fields, else in that of insertion."""
-        names = [each.name for each in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list(self)
-        return tuple(dict.__getitem__(self, name) for name in names if name in self)
-
-
-class EvalPrediction:
-    """The argument of `compute_metrics`; unpacks as ``predictions, label_ids[, inputs][, losses]``.
-
-    Args:
-        predictions: an array `[samples, ...]`, or a tuple of arrays for a model with several outputs.
-        label_ids: an array `[samples, ...]`, or a tuple of arrays; None without labels.
-        inputs: an array `[samples, ...]`; given if `include_for_metrics` names it.
-        losses: an array `[samples]`; given if `include_for_metrics` names it.
-    """
-
-    def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
-        self.predictions = predictions
-        self.label_ids = label_ids
-        self.inputs = inputs
-        self.losses = losses
-        self.elements: tuple[Any, ...] = (predictions, label_ids)
-        self.elements += tuple(extra for extra in (inputs, losses) if extra is not None)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.elements)
-
-    def __len__(self) -> int:
-        return len(self.elements)
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self.elements):
-            raise IndexError("tuple index out of range")
-        return self.elements[index]
-
-
-class EvalLoopOutput(NamedTuple):
-    """The result of `Trainer.evaluation_loop`; its fields are as in `PredictionOutput`, with the number of samples."""
-
-    predictions: Any
-    label_ids: Any
-    metrics: dict[str, float] | None
-    num_samples: int | None
-
-
-class PredictionOutput(NamedTuple):
-    """The result of `Trainer.predict`.
-
-    Attributes:
-        predictions: an array `[samples, ...]`, or a tuple of arrays.
-        label_ids: an array `[samples, ...]`, or a tuple of arrays; None without labels.
-        metrics: by name, with their prefix.
-    """
-
-    predictions: Any
-    label_ids: Any
-    metrics: dict[str, float] | None
-
-
-class TrainOutput(NamedTuple):
-    """The result of `Trainer.train`: optimizer steps done, mean training loss, metrics of the run."""
-
-    global_step: int
-    training_loss: float
-    metrics: dict[str, float]
-
-
-class BestRun(NamedTuple):
-    """The result of `Trainer.hyperparameter_search`: the best trial's id, objective (or objectives) and parameters."""
-
-    run_id: str
-    objective: float | Sequence[float]
-    hyperparameters: dict[str, Any]
-    run_summary: Any = None
-
-
-def speed_metrics(
-    split: str,
-    start_time: float,
-    num_samples: float | None = None,
-    num_steps: float | None = None,
-    num_tokens: float | None = None,
-) -> dict[str, float]:
-    """Compute the duration and the speed of work that ends now.
-
-    Args:
-        split: the prefix of the names ("train", "eval", "test").
-        start_time: `time.time()` when the work began, in seconds.
-        num_samples, num_steps, num_tokens: the amounts of work.
-
-    Returns:
-        ``<split>_runtime`` in seconds, and ``<split>_{samples,steps,tokens}_per_second`` for each amount given.
-    """
-    runtime = time.time() - start_time
-    result = {f"{split}_runtime": round(runtime, 4)}
-    if runtime <= 0:  # a clock that was set back
-        return result
-    for name, amount in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
-        if amount is not None:
-            result[f"{split}_{name}_per_second"] = round(amount / runtime, 3)
-    return result

@@ -17,18 +17,16 @@ from tests.support.surface import SURFACE
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.state import (
+from trainer_lib.outputs import (
     BestRun,
     EvalLoopOutput,
     EvalPrediction,
-    ExportableState,
     ModelOutput,
     PredictionOutput,
-    TrainerControl,
-    TrainerState,
     TrainOutput,
     speed_metrics,
 )
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 
 
 def test_the_state_has_the_references_fields_and_defaults() -> None:

@@ -23,7 +23,7 @@ from trainer_lib.evaluation.hooks import EvaluationHooks
 from trainer_lib.evaluation.metrics import compute_on_rank_zero, create_batch_metrics, parse_metrics
 from trainer_lib.evaluation.objects import ObjectSpool
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
-from trainer_lib.state import EvalLoopOutput, EvalPrediction
+from trainer_lib.outputs import EvalLoopOutput, EvalPrediction
 
 
 def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:

@@ -14,7 +14,7 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.hooks import EvaluationHooks
-from trainer_lib.state import EvalPrediction
+from trainer_lib.outputs import EvalPrediction
 
 
 class BatchMetrics:

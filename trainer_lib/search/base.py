@@ -19,7 +19,7 @@ from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
-from trainer_lib.state import BestRun
+from trainer_lib.outputs import BestRun
 from trainer_lib.suggestions import suggestion
 
 DIRECTIONS = ("minimize", "maximize")

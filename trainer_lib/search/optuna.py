@@ -27,6 +27,7 @@ from trainer_lib.errors import (
     from_record,
 )
 from trainer_lib.guard import start_time
+from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import (
     SearchHooks,
     SearchSettings,
@@ -36,7 +37,6 @@ from trainer_lib.search.base import (
     is_finite,
     parse_objective,
 )
-from trainer_lib.state import BestRun
 from trainer_lib.suggestions import suggestion
 
 _log = logging.getLogger(__name__)

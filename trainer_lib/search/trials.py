@@ -16,9 +16,10 @@ from trainer_lib.arguments.fields import field_map
 from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
+from trainer_lib.outputs import BestRun, TrainOutput
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
-from trainer_lib.state import BestRun, TrainerControl, TrainerState, TrainOutput
+from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.vendors import ReporterCallback
 

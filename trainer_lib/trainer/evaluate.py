@@ -14,8 +14,8 @@ from torch import nn
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
+from trainer_lib.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.precision import back_up_weights, full_eval_dtype
-from trainer_lib.state import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.data import DataMixin
 from trainer_lib.trainer.optimization import OptimizationMixin

@@ -21,8 +21,9 @@ from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
+from trainer_lib.outputs import TrainOutput, speed_metrics
 from trainer_lib.search.base import TrialPruned
-from trainer_lib.state import TrainerControl, TrainerState, TrainOutput, speed_metrics
+from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.evaluate import EvaluationMixin
 from trainer_lib.trainer.history import StepHistory
 from trainer_lib.trainer.micro_batch_search import call_within_memory

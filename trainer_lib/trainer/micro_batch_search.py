@@ -29,7 +29,8 @@ from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.iterable import ForeignLoader
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import OutOfMemoryError, first_line, is_out_of_memory
-from trainer_lib.state import ExportableState, TrainerControl, TrainerState, TrainOutput
+from trainer_lib.outputs import TrainOutput
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer.run import TrainingRun
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import (
     SearchSettings,
     default_compute_objective,
     default_hp_space,
     parse_directions,
 )
-from trainer_lib.state import BestRun
 from trainer_lib.trainer.loop import LoopMixin
 
 
