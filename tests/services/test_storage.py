@@ -211,7 +211,7 @@ def test_a_download_that_is_not_the_committed_file_does_not_appear(any_store: St
     entry = any_store.write_bytes("x.bin", b"right")
     any_store.write_bytes("x.bin", b"wrong")
 
-    with pytest.raises(DamagedError, match="not the one that was committed") as caught:
+    with pytest.raises(DamagedError, match="not the committed one") as caught:
         any_store.download("x.bin", tmp_path / "to" / "x.bin", expect=entry)
 
     assert caught.value.field == f"{any_store.url}/x.bin"

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to: all but biases and the scales of norm layers."""
+"""Weight decay applies to every parameter except biases and the scales of norm layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES = re.compile(r"bias|layernorm|layer_norm|rmsnorm|(^|\.)norm(\d*)($|\.)|_n
 
 
 def get_decay_parameter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that decay, in the model's order.
+    """Return the names of the parameters that decay, in the model's order.
 
-    Left out are parameters called a bias or a norm, and those of norm layers, whether torch's own or classes whose name
-    contains "norm" (models bring their own).
+    Left out are parameters whose name says bias or norm, and those of norm layers: torch's own, and classes whose name
+    contains "norm", because many models bring their own.
     """
     in_norms = {
         f"{prefix}.{name}" if prefix else name
@@ -34,11 +34,11 @@ def get_decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_names: Collection[str]) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: decaying and not. An empty one is left out.
+    """Divide the trainable parameters into a group that decays and one that does not; leave out an empty group.
 
     Args:
         model: the model.
-        weight_decay: decay of the first group (per step).
+        weight_decay: decay of the first group, per optimizer step.
         decay_names: names of the parameters that decay.
     """
     wanted = set(decay_names)

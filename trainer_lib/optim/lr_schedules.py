@@ -1,8 +1,9 @@
-"""Learning-rate schedules: every one a factor on the optimizer's learning rate, as a function of the step.
+"""Learning-rate schedules: each is a factor on the optimizer's learning rate, as a function of the optimizer step.
 
-Steps count from 0; `warmup` and `total` are steps. The state of a schedule is its step count, plain JSON. Formulas are
-those of the transformers library, which cites big_vision for the inverse square root and MiniCPM (arXiv:2404.06395)
-for warm-up-stable-decay; cosine with restarts is SGDR (arXiv:1608.03983).
+Steps count from 0; `warmup` and `total` are numbers of optimizer steps, and p is the share of the steps after the
+warm-up that have passed. The state of a schedule is its step count, in plain JSON. The formulas are those of the
+transformers library, which cites big_vision for the inverse square root and MiniCPM (arXiv:2404.06395) for
+warm-up-stable-decay; cosine with restarts is SGDR (arXiv:1608.03983).
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 
 
 class ScheduleArguments(Protocol):
-    """The arguments that choose a schedule."""
+    """The training arguments that choose a schedule."""
 
     lr_scheduler_type: SchedulerType | str
     lr_scheduler_kwargs: dict[str, Any] | None
     greater_is_better: bool | None
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Steps of warm-up."""
+        """Return the optimizer steps of the warm-up."""
 
 
 def linear(*, warmup: int, total: int) -> Factor:
-    """0 → 1 over the warm-up, then 1 → 0 on a straight line."""
+    """Rise from 0 to 1 over the warm-up, then fall to 0 on a straight line."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -49,17 +50,17 @@ def linear(*, warmup: int, total: int) -> Factor:
 
 
 def constant() -> Factor:
-    """1 throughout."""
+    """Stay at 1 throughout."""
     return lambda step: 1.0
 
 
 def constant_with_warmup(*, warmup: int) -> Factor:
-    """0 → 1 over the warm-up, then 1."""
+    """Rise from 0 to 1 over the warm-up, then stay at 1."""
     return lambda step: step / max(1, warmup) if step < warmup else 1.0
 
 
 def cosine(*, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0.0) -> Factor:
-    """0 → 1 over the warm-up, then ½(1 + cos 2π·cycles·p) between 1 and `floor`, p = share of the rest."""
+    """Rise from 0 to 1 over the warm-up, then follow ½(1 + cos 2π·num_cycles·p) between 1 and `floor`."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -72,7 +73,7 @@ def cosine(*, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0
 
 
 def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> Factor:
-    """0 → 1 over the warm-up, then `num_cycles` half cosines from 1 to 0, each starting anew (SGDR)."""
+    """Rise from 0 to 1 over the warm-up, then follow `num_cycles` half cosines, each from 1 to 0 (SGDR)."""
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -86,9 +87,9 @@ def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> F
 
 
 def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
-    """0 → 1 over the warm-up, then (lr − lr_end)·(1 − p)^power + lr_end, as a factor on `lr`."""
+    """Rise from 0 to 1 over the warm-up, then follow (lr − lr_end)·(1 − p)^power + lr_end, as a factor on `lr`."""
     if not lr > lr_end:
-        raise _refused("lr_end", lr_end, f"must be below the learning rate ({lr}).", "Lower it.")
+        raise _refused("lr_end", lr_end, f"The final rate must be below the learning rate ({lr}).", "Lower it.")
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -102,7 +103,10 @@ def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, powe
 
 
 def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
-    """0 → 1 over the warm-up, then 1/√((step + shift)/timescale), which continues it without a jump."""
+    """Rise from 0 to 1 over the warm-up, then follow 1/√((step + timescale − warmup)/timescale), without a jump.
+
+    `timescale` is in steps; the default is the warm-up, or 10,000 without one.
+    """
     scale = timescale or warmup or 10_000
 
     def factor(step: int) -> float:
@@ -122,7 +126,7 @@ def cosine_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> Factor:
-    """`cosine` down to `min_lr` (or to that share of the learning rate) instead of to 0."""
+    """Follow `cosine` down to `min_lr`, or to the share `min_lr_rate` of the learning rate, instead of to 0."""
     return cosine(warmup=warmup, total=total, num_cycles=num_cycles, floor=_floor(lr, min_lr, min_lr_rate))
 
 
@@ -136,7 +140,7 @@ def cosine_warmup_with_min_lr(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> Factor:
-    """`cosine_with_min_lr` whose warm-up starts at `warmup_lr_rate` (1/warmup when not given), never at 0."""
+    """Follow `cosine_with_min_lr`, with a warm-up that starts at `warmup_lr_rate` (default: 1/warmup) instead of 0."""
     floor = _floor(lr, min_lr, min_lr_rate)
 
     def factor(step: int) -> float:
@@ -162,13 +166,19 @@ def warmup_stable_decay(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> Factor:
-    """Warm-up, then 1, then a decay of `num_decay_steps` to `min_lr_ratio`; the stable part takes what is left."""
+    """Rise over the warm-up, stay at 1, then decay over `num_decay_steps` to `min_lr_ratio`.
+
+    The stable part has `num_stable_steps`; when not given, all the steps that warm-up and decay leave.
+    """
     for name, shape in (("warmup_type", warmup_type), ("decay_type", decay_type)):
         if shape not in _SHAPES:
-            raise _refused(name, shape, "is not one of the shapes.", suggestion(str(shape), _SHAPES))
+            raise _refused(name, shape, "No shape has this name.", suggestion(str(shape), _SHAPES))
     if num_stable_steps is None and total is None:
         raise _refused(
-            "num_stable_steps", "none", "follows from num_training_steps, which is not given.", "Give either."
+            "num_stable_steps",
+            "none",
+            "The number of stable steps follows from num_training_steps, which is not given.",
+            "Give either of the two.",
         )
     stable = num_stable_steps if num_stable_steps is not None else (total or 0) - warmup - num_decay_steps
 
@@ -208,7 +218,7 @@ def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
         return min_lr / lr
     if min_lr is None and min_lr_rate is not None:
         return min_lr_rate
-    raise _refused("min_lr", min_lr, "or min_lr_rate must be given, and only one of them.", "Give one of them.")
+    raise _refused("min_lr", min_lr, "Exactly one of min_lr and min_lr_rate must be given.", "Give one of them.")
 
 
 def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
@@ -245,19 +255,20 @@ def get_scheduler(
     scheduler_specific_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> AnySchedule:
-    """A schedule by name.
+    """Make a schedule by name.
 
     Args:
         name: one of `SchedulerType`.
-        optimizer: whose learning rates it scales.
-        num_warmup_steps, num_training_steps: in optimizer steps; not needed by every schedule.
+        optimizer: the optimizer whose learning rates it scales.
+        num_warmup_steps, num_training_steps: numbers of optimizer steps; some schedules do not need them.
         scheduler_specific_kwargs, kwargs: further settings of the schedule.
 
     Returns:
-        a `LambdaLR`; for the two metric schedules one whose `step` takes the metric.
+        a `LambdaLR`, or one of the two metric schedules, whose `step` takes the metric.
 
     Raises:
-        ConfigError: unknown name, missing steps, or a setting that the schedule does not have.
+        ConfigError: no schedule has the name, a number of steps is missing, or the schedule does not have a setting.
+        MissingExtraError: the schedule needs a package that is not installed.
     """
     try:
         kind = SchedulerType(name)
@@ -265,7 +276,7 @@ def get_scheduler(
         options = [each.value for each in SchedulerType]
         remedy = suggestion(str(name), options)
         raise ConfigError(
-            "is no schedule we know.", field="lr_scheduler_type", value=str(name), remedy=remedy
+            "No schedule has this name.", field="lr_scheduler_type", value=str(name), remedy=remedy
         ) from None
     settings = {**(scheduler_specific_kwargs or {}), **kwargs}
     if kind in METRIC_SCHEDULES:
@@ -279,15 +290,20 @@ def get_scheduler(
     }
     for parameter, text in (("warmup", "num_warmup_steps"), ("total", "num_training_steps")):
         if parameter in parameters and given[parameter] is None and "None" not in str(parameters[parameter].annotation):
-            raise ConfigError(f"{kind} needs it.", field=text, value="none", remedy="Give a number of steps.")
+            raise ConfigError(
+                f"The schedule {kind} needs this number.", field=text, value="none", remedy="Give a number of steps."
+            )
     fixed = {key: value for key, value in given.items() if key in parameters}
     return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))
 
 
 def create_scheduler(args: ScheduleArguments, optimizer: Optimizer, num_training_steps: int) -> AnySchedule:
-    """The schedule that the arguments ask for.
+    """Make the schedule that the arguments ask for, over `num_training_steps` optimizer steps.
 
-    The metric schedules watch for a larger metric when `greater_is_better`, unless their settings say otherwise.
+    The two metric schedules watch for a larger metric when `greater_is_better`, unless their settings give a mode.
+
+    Raises:
+        ConfigError, MissingExtraError: as `get_scheduler`.
     """
     kind = SchedulerType(args.lr_scheduler_type)
     settings = dict(args.lr_scheduler_kwargs or {})
@@ -302,8 +318,8 @@ def _checked(maker: Callable[..., Any], settings: Mapping[str, Any], kind: Sched
     for name in settings:
         if name not in options:
             remedy = suggestion(name, options) if options else "It has none: remove it."
-            raise _refused(name, settings[name], f"is no setting of {kind}.", remedy)
+            raise _refused(name, settings[name], f"The schedule {kind} has no such setting.", remedy)
     for name in options:
         if parameters[name].default is inspect.Parameter.empty and name not in settings:
-            raise _refused(name, None, f"is needed by {kind}.", "Give it in lr_scheduler_kwargs.")
+            raise _refused(name, None, f"The schedule {kind} needs this setting.", "Give it in lr_scheduler_kwargs.")
     return dict(settings)

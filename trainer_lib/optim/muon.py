@@ -1,7 +1,7 @@
 """Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 
-Muon orthogonalises the momentum of a matrix (Jordan et al., https://kellerjordan.github.io/posts/muon/); vectors,
-embeddings and the output head are left to AdamW, as its authors recommend. Its step is scaled to match AdamW's
+Muon orthogonalises the momentum of a matrix (Jordan et al., https://kellerjordan.github.io/posts/muon/). AdamW updates
+the vectors, the embeddings and the output head, as Muon's authors recommend. Muon's step is scaled to match AdamW's
 (`match_rms_adamw`, arXiv:2502.16982), so that both share one learning rate.
 """
 
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 _HEADS = ("lm_head", "output_projection", "embed_out")
 
 
 def parameters_for_adamw(model: nn.Module | None) -> list[nn.Parameter]:
-    """The matrices of `model` that Muon should not touch: embeddings and output heads."""
+    """Return the matrices of `model` that Muon should not update: embeddings and output heads."""
     if model is None:
         return []
     return [
@@ -30,14 +31,14 @@ def parameters_for_adamw(model: nn.Module | None) -> list[nn.Parameter]:
 
 
 class MuonAdamW(Optimizer):
-    """torch's Muon and AdamW over one list of parameter groups; each group's "algorithm" says which.
+    """torch's Muon and AdamW over one list of parameter groups; each group's "algorithm" names its optimizer.
 
     Args:
-        params: parameters or groups of them; a group with both kinds is split.
-        lr, weight_decay: of both.
-        momentum, nesterov, ns_steps: Muon's; `ns_steps` counts Newton-Schulz iterations.
-        betas, eps: AdamW's.
-        for_adamw: matrices that AdamW gets all the same.
+        params: parameters, or groups of them; a group with matrices and other parameters is split.
+        lr, weight_decay: settings of both; the decay is per optimizer step.
+        momentum, nesterov, ns_steps: settings of Muon; `ns_steps` counts Newton-Schulz iterations.
+        betas, eps: settings of AdamW.
+        for_adamw: matrices that AdamW updates all the same.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class MuonAdamW(Optimizer):
         self._bind()
 
     def _bind(self) -> None:
-        """Give the two inner optimizers our groups and our state, not copies."""
+        # The inner optimizers share our groups and state: with copies a schedule or a loaded state would miss them.
         classes = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
         self._inner: list[Optimizer] = []
         for algorithm, cls in classes.items():
@@ -77,18 +78,19 @@ class MuonAdamW(Optimizer):
                 inner.state = self.state
                 self._inner.append(inner)
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind()
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for inner in self._inner:
-            inner.state = self.state
+            inner.state = self.state  # `load_state_dict` replaces ours
             inner.step()
         return loss
 

@@ -1,7 +1,7 @@
-"""Optimizers by name: what serves each, and the keyword arguments that follow from the training arguments.
+"""Optimizers by name: the class behind each, and its keyword arguments from the training arguments.
 
-torch's own are served as they are (`adafactor` is torch's: it scales the learning rate by the parameter's size), `lion`
-and `muon` by small classes of ours, the rest by the packages of `trainer_lib.optim.packages`, imported when asked for.
+torch serves its own optimizers (`adafactor` is torch's, which scales the learning rate by the parameter's size), small
+classes of ours serve `lion` and `muon`, and the packages of `trainer_lib.optim.packages` serve the rest.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _TORCH_ADAMS: Mapping[OptimizerNames, str] = {
 def create_optimizer_cls_and_kwargs(
     args: TrainingArguments, model: nn.Module | None = None
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The optimizer's class and keyword arguments that `args` ask for (`Trainer.get_optimizer_cls_and_kwargs`).
+    """Return the optimizer's class and keyword arguments that `args` ask for (`Trainer.get_optimizer_cls_and_kwargs`).
 
     Args:
-        args: read are `optim`, `optim_args`, `learning_rate`, the adam_* fields, and for some `weight_decay`,
-            `warmup_steps`, `optim_target_modules`.
-        model: needed by the optimizers that treat some layers differently (muon, galore, apollo, lomo).
+        args: the training arguments `optim`, `optim_args`, `learning_rate`, the adam_* fields, and for some optimizers
+            `weight_decay`, `warmup_steps` and `optim_target_modules`.
+        model: the model, for the optimizers that treat some layers differently (muon, galore, apollo, lomo).
 
     Returns:
-        the class, and keyword arguments without the parameters - except where they come with settings of their own:
-        then "params" (or "model") is among them. `build_optimizer` handles both.
+        the class, and its keyword arguments. They include "params" (or "model") only for an optimizer whose parameters
+        have settings of their own; `build_optimizer` handles both forms.
 
     Raises:
-        ConfigError: unknown name, or a setting that the optimizer does not have.
+        ConfigError: no optimizer has the name, or the optimizer does not have a setting.
         MissingExtraError: the package that serves it is not installed.
     """
     try:
@@ -65,7 +65,7 @@ def create_optimizer_cls_and_kwargs(
     except ValueError:
         options = [each.value for each in OptimizerNames]
         remedy = suggestion(str(args.optim), options)
-        raise ConfigError("is no optimizer we know.", field="optim", value=str(args.optim), remedy=remedy) from None
+        raise ConfigError("No optimizer has this name.", field="optim", value=str(args.optim), remedy=remedy) from None
     request = OptimizerRequest(name, args, model, parse_optim_args(args.optim_args))
     served = _serve(request)
     extra = {key: value for key, value in request.settings.items() if key not in request.used}
@@ -80,31 +80,34 @@ def build_optimizer(
     cls_and_kwargs: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | None = None,
     decay_names: list[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the model's trainable parameters, decaying and not in groups of their own.
+    """Build an optimizer over the model's trainable parameters, in one group that decays and one that does not.
 
     Args:
         args: the training arguments.
-        model: whose parameters it updates.
-        cls_and_kwargs: what `create_optimizer_cls_and_kwargs` gave, or a user's own choice.
-        decay_names: names of the parameters that decay; `get_decay_parameter_names` when not given.
+        model: the model whose parameters it updates.
+        cls_and_kwargs: the result of `create_optimizer_cls_and_kwargs`, or a user's own choice.
+        decay_names: names of the parameters that decay; those of `get_decay_parameter_names` when not given.
 
     Raises:
-        ConfigError: the model has nothing to train; see also `create_optimizer_cls_and_kwargs`.
+        ConfigError: the model has no trainable parameters, or `create_optimizer_cls_and_kwargs` refuses the arguments.
+        MissingExtraError: the package that serves the optimizer is not installed.
     """
     cls, given = cls_and_kwargs or create_optimizer_cls_and_kwargs(args, model)
     kwargs = dict(given)
     if "optimizer_dict" in kwargs:
         raise ConfigError(
-            "an optimizer per parameter is not served.", field="optimizer_cls_and_kwargs", remedy="Give one optimizer."
+            "One optimizer per parameter is not supported.",
+            field="optimizer_cls_and_kwargs",
+            remedy="Give one optimizer.",
         )
     names = get_decay_parameter_names(model) if decay_names is None else decay_names
     groups = kwargs.pop("params", None) or parameter_groups(model, args.weight_decay, names)
     if not groups:
         raise ConfigError(
-            "has no trainable parameters.",
+            "The model has no trainable parameters.",
             field="model",
             value=type(model).__name__,
-            remedy="Set requires_grad on what shall be trained.",
+            remedy="Set requires_grad on the parameters to train.",
         )
     if "model" in kwargs:
         return cls(**kwargs)
@@ -112,21 +115,26 @@ def build_optimizer(
 
 
 def parse_optim_args(text: str | None) -> dict[str, Any]:
-    """`"momentum=0.9,nesterov=true,betas=(0.9,0.95)"` as a dictionary of numbers, truth values, None, tuples and texts.
+    """Parse `"momentum=0.9,nesterov=true,betas=(0.9,0.95)"` into a dictionary.
+
+    Values become numbers, truth values, None or tuples of them; everything else stays text.
 
     Raises:
-        ConfigError: a part without `=`, or a name given twice.
+        ConfigError: a part has no `=`, or a name is given twice.
     """
     settings: dict[str, Any] = {}
+    # A comma inside of parentheses or brackets separates the items of a tuple.
     for part in re.split(r",(?![^(\[]*[)\]])", text or ""):
         if not part.strip():
             continue
         name, equals, value = part.partition("=")
         name = name.strip()
         if not equals or not name.isidentifier():
-            raise ConfigError("is not name=value.", field="optim_args", value=part.strip(), remedy='Write "a=1,b=2".')
+            raise ConfigError(
+                "This part is not name=value.", field="optim_args", value=part.strip(), remedy='Write "a=1,b=2".'
+            )
         if name in settings:
-            raise ConfigError("is given twice.", field="optim_args", value=name, remedy="Keep one of them.")
+            raise ConfigError("The setting is given twice.", field="optim_args", value=name, remedy="Keep one of them.")
         settings[name] = _value(value.strip())
     return settings
 
@@ -161,13 +169,14 @@ def _serve(request: OptimizerRequest) -> Served:
 
 def _check_settings(name: OptimizerNames, cls: Any, settings: Mapping[str, Any]) -> None:
     parameters = inspect.signature(cls.__init__).parameters
+    # A constructor that takes **kwargs has to refuse unknown settings itself.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     options = [each for each in parameters if each not in ("self", "params", "lr", "for_adamw")]
     for setting in settings:
         if setting not in options:
             raise ConfigError(
-                f"is no setting of {name}.",
+                f"The optimizer {name} has no such setting.",
                 field=f"optim_args.{setting}",
                 value=settings[setting],
                 remedy=suggestion(setting, options) if options else "It has none: remove it.",

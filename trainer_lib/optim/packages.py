@@ -1,6 +1,6 @@
-"""Optimizers that other packages bring: which package, which class, and which keyword arguments.
+"""Optimizers of other packages: the package, the class and the keyword arguments of each.
 
-A package is imported when its optimizer is asked for; if it is absent, the error says how to install it.
+A package is imported only when the arguments ask for its optimizer; if it is absent, the error says how to install it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _GROKADAMW = {
 
 
 def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any:
-    """An attribute of a package's module.
+    """Return the attribute `name` of a package's module.
 
     Raises:
-        MissingExtraError: it is not installed, or too old to have it.
+        MissingExtraError: the package is not installed, or too old to have the attribute.
     """
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f"needs the package {package} ({error}).",
+            f"This optimizer needs the package {package} ({error}).",
             field="optim",
             value=request.name.value,
             remedy=f'Install it: pip install "{package}".',
@@ -86,7 +86,7 @@ def _dtype(field: str, name: Any) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
         raise ConfigError(
-            "is no number format of torch.", field=f"optim_args.{field}", value=name, remedy='Give "float32".'
+            "torch has no such number format.", field=f"optim_args.{field}", value=name, remedy='Give "float32".'
         )
     return found
 
@@ -119,7 +119,7 @@ def _schedule_free(request: OptimizerRequest) -> Served:
     if warmup:
         if 0 < args.warmup_steps < 1:
             raise ConfigError(
-                f"must be a number of steps for {request.name}, which warms up by itself.",
+                f"The optimizer {request.name} warms up by itself and needs a number of steps.",
                 field="warmup_steps",
                 value=args.warmup_steps,
                 remedy="Give a number of steps instead of a share.",
@@ -166,7 +166,8 @@ def _apollo(request: OptimizerRequest) -> Served:
 def _layerwise(request: OptimizerRequest) -> Served:
     whole = request.name.value.removesuffix("_layerwise")
     raise ConfigError(
-        "steps inside the backward pass, which rules out accumulation, clipping and exact resuming; it is not served.",
+        "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
+        "resuming, so it is not supported.",
         field="optim",
         value=request.name.value,
         remedy=f'Give "{whole}", and gradient_checkpointing=true to save memory.',
@@ -175,16 +176,18 @@ def _layerwise(request: OptimizerRequest) -> Served:
 
 def _model(request: OptimizerRequest) -> nn.Module:
     if request.model is None:
-        raise ConfigError("needs the model.", field="optim", value=request.name.value, remedy="Pass it along.")
+        raise ConfigError(
+            "This optimizer needs the model.", field="optim", value=request.name.value, remedy="Pass the model as well."
+        )
     return request.model
 
 
 def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Two groups: the weights of the target modules, projected with `own` settings, and all other parameters."""
+    """Return a group of the target modules' weights, projected with the settings `own`, and one of everything else."""
     model, targets = _model(request), request.args.optim_target_modules
     if not targets:
         raise ConfigError(
-            f"is needed by {request.name}.",
+            f"The optimizer {request.name} needs to know the modules whose gradients it projects.",
             field="optim_target_modules",
             value="none",
             remedy='Give names of modules, a pattern, or "all-linear".',
@@ -196,7 +199,7 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
     }
     if not weights:
         raise ConfigError(
-            "matches no linear layer of the model.",
+            "The names match no linear layer of the model.",
             field="optim_target_modules",
             value=str(targets),
             remedy='Give names of modules, a pattern, or "all-linear".',
@@ -208,7 +211,12 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
 
 
 def matches(targets: str | list[str], module_name: str) -> bool:
-    """Whether a module is a target: "all-linear", a pattern for the whole name, or one of several parts of it."""
+    """Return whether a module is a target of `optim_target_modules`.
+
+    Args:
+        targets: "all-linear", a regular expression for the whole name, or a list of expressions or parts of a name.
+        module_name: the module's dotted name.
+    """
     if isinstance(targets, str):
         return targets.replace("_", "-") == "all-linear" or re.fullmatch(targets, module_name) is not None
     return any(target in module_name or re.fullmatch(target, module_name) for target in targets)

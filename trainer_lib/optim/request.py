@@ -1,4 +1,4 @@
-"""What a builder of an optimizer gets and gives."""
+"""The argument and the result of a function that chooses an optimizer."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Served:
 
 @dataclass
 class OptimizerRequest:
-    """An optimizer by name, with everything its settings may follow from.
+    """An optimizer by name, with everything that its settings may depend on.
 
-    Args:
-        name: which one.
+    Attributes:
+        name: the optimizer.
         args: the training arguments.
-        model: the model, where it is known.
-        settings: what `optim_args` says.
+        model: the model; None when it is not known.
+        settings: the parsed `optim_args`.
+        used: names of the settings that `take` returned; the others go to the optimizer's constructor as they are.
     """
 
     name: OptimizerNames
@@ -39,21 +40,21 @@ class OptimizerRequest:
     used: set[str] = field(default_factory=set)
 
     def take(self, name: str, default: Any) -> Any:
-        """A setting that the builder itself understands; what nobody takes goes to the optimizer's constructor."""
+        """Return a setting from `optim_args` (or its default) that the caller passes on itself, and mark it as used."""
         self.used.add(name)
         return self.settings.get(name, default)
 
     @property
     def lr(self) -> dict[str, Any]:
-        """The learning rate."""
+        """The learning rate as a keyword argument."""
         return {"lr": self.args.learning_rate}
 
     @property
     def betas(self) -> dict[str, Any]:
-        """Adam's two decays."""
+        """Adam's two decays as a keyword argument."""
         return {"betas": (self.args.adam_beta1, self.args.adam_beta2)}
 
     @property
     def adam(self) -> dict[str, Any]:
-        """Learning rate, decays and epsilon."""
+        """Learning rate, decays and epsilon as keyword arguments."""
         return {**self.lr, **self.betas, "eps": self.args.adam_epsilon}

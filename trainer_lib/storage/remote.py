@@ -1,4 +1,4 @@
-"""Every other store, through fsspec: object stores, memory, ssh, ..."""
+"""Every store but the local disk, through fsspec: object stores, memory, ssh and others."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from trainer_lib.storage.files import FileInfo
 from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
 from trainer_lib.storage.translation import vendor_code
 
-if TYPE_CHECKING:  # a tenth of a second that local disks do not need
+if TYPE_CHECKING:  # its import takes a tenth of a second, which a local disk does not need
     import fsspec
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memory"}
-"""Schemes without real folders: making one there is pointless, and on S3 it may create a bucket."""
+"""Schemes without folders: making one has no use there, and on S3 it may create a bucket."""
 _EXCLUSIVE = {"memory", "s3", "s3a"}
-"""Schemes whose exclusive create the conformance suite proves (S3: ``If-None-Match: *``)."""
+"""Schemes whose exclusive create is proven by the conformance tests (S3: ``If-None-Match: *``)."""
 _MEMORY_LOCK = threading.Lock()
-"""fsspec's memory store looks and then writes; within one process this makes the pair atomic."""
+"""fsspec's memory store looks and then writes; this lock makes the two one step for the threads of the process."""
 _BLOCK = 16 * 2**20
-"""Bytes that a file being written is sent in; fsspec's own 5 MiB are a request too often."""
+"""Bytes per request of a file that is written; with fsspec's own 5 MiB there are three times as many requests."""
 _BUSY_CODES = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
 def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
-    """The fsspec file system of a scheme, listings uncached: another process's files must be seen at once.
+    """Return the fsspec file system of a scheme, without its cache of listings: other processes write files too.
 
     Raises:
-        MissingExtraError: its package is not installed.
-        ConfigError: it cannot be constructed from the environment.
+        MissingExtraError: the scheme's package is not installed.
+        ConfigError: the file system cannot be made with the options in the environment. The error names `field`.
     """
     import fsspec
 
@@ -61,7 +61,7 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
 
 
 def _missing(scheme: str, field: str) -> MissingExtraError:
-    message, value = "It needs a package that is not installed.", f"{scheme}://"
+    message, value = "This kind of store needs a package that is not installed.", f"{scheme}://"
     if scheme in _EXTRAS:
         return MissingExtraError(message, extra=_EXTRAS[scheme], field=field, value=value)
     from fsspec.registry import known_implementations
@@ -71,7 +71,7 @@ def _missing(scheme: str, field: str) -> MissingExtraError:
 
 
 def _tag(info: dict[str, Any]) -> str | None:
-    """S3 and Azure name it ETag or etag, Google md5Hash or crc32c."""
+    # S3 and Azure call it ETag or etag, Google md5Hash or crc32c.
     for name in ("ETag", "etag", "md5Hash", "crc32c", "content_md5"):
         if info.get(name):
             return str(info[name]).strip('"')
@@ -89,19 +89,19 @@ class RemoteBackend:
         self._is_async = bool(getattr(self.fs, "async_impl", False))
 
     def child(self, rel: str) -> RemoteBackend:
-        """A folder below, through the same client."""
+        """Return the backend of a folder below, with the same client."""
         return type(self)(self.scheme, self.path(rel).lstrip("/"), field="storage", fs=self.fs)
 
     def path(self, rel: str) -> str:
-        """The full path as fsspec wants it."""
+        """Return the full path in fsspec's form."""
         return f"{self.root}/{rel}" if rel else self.root
 
     def size(self, rel: str) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         return int(self._info(rel)["size"])
 
     def _info(self, rel: str) -> dict[str, Any]:
-        """What the file system says of a file; FileNotFoundError when there is none, or it is a folder."""
+        """The file system's facts about a file. Raises FileNotFoundError when it is absent, or a folder."""
         self._refresh()
         info = cast("dict[str, Any]", self.fs.info(self.path(rel)))
         if info["type"] != "file":
@@ -109,7 +109,7 @@ class RemoteBackend:
         return info
 
     def files(self, rel: str) -> list[FileInfo]:
-        """One recursive listing."""
+        """List every file below, in one recursive listing."""
         self._refresh()
         prefix = self.root + "/"
         try:
@@ -123,7 +123,7 @@ class RemoteBackend:
         ]
 
     def names(self, rel: str) -> list[str]:
-        """One listing of one level."""
+        """List the names of one level, in one listing."""
         self._refresh()
         path = self.path(rel)
         try:
@@ -134,50 +134,52 @@ class RemoteBackend:
         return [name for name in names if name and "/" not in name]
 
     def open_read(self, rel: str) -> BinaryIO:
-        """A stream; a file in memory is copied, for fsspec hands out the one shared object with its shared position."""
+        """Open a stream that reads ahead where the file system is asynchronous."""
         path = self.path(rel)
         if self.scheme == "memory":
+            # A copy, because fsspec returns the one stored object, whose position all readers share.
             return io.BytesIO(self.fs.cat_file(path))
         if self._is_async:
             size = self._info(rel)["size"]
-            if size is not None:  # a web server need not say
+            if size is not None:  # a web server may leave the size out
                 return cast(BinaryIO, AheadReader(lambda start, end: self._fetch(path, start, end), int(size)))
         return cast(BinaryIO, self.fs.open(path, "rb"))
 
     def read_ranges(self, rel: str, ranges: Iterable[Range]) -> Iterator[Buffer]:
-        """Several at a time where the file system is asynchronous."""
+        """Yield the ranges in order, with several requests in flight where the file system is asynchronous."""
         path = self.path(rel)
         if self._is_async:
             return windowed(lambda start, end: self._fetch(path, start, end), ranges)
-        # By name: s3fs takes a second positional argument for a version.
+        # By name: the second positional argument of s3fs is a version.
         return (self.fs.cat_file(path, start=start, end=end) for start, end in ranges)
 
     def _fetch(self, path: str, start: int, end: int) -> Future[Buffer]:
         return asyncio.run_coroutine_threadsafe(self.fs._cat_file(path, start=start, end=end), self.fs.loop)
 
     def open_write(self, rel: str) -> BinaryIO:
-        """A stream; large files go out in parts while they are written."""
+        """Open a stream that sends a large file in parts while it is written."""
         path = self.path(rel)
         self._make_parents(path)
         return cast(BinaryIO, self.fs.open(path, "wb", block_size=_BLOCK))
 
     def finish(self, stream: BinaryIO) -> None:
-        """Closing an upload completes it."""
+        """Close the stream, which completes the upload."""
         stream.close()
 
     def abort(self, stream: BinaryIO, rel: str) -> None:
-        """Throw an upload away. Closing it instead, as a ``with`` does, would publish the truncated object."""
+        """Discard an upload. Closing it instead, as a ``with`` does, would publish the truncated object."""
         with contextlib.suppress(Exception):
             discard: Callable[[], None] | None = getattr(stream, "discard", None)
             if discard is not None:
                 discard()
         with contextlib.suppress(Exception):
-            stream.closed = True  # type: ignore[misc]  # fsspec's setter: otherwise __del__ closes, that is: publishes
+            # fsspec's setter: otherwise `__del__` closes the stream, which publishes it.
+            stream.closed = True  # type: ignore[misc]
         with contextlib.suppress(Exception):
             self.fs.rm_file(self.path(rel))
 
     def create(self, rel: str, data: bytes) -> bool:
-        """A conditional put where the store has one; elsewhere look, write, and read back who won."""
+        """Write a small file by a conditional put; where the store has none, look, write and read back."""
         path = self.path(rel)
         self._make_parents(path)
         with _MEMORY_LOCK if self.scheme == "memory" else contextlib.nullcontext():
@@ -185,7 +187,7 @@ class RemoteBackend:
                 self._put_new(path, data)
             except FileExistsError:
                 return False
-        # Without a conditional put the last writer wins: both see the same bytes afterwards.
+        # Without a conditional put the last writer wins, and both writers read the same bytes afterwards.
         return self.exclusive or self.fs.cat_file(path) == data
 
     def _put_new(self, path: str, data: bytes) -> None:
@@ -196,19 +198,19 @@ class RemoteBackend:
                 code = vendor_code(error)
                 if code in ("PreconditionFailed", "412"):
                     raise FileExistsError(path) from error
-                # 409: a delete of the same name was under way; the store asks to try again.
+                # 409: a delete of the same name is under way, and the store asks for another try.
                 if code not in _BUSY_CODES or attempt == 3:
                     raise
             else:
                 return
 
     def delete(self, rel: str) -> None:
-        """Remove one file."""
+        """Remove one file; do nothing when it is absent."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm_file(self.path(rel))
 
     def delete_tree(self, rel: str) -> None:
-        """Remove the files, then the empty folders where the store has folders; never a bucket."""
+        """Remove the files, then the empty folders of a store that has folders, but never a bucket."""
         files = [self.path(info.path) for info in self.files(rel)]
         if files:
             self.fs.rm(files)
@@ -219,16 +221,16 @@ class RemoteBackend:
                 self.fs.rm(path, recursive=True)
 
     def free_bytes(self) -> int | None:
-        """No remote store says."""
+        """Return None: no remote store has such a number."""
         return None
 
     def sync(self) -> None:
-        """A finished put is durable."""
+        """Do nothing: a finished put is durable."""
 
     def _make_parents(self, path: str) -> None:
         if self.scheme not in _FLAT:
             self.fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
     def _refresh(self) -> None:
-        # Not every file system obeys use_listings_cache.
+        # Some file systems ignore use_listings_cache.
         self.fs.invalidate_cache()

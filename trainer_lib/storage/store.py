@@ -1,4 +1,4 @@
-"""`Store`: one folder, whatever it lies on. Paths are checked, digests computed, failures typed: here, once."""
+"""`Store`: one folder on any kind of store. It checks paths, computes digests and gives failures a type."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from typing_extensions import override
+
 from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend
@@ -21,13 +23,13 @@ from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import checked, split_url
 
 CHUNK = 8 * 2**20
-"""Bytes hashed and moved at a time: enough for speed, little enough that a huge tensor is never copied whole."""
+"""Bytes hashed and written at a time: enough for speed, and few enough that a huge tensor is never copied whole."""
 
 
 class DigestingWriter:
-    """A binary stream that knows the SHA-256 and the size of what passed through it.
+    """A binary stream that computes the SHA-256 and the size of what is written to it.
 
-    `entry` is there once the ``with`` block has ended without an exception.
+    `entry` exists once the ``with`` block has ended without an exception.
     """
 
     def __init__(self, store: Store, rel: str, stream: BinaryIO) -> None:
@@ -39,7 +41,7 @@ class DigestingWriter:
         self._entry: FileEntry | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append `data`; returns its length in bytes. Raises StorageError when the store took fewer bytes."""
+        """Append `data` and return its length in bytes. Raises StorageError when the store accepted fewer bytes."""
         view = memoryview(data).cast("B")
         with self._store._typed("write", self._rel):
             for start in range(0, len(view), CHUNK):
@@ -53,7 +55,7 @@ class DigestingWriter:
 
     @property
     def entry(self) -> FileEntry:
-        """The finished file."""
+        """The finished file: path, size in bytes and SHA-256."""
         if self._entry is None:
             raise RuntimeError("The file is not finished: leave the with block first.")
         return self._entry
@@ -65,16 +67,18 @@ class DigestingWriter:
 
 
 class _TypedReader(io.RawIOBase):
-    """A store's stream whose failures are typed; only its own, not those of the block that uses it."""
+    """A store's stream whose failures get a type; an exception of the block that uses it stays as it is."""
 
     def __init__(self, store: Store, rel: str, stream: BinaryIO) -> None:
         self._store = store
         self._rel = rel
         self._stream = stream
 
+    @override
     def readable(self) -> bool:
         return True
 
+    @override
     def seekable(self) -> bool:
         return True
 
@@ -82,17 +86,21 @@ class _TypedReader(io.RawIOBase):
         with self._store._typed("read", self._rel):
             return int(self._stream.readinto(buffer))  # type: ignore[attr-defined]  # every backend's stream has it
 
+    @override
     def read(self, size: int = -1, /) -> bytes:
         with self._store._typed("read", self._rel):
             return self._stream.read(size)
 
+    @override
     def seek(self, offset: int, whence: int = 0, /) -> int:
         with self._store._typed("read", self._rel):
             return self._stream.seek(offset, whence)
 
+    @override
     def tell(self) -> int:
         return self._stream.tell()
 
+    @override
     def close(self) -> None:
         with self._store._typed("read", self._rel):
             self._stream.close()
@@ -100,13 +108,13 @@ class _TypedReader(io.RawIOBase):
 
 
 class Store:
-    """A folder on some store. It need not exist: reading an absent one finds nothing, writing makes it.
+    """A folder on some store. It need not exist: reading an absent folder finds nothing, and writing makes it.
 
     Attributes:
-        url: where it is; free of secrets, may be logged and put in manifests.
-        is_local: on a mounted disk.
-        exclusive: whether `create` has exactly one winner. Elsewhere two simultaneous callers may, in a window of
-            milliseconds, both be told they won: the weaker guarantee of stores without a conditional put.
+        url: the folder's address; it holds no secrets and may be logged and put in manifests.
+        is_local: True on a mounted disk.
+        exclusive: True when `create` has exactly one winner. On a store without a conditional put, two callers within
+            milliseconds may both get True.
     """
 
     def __init__(self, url: str, backend: Backend) -> None:
@@ -117,10 +125,10 @@ class Store:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], *, field: str = "storage") -> Store:
-        """The folder at a path or URL; nothing is read or written yet.
+        """Return the folder at a path or URL, without reading or writing anything.
 
         Raises:
-            ConfigError: malformed URL, unknown scheme, credentials in the URL. Names `field`.
+            ConfigError: the URL is malformed, has an unknown scheme or holds credentials. The error names `field`.
             MissingExtraError: the scheme's package is not installed.
         """
         scheme, path = split_url(url, field=field)
@@ -133,24 +141,25 @@ class Store:
         return f"Store({self.url!r})"
 
     def child(self, *parts: str) -> Store:
-        """A folder below this one. Raises ConfigError for ``..`` and absolute parts."""
+        """Return a folder below this one. Raises ConfigError for ``..`` and absolute parts."""
         rel = "/".join(checked(part) for part in parts)
         if not rel:
             return self
         return Store(self._where(rel), self._backend.child(rel))
 
     def local_path(self, rel: str = "") -> Path:
-        """Where a file of a local store lies. Raises ConfigError when the store is remote."""
+        """Return the path of a file of a local store. Raises ConfigError when the store is remote."""
         checked(rel, root_too=True)
         if not isinstance(self._backend, LocalBackend):
-            raise ConfigError("A local folder is needed here.", value=self.url, remedy="Use a path on a mounted disk.")
+            raise ConfigError("This must be a local folder.", value=self.url, remedy="Use a path on a mounted disk.")
         return self._backend.path(rel)
 
     def ensure_writable(self, *, field: str = "storage") -> None:
-        """Write and remove a tiny file, so that a wrong address or missing right is found before work starts.
+        """Write and remove a tiny file, so that a wrong address or a missing permission is found before work starts.
 
         Raises:
-            ConfigError: it cannot be written, with the store's reason.
+            ConfigError: the folder cannot be written; the message has the store's reason, and the error names `field`.
+            StorageFullError: no space is left.
         """
         probe = f".probe-{os.urandom(8).hex()}"
         try:
@@ -170,7 +179,7 @@ class Store:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def exists(self, rel: str) -> bool:
-        """Whether there is such a *file*."""
+        """Return whether there is such a *file*; a folder of the name does not count."""
         with self._typed("look for", checked(rel)):
             try:
                 self._backend.size(rel)
@@ -179,41 +188,46 @@ class Store:
         return True
 
     def size(self, rel: str) -> int:
-        """Bytes of a file. Raises StorageError when absent."""
+        """Return the bytes of a file. Raises StorageError when it is absent."""
         with self._typed("look at", checked(rel)):
             return self._backend.size(rel)
 
     def children(self, rel: str = "") -> list[str]:
-        """Sorted names of the files and folders directly below `rel`; none when absent."""
+        """List the sorted names of the files and folders directly below `rel`; none when it is absent."""
         with self._typed("list", checked(rel, root_too=True)):
             return sorted(self._backend.names(rel))
 
     def list(self, rel: str = "") -> list[FileInfo]:
-        """Every file below `rel`, recursively, sorted by path; none when absent. Links are left out."""
+        """List every file below `rel`, recursively and sorted by path; none when it is absent. Links are left out."""
         with self._typed("list", checked(rel, root_too=True)):
             return sorted(self._backend.files(rel), key=lambda info: info.path)
 
     def free_bytes(self) -> int | None:
-        """Bytes that may still be written; None when the store cannot say."""
+        """Return the bytes that may still be written; None when the store has no such number."""
         with self._typed("look at", ""):
             return self._backend.free_bytes()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def open_read(self, rel: str) -> BinaryIO:
-        """A seekable stream from the first byte, to be closed; failures while reading are typed as well."""
+        """Open a seekable stream at the first byte, to be closed after use. Its failures are StorageErrors as well."""
         with self._typed("read", checked(rel)):
             return cast(BinaryIO, _TypedReader(self, rel, self._backend.open_read(rel)))
 
     def read_bytes(self, rel: str, *, limit: int | None = None) -> bytes:
-        """A whole file. Raises StorageError when absent, DamagedError when it has more than `limit` bytes."""
+        """Read a whole file.
+
+        Raises:
+            StorageError: the file is absent, or the store fails.
+            DamagedError: it has more than `limit` bytes.
+        """
         data = self.read_if_exists(rel, limit=limit)
         if data is None:
             raise absent(self._where(rel))
         return data
 
     def read_if_exists(self, rel: str, *, limit: int | None = None) -> bytes | None:
-        """A whole file, or None when absent: one look, so there is no moment between looking and reading."""
+        """Read a whole file; return None when it is absent. One request, so the file cannot vanish in between."""
         with self._typed("read", checked(rel)):
             try:
                 with self._backend.open_read(rel) as stream:
@@ -221,22 +235,22 @@ class Store:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
         if limit is not None and len(data) > limit:
-            remedy = "It was not written by trainflow, or is damaged."
+            remedy = "trainflow did not write it, or it is damaged."
             raise DamagedError(f"The file has more than {limit:,} bytes.", field=self._where(rel), remedy=remedy)
         return data
 
     def read_range(self, rel: str, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a file. Raises StorageError when it is absent or shorter."""
+        """Read the bytes [start, end) of a file. Raises StorageError when it is absent or shorter."""
         data = bytearray(end - start)
         self.read_into(rel, [(start, memoryview(data))])
         return bytes(data)
 
     def read_into(self, rel: str, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill buffers with parts of a file; far away, several ranges are asked for at a time, near ones as one.
+        """Fill buffers with parts of a file, with several requests in flight on a remote store.
 
         Args:
             rel: the file.
-            parts: (position of the first byte, buffer of bytes to fill), in any order.
+            parts: (position of the first byte, buffer of bytes to fill), in any order. One request reads neighbours.
 
         Raises:
             StorageError: the file is absent, or ends before one of the parts does.
@@ -245,7 +259,7 @@ class Store:
             scatter(lambda ranges: self._backend.read_ranges(rel, ranges), parts)
 
     def digest(self, rel: str) -> str:
-        """SHA-256 of a file, in hex; read in pieces."""
+        """Compute the SHA-256 of a file, in hexadecimal digits; the file is read in pieces."""
         digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         with self.open_read(rel) as stream:
             while taken := stream.readinto(buffer):  # type: ignore[attr-defined]  # see _TypedReader
@@ -253,10 +267,11 @@ class Store:
         return digest.hexdigest()
 
     def download(self, rel: str, local: Path, *, expect: FileEntry | None = None) -> None:
-        """Copy a file to the local disk; `local` appears only when whole (and equal to `expect`).
+        """Copy a file to the local disk; `local` appears only when it is whole and equal to `expect`.
 
         Raises:
             DamagedError: size or digest differ from `expect`.
+            StorageError: the store or the disk fails.
         """
         local.parent.mkdir(parents=True, exist_ok=True)
         draft = local.with_name(f".{local.name}.{os.urandom(8).hex()}.tmp")
@@ -269,7 +284,7 @@ class Store:
                     size += len(piece)
             if expect is not None and (size, digest.hexdigest()) != (expect.size, expect.sha256):
                 raise DamagedError(
-                    f"The file is not the one that was committed ({size:,} bytes, committed {expect.size:,}).",
+                    f"The file is not the committed one ({size:,} bytes instead of {expect.size:,}, or other content).",
                     field=self._where(rel),
                     remedy="Restore it, or make it again with --force.",
                 )
@@ -283,10 +298,10 @@ class Store:
 
     @contextlib.contextmanager
     def open_write(self, rel: str) -> Iterator[DigestingWriter]:
-        """Write a file of any size. Durable when the block ends; on an exception nothing whole is left under the name.
+        """Write a file of any size, durable when the block ends; an exception leaves no whole file under the name.
 
         Raises:
-            StorageError, StorageFullError: from `write` or at the end of the block.
+            StorageError, StorageFullError: `write` or the end of the block fails.
         """
         with self._typed("write", checked(rel)):
             stream = self._backend.open_write(rel)
@@ -299,39 +314,39 @@ class Store:
             raise
 
     def write_bytes(self, rel: str, data: bytes) -> FileEntry:
-        """Write a small file, replacing what was there."""
+        """Write a small file and replace the one that is there."""
         with self.open_write(rel) as writer:
             writer.write(data)
         return writer.entry
 
     def create(self, rel: str, data: bytes) -> bool:
-        """Write a small file unless one is there; True if we did. Whole or absent, never half.
+        """Write a small file unless one is there; True if it was written. The file is whole or absent, never half.
 
-        A put whose answer is lost and which the client repeats may report False although we won. Callers that must know
-        put something unique into `data` and read it back.
+        A client repeats a put whose answer is lost, and may then return False although the first put wrote the file.
+        Callers that must know put something unique into `data` and read it back.
         """
         with self._typed("create", checked(rel)):
             return self._backend.create(rel, data)
 
     def upload(self, local: Path, rel: str) -> FileEntry:
-        """Copy a local file into the store; its digest is computed on the way."""
+        """Copy a local file into the store and compute its digest on the way."""
         with self.open_write(rel) as writer, local.open("rb") as source:
             while piece := source.read(CHUNK):
                 writer.write(piece)
         return writer.entry
 
     def delete(self, rel: str) -> None:
-        """Remove a file; none is fine."""
+        """Remove a file; do nothing when it is absent."""
         with self._typed("delete", checked(rel)):
             self._backend.delete(rel)
 
     def delete_tree(self, rel: str = "") -> None:
-        """Remove everything below `rel`; nothing is fine. The commit file goes first: `manifest.withdraw`."""
+        """Remove everything below `rel`. Remove a commit file first (`commit.withdraw`): it says that all is there."""
         with self._typed("delete", checked(rel, root_too=True)):
             self._backend.delete_tree(rel)
 
     def sync(self) -> None:
-        """Make folder entries durable (local disks; elsewhere a finished write is)."""
+        """Make the entries of folders durable on a local disk; on other stores a finished write is durable."""
         with self._typed("sync", ""):
             self._backend.sync()
 

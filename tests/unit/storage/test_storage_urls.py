@@ -103,5 +103,5 @@ def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
     store = Store.open(memory_url)
     assert not store.is_local
     assert store.free_bytes() is None
-    with pytest.raises(ConfigError, match="A local folder is needed"):
+    with pytest.raises(ConfigError, match="must be a local folder"):
         store.local_path()
