@@ -17,7 +17,7 @@ from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Source
-from trainer_lib.hub.card import Card, model_card, tidy_metrics
+from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub, parse_target
 from trainer_lib.storage import FileEntry, Store
 
@@ -143,7 +143,7 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> C
         versions=versions(),
         files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
     )
-    texts = {"README.md": model_card(card).encode(), "metrics.json": _metrics_json(metrics)}
+    texts = {"README.md": render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
     return Content(files, texts, lineage)
 

@@ -229,7 +229,7 @@ def test_a_hub_that_is_down_at_the_start_is_asked_again(
 
 
 def test_a_token_that_is_refused_is_told_before_the_first_step(hub: HubServer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"hub_model_id = hf://org/toy: The Hub refuses to be written to .*HF_TOKEN"):
+    with pytest.raises(ConfigError, match=r"hub_model_id = hf://org/toy: The Hub refuses the upload .*HF_TOKEN"):
         pushing(tmp_path, hub, hub_token="hf_wrong")
     assert list(tmp_path.iterdir()) == []
 

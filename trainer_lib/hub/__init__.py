@@ -1,1 +1,1 @@
-"""Publishing: model, card and metrics to a folder on any store or to the Hugging Face Hub. No torch, no vendor here."""
+"""Publishes model, card and metrics to a folder on any store or to the Hugging Face Hub."""

@@ -1,8 +1,8 @@
-"""What is published, where it went, and what a hub can do.
+"""The interface of a hub: the content to publish, the result, and the `Hub` protocol.
 
-A *publication* is a set of files under repository paths. Its content digest is that of `trainer_lib.commit`: SHA-256
-over the sorted (path, size, sha256) lines; no times, no run ids. A hub holds one history of revisions per target;
-publishing what its newest revision already holds makes none.
+A publication is a set of files under repository paths. Its content digest is defined in `trainer_lib.commit`: SHA-256
+over the sorted (path, size, sha256) lines, without times or run ids. A hub holds one history of revisions per target.
+Publishing what the newest revision already holds does not create another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_lib.storage import FileEntry, Store
 
 @dataclass(frozen=True)
 class Source:
-    """A file to publish: where it lies, and the size and digest it must have."""
+    """A file to publish: its store and path, and the size and digest that it must have."""
 
     store: Store
     entry: FileEntry
@@ -31,10 +31,10 @@ class Content:
     """The files of one publication.
 
     Attributes:
-        files: repository path to the file that goes there.
-        texts: repository path to the bytes of small files made for the publication (card, metrics).
-        kept: path prefixes under which files of earlier publications stay although this one has none of them.
-        lineage: where it came from (stage keys, run ids): recorded beside the content, not part of its digest.
+        files: repository path -> the file that goes there.
+        texts: repository path -> the bytes of a small file that is made for the publication (card, metrics).
+        lineage: origin (stage keys, run ids), recorded beside the content and not part of its digest.
+        kept: path prefixes under which files of earlier publications stay, although this content lacks them.
     """
 
     files: Mapping[str, Source]
@@ -43,19 +43,19 @@ class Content:
     kept: tuple[str, ...] = ()
 
     def entries(self) -> list[FileEntry]:
-        """Every file by its repository path, sorted."""
+        """Every file under its repository path, sorted by path."""
         stored = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in self.files.items()]
         made = [FileEntry(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in self.texts.items()]
         return sorted(stored + made, key=lambda entry: entry.path)
 
     @property
     def digest(self) -> str:
-        """The content digest."""
+        """The content digest, hexadecimal."""
         return content_digest(self.entries())
 
     @contextmanager
     def open(self, path: str) -> Iterator[BinaryIO]:
-        """The bytes of one file, by its repository path."""
+        """Open the file at a repository path for reading."""
         if path in self.texts:
             yield io.BytesIO(self.texts[path])
         else:
@@ -66,13 +66,13 @@ class Content:
 
 @dataclass(frozen=True)
 class Published:
-    """Where a publication is.
+    """The result of publishing.
 
     Attributes:
         target: the hub's address as the user wrote it.
-        url: where this very revision is found.
-        revision: the revision's name: a folder's name, or a commit.
-        created: whether a revision was made; False when the newest one already held this content.
+        url: address of this revision.
+        revision: name of the revision: a folder's name, or a commit.
+        created: whether a revision was created; False when the newest one already held this content.
     """
 
     target: str
@@ -84,14 +84,15 @@ class Published:
 
 
 class Hub(Protocol):
-    """One target that can be published to."""
+    """A target that can be published to."""
 
     def publish(self, content: Content, *, message: str) -> Published:
-        """Make `content` the newest revision, whole or not at all; nothing when it is that already.
+        """Make `content` the newest revision, completely or not at all, unless the newest one holds it already.
 
         Raises:
-            ConfigError: the target refuses us; StorageError: it is out of reach (a retry can help).
+            ConfigError: the target refuses the publication. StorageError: it cannot be reached; a retry can help.
+            DamagedError: a source changed since it was committed.
         """
 
     def holds(self, revision: str, digest: str) -> bool:
-        """Whether a revision made earlier is still there with this content digest."""
+        """Whether an earlier revision still exists with this content digest."""

@@ -1,6 +1,6 @@
-"""The model card: a README whose YAML head the Hub understands (model-index, licence, tags) and whose text people do.
+"""The model card: a README with a YAML head for the Hub (model-index, licence, tags) and a text for people.
 
-The same inputs give the same bytes, always: no date, no run id, no path, so that publishing again changes nothing.
+Equal inputs give equal bytes. A card holds no date, run id or path, so publishing again changes nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card tells.
+    """The content of a model card.
 
     Attributes:
         title: name of the model.
-        metrics: per split, the values measured on it.
-        data: facts about the training data; `digest` is its sha256.
-        rows: rows per split.
-        stage_keys, stage_digests: content key and content digest of every stage the model came from.
-        arguments: the arguments that were set for training.
-        facts: other numbers worth a line (parameters, optimizer steps, samples seen).
+        metrics: split -> metric -> value.
+        data_name, data_digest: name and SHA-256 of the training data.
+        rows: split -> number of rows.
+        stage_keys, stage_digests: content key and content digest of every stage that led to the model.
+        arguments: training arguments that differ from their defaults.
+        facts: other numbers (parameters, optimizer steps, samples seen).
         files: what is published besides the card.
-        library: what loads it.
-        language: its languages, as the Hub names them ("en").
-        tasks: identifiers of what it does ("text-classification").
-        datasets, dataset_names, dataset_args: identifiers on the Hub of what it was trained on, their names for people,
-            and their configurations, in the same order.
+        library: the library that loads the model.
+        language: languages, as the Hub names them ("en").
+        tasks: identifiers of tasks ("text-classification").
+        datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
+            their configurations, in one order.
     """
 
     title: str
@@ -63,25 +63,26 @@ class Card:
     dataset_args: Sequence[str] = ()
 
 
-def model_card(card: Card) -> str:
-    """The README of a model, YAML head included."""
-    head = dump_yaml(_metadata(card))
+def render_card(card: Card) -> str:
+    """The README of a model with its YAML head."""
+    head = dump_yaml(_render_head(card))
     parts = [
         f"---\n{head}---",
-        f"# {_line(card.title)}",
+        f"# {_join_lines(card.title)}",
         card.description.strip(),
-        _results(card),
-        _training(card),
-        _usage(card),
-        _provenance(card),
+        _render_results(card),
+        _render_training(card),
+        _render_usage(card),
+        _render_provenance(card),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Metrics per split as a card wants them: names without the split's or `eval_` prefix, without timings.
+    """Metrics for a card: names lose the prefix of their split and `eval_`; timings and values that are not numbers go.
 
-    Takes `{split: {name: value}}`; values that are not numbers are left out.
+    Args:
+        metrics: split -> name -> value.
     """
     tidy: dict[str, dict[str, float]] = {}
     for split, values in metrics.items():
@@ -94,8 +95,8 @@ def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return tidy
 
 
-def _metadata(card: Card) -> dict[str, Any]:
-    """The YAML head, in the Hub's model card specification. Values it cannot hold (NaN) stay in the text only."""
+def _render_head(card: Card) -> dict[str, Any]:
+    """The YAML head, after the Hub's model card specification. Values that are not finite stand in the text only."""
     head: dict[str, Any] = {"library_name": card.library, "tags": list(dict.fromkeys(["trainflow", *card.tags]))}
     if card.language:
         head["language"] = list(card.language)
@@ -110,15 +111,15 @@ def _metadata(card: Card) -> dict[str, Any]:
     names = sorted({name for values in card.metrics.values() for name in values})
     if names:
         head["metrics"] = names
-    results = [result for split, values in card.metrics.items() if (result := _result(card, split, values))]
+    results = [result for split, values in card.metrics.items() if (result := _describe_result(card, split, values))]
     if results:
-        head["model-index"] = [{"name": _line(card.title), "results": results}]
+        head["model-index"] = [{"name": _join_lines(card.title), "results": results}]
     lineage = {"data_digest": card.data_digest, "stage_keys": dict(card.stage_keys)}
     head["trainflow"] = {key: value for key, value in lineage.items() if value}
     return head
 
 
-def _result(card: Card, split: str, values: Mapping[str, float]) -> dict[str, Any] | None:
+def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dict[str, Any] | None:
     finite = [
         {"type": name, "name": name, "value": value} for name, value in sorted(values.items()) if math.isfinite(value)
     ]
@@ -135,30 +136,32 @@ def _result(card: Card, split: str, values: Mapping[str, float]) -> dict[str, An
     return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 
 
-def _results(card: Card) -> str:
+def _render_results(card: Card) -> str:
     splits = list(card.metrics)
     names = sorted({name for values in card.metrics.values() for name in values})
     if not names:
         return ""
-    rows = [[_cell(name), *(_number(card.metrics[split].get(name)) for split in splits)] for name in names]
-    return "## Results\n\n" + _table(["metric", *map(_cell, splits)], rows)
+    rows = [[_escape(name), *(_format(card.metrics[split].get(name)) for split in splits)] for name in names]
+    return "## Results\n\n" + _render_table(["metric", *map(_escape, splits)], rows)
 
 
-def _training(card: Card) -> str:
+def _render_training(card: Card) -> str:
     parts = []
     if card.rows:
-        parts.append(_table(["split", "rows"], [[_cell(split), f"{rows:,}"] for split, rows in card.rows.items()]))
-    facts = [f"- {_line(str(name))}: {_number(value)}" for name, value in card.facts.items() if value is not None]
+        parts.append(
+            _render_table(["split", "rows"], [[_escape(split), f"{rows:,}"] for split, rows in card.rows.items()])
+        )
+    facts = [f"- {_join_lines(str(name))}: {_format(value)}" for name, value in card.facts.items() if value is not None]
     if facts:
         parts.append("\n".join(facts))
     arguments = flatten_params(card.arguments)  # secrets masked, long values cut
     if arguments:
-        rows = [[f"`{_cell(name)}`", _cell(value)] for name, value in sorted(arguments.items())]
-        parts.append(_table(["argument", "value"], rows))
+        rows = [[f"`{_escape(name)}`", _escape(value)] for name, value in sorted(arguments.items())]
+        parts.append(_render_table(["argument", "value"], rows))
     return "## Training\n\n" + "\n\n".join(parts) if parts else ""
 
 
-def _usage(card: Card) -> str:
+def _render_usage(card: Card) -> str:
     weights = [entry.path for entry in card.files if entry.path.endswith(".safetensors")]
     if not weights:
         return ""
@@ -168,48 +171,49 @@ def _usage(card: Card) -> str:
     )
 
 
-def _provenance(card: Card) -> str:
+def _render_provenance(card: Card) -> str:
     parts = ["## Provenance\n\nEvery file can be traced to the data and the code it was made from."]
     if card.data_digest:
         parts.append(f"Training data: sha256 `{card.data_digest}`.")
     stages = [
-        [_cell(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
+        [_escape(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
     ]
     if stages:
-        parts.append(_table(["stage", "content key", "content digest"], stages))
+        parts.append(_render_table(["stage", "content key", "content digest"], stages))
     if card.files:
-        rows = [[f"`{_cell(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
-        parts.append(_table(["file", "bytes", "sha256"], rows))
+        rows = [[f"`{_escape(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
+        parts.append(_render_table(["file", "bytes", "sha256"], rows))
     if card.versions:
         parts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in card.versions.items()) + ".")
     return "\n\n".join(parts)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def _cell(text: str) -> str:
-    """Text that cannot leave its table cell, nor become markup."""
-    escaped = _line(text).replace("\\", "\\\\").replace("|", "\\|")
+def _escape(text: str) -> str:
+    """Escape text so that it cannot leave its table cell or become markup."""
+    # A backslash first: it would escape the bars' own backslashes.
+    escaped = _join_lines(text).replace("\\", "\\\\").replace("|", "\\|")
     return escaped.replace("<", "&lt;").replace("`", "'")
 
 
-def _number(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return _cell(str(value))
+        return _escape(str(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
-def card_metadata(readme: str) -> dict[str, Any]:
-    """The YAML head of a card; empty when it has none that can be read."""
+def parse_card_head(readme: str) -> dict[str, Any]:
+    """The YAML head of a card; empty when there is none, or it cannot be parsed."""
     parts = readme.split("---\n", 2)
     if len(parts) < 3 or parts[0].strip():
         return {}

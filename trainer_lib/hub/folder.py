@@ -1,11 +1,10 @@
-"""A hub that is a folder on any store: the offline hub.
+"""A folder on any store as an offline hub.
 
     <target>/revisions/<00001>-<content digest[:16]>/{README.md, model.safetensors, …, COMMIT.json}
 
-The commit protocol of `trainer_lib.commit` makes a revision committed or absent. The newest is the one with the
-highest number: history stays, nothing is renamed or overwritten, and there is no pointer file a reader would have to
-trust. A lease on the target keeps two publishers apart; what a killed one left without COMMIT.json is removed by the
-next.
+By the protocol of `trainer_lib.commit`, a revision is either committed or absent. The newest revision has the highest
+number. History stays: nothing is renamed or overwritten, and no reader depends on a pointer file. A lease on the target
+keeps two publishers apart. The next publisher removes what a killed one left without a COMMIT.json.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trainer_lib.storage import FileEntry, Store
 
 REVISIONS = "revisions"
 MAIN = "main"
-CHUNK = 8 << 20
+CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Revision:
 
 
 class FolderHub:
-    """Publishes to a folder. `branch` labels a line of revisions of its own (default: main)."""
+    """Publishes to a folder. Every `branch` (default: main) has its own line of revisions."""
 
     def __init__(self, target: str, *, branch: str | None = None, field: str = "publish.to") -> None:
         self.target = target
@@ -44,36 +43,37 @@ class FolderHub:
         self._root = Store.open(target, field=field)
 
     def revisions(self) -> list[Revision]:
-        """Committed revisions of this branch, newest first. Files are not verified."""
-        found = [revision for name in self._names() if (revision := self._read(name)) is not None]
+        """Committed revisions of this branch, newest first. Their files are not verified."""
+        found = [revision for name in self._list_names() if (revision := self._read_revision(name)) is not None]
         return sorted((one for one in found if one.branch == self.branch), key=lambda one: -one.number)
 
     def newest(self) -> Revision | None:
-        """The newest committed revision whose files are all as committed; None when there is none."""
+        """The newest revision whose files are all intact; None without one."""
         return next((one for one in self.revisions() if not verify_files(one.store, one.commit)), None)
 
     def holds(self, revision: str, digest: str) -> bool:
-        """Whether the revision is there, intact, with this content digest."""
-        found = self._read(revision) if revision in self._names() else None
+        """Whether the revision exists, is intact and has this content digest."""
+        found = self._read_revision(revision) if revision in self._list_names() else None
         if found is None or found.commit.content_digest != digest:
             return False
         return not verify_files(found.store, found.commit)
 
     def publish(self, content: Content, *, message: str) -> Published:
-        """Copy the files into a new revision and commit it, unless the newest one holds the same content, intact."""
+        """Copy the files into a new revision and commit it, unless the newest one is intact and holds this content."""
         lease = acquire_lease(self._root)
-        if lease is None:  # only a `wait` that says so gives up
-            raise StorageError("Another process is publishing there.", field=self.target, remedy="Try again.")
+        if lease is None:  # only with a `wait` that gives up
+            raise StorageError("Another process is publishing to this folder.", field=self.target, remedy="Try again.")
         with lease:
             self._remove_leftovers()
             revisions = self.revisions()
-            if revisions and self._same(revisions[0], content):
-                return self._published(revisions[0], created=False)
-            number = 1 + max((_number(name) for name in self._names()), default=0)
+            if revisions and self._holds_content(revisions[0], content):
+                return self._describe_result(revisions[0], created=False)
+            # Damaged revisions count as well: their numbers are never used again.
+            number = 1 + max((_parse_number(name) for name in self._list_names()), default=0)
             name = f"{number:05d}-{content.digest[:16]}"
             store = self._root.child(REVISIONS, name)
             entries = [_copy(content, path, store) for path in sorted([*content.files, *content.texts])]
-            _check(content, entries, store)
+            _verify_copies(content, entries, store)
             meta: dict[str, Any] = {
                 "number": number,
                 "branch": self.branch,
@@ -82,58 +82,58 @@ class FolderHub:
                 "lineage": dict(content.lineage),
             }
             commit = write_commit(store, "published", entries, meta, guard=lease.ensure_held)
-            return self._published(Revision(number, name, self.branch, store, commit), created=True)
+            return self._describe_result(Revision(number, name, self.branch, store, commit), created=True)
 
-    def _same(self, revision: Revision, content: Content) -> bool:
+    def _holds_content(self, revision: Revision, content: Content) -> bool:
         return revision.commit.content_digest == content.digest and not verify_files(revision.store, revision.commit)
 
-    def _published(self, revision: Revision, *, created: bool) -> Published:
+    def _describe_result(self, revision: Revision, *, created: bool) -> Published:
         commit = revision.commit
         return Published(
             self.target, revision.store.url, revision.name, commit.content_digest, created, tuple(commit.files)
         )
 
-    def _names(self) -> list[str]:
-        return [name for name in self._root.children(REVISIONS) if _number(name) > 0]
+    def _list_names(self) -> list[str]:
+        return [name for name in self._root.children(REVISIONS) if _parse_number(name) > 0]
 
-    def _read(self, name: str) -> Revision | None:
+    def _read_revision(self, name: str) -> Revision | None:
         store = self._root.child(REVISIONS, name)
         try:
             commit = read_commit(store, kind="published")
-        except DamagedError:  # not ours, or its commit file was changed: never the newest, and never removed
+        except DamagedError:  # not written by this library, or changed since: ignored, and never removed
             return None
         if commit is None:
             return None
-        return Revision(_number(name), name, str(commit.meta.get("branch", MAIN)), store, commit)
+        return Revision(_parse_number(name), name, str(commit.meta.get("branch", MAIN)), store, commit)
 
     def _remove_leftovers(self) -> None:
-        for name in self._names():
+        for name in self._list_names():
             store = self._root.child(REVISIONS, name)
             if not store.exists("COMMIT.json"):
                 withdraw_folder(store)
 
 
-def _number(name: str) -> int:
+def _parse_number(name: str) -> int:
     digits = name.partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 
 def _copy(content: Content, path: str, store: Store) -> FileEntry:
     with content.open(path) as source, store.open_write(path) as target:
-        while chunk := source.read(CHUNK):
+        while chunk := source.read(CHUNK_BYTES):
             target.write(chunk)
     return target.entry
 
 
-def _check(content: Content, entries: list[FileEntry], store: Store) -> None:
-    """What was copied is what was promised: a source that changed in the meantime is not published."""
+def _verify_copies(content: Content, entries: list[FileEntry], store: Store) -> None:
+    """Withdraw the revision and raise DamagedError when a source changed while it was copied."""
     wanted = {entry.path: entry for entry in content.entries()}
     for entry in entries:
         if entry != wanted[entry.path]:
             withdraw_folder(store)
             raise DamagedError(
-                f"{entry.path} is not what its stage committed ({entry.size:,} bytes, committed "
+                f"{entry.path} differs from what its stage committed ({entry.size:,} bytes, committed "
                 f"{wanted[entry.path].size:,}).",
                 field=content.files[entry.path].store.url,
-                remedy="Run the stage it comes from again.",
+                remedy="Run the stage that it comes from again.",
             )

@@ -30,7 +30,7 @@ from trainer_lib.commit import COMMIT, read_commit
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Hub, Source
-from trainer_lib.hub.card import card_metadata, model_card
+from trainer_lib.hub.card import parse_card_head, render_card
 from trainer_lib.hub.draft import REPOSITORY, CardDetails, CardFacts, draft_card
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.push_queue import PushQueue
@@ -166,21 +166,21 @@ class Publisher:
         present = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
         facts = CardFacts(
             name=PurePosixPath((trainer.hub_model_id or self._target_name()).rstrip("/")).name,
-            present=card_metadata(present),
+            present=parse_card_head(present),
             model=trainer.model,
             state=trainer.state,
             args=trainer.args,
         )
-        store.write_bytes(README, model_card(draft_card(details, facts, licence_of=self._licence_of)).encode())
+        store.write_bytes(README, render_card(draft_card(details, facts, licence_of=self._licence_of)).encode())
 
     def _licence_of(self, base: str | None) -> str | None:
         """The licence of the base model; the Hub is asked once, since every push writes a card."""
         if base is None or is_folder(self._target_name()):
             return None
         if self._base_licence is None or self._base_licence[0] != base:
-            from trainer_lib.hub.huggingface import licence_of
+            from trainer_lib.hub.huggingface import find_licence
 
-            self._base_licence = (base, licence_of(base, token=self._trainer.args.hub_token))
+            self._base_licence = (base, find_licence(base, token=self._trainer.args.hub_token))
         return self._base_licence[1]
 
     def _output_store(self) -> Store:

@@ -1,4 +1,4 @@
-"""From a target's address to the hub behind it. No torch, no vendor: huggingface_hub is imported when it is used."""
+"""Opens the hub at an address. Imports neither torch nor a vendor: huggingface_hub is imported at its first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,119}")
 
 @dataclass(frozen=True)
 class Target:
-    """A parsed address: a repository on the Hub (`repo`), or a folder (`repo` is None)."""
+    """A parsed address: a repository on the Hub, or a folder (`repo` is None)."""
 
     url: str
     repo: str | None
@@ -24,34 +24,40 @@ class Target:
 
 
 def parse_target(to: str, *, revision: str | None = None, field: str = "publish.to") -> Target:
-    """`hf://organisation/name[@revision]`, or any folder's path or URL.
+    """Parse `hf://organisation/name[@revision]`, or the path or URL of a folder.
 
     Raises:
-        ConfigError: malformed, or `revision` differs from the one in the address.
+        ConfigError: the address is malformed, or names another revision than `revision`.
     """
     if revision is not None and not _REVISION.fullmatch(revision):
         raise ConfigError(
-            "Not a name a branch can have.", field="publish.revision", value=revision, remedy="Use a name like main."
+            "The name cannot be used for a branch.",
+            field="publish.revision",
+            value=revision,
+            remedy="Use a name like main.",
         )
     if not to.startswith(SCHEME):
         return Target(to, None, revision)
     repo, _, named = to.removeprefix(SCHEME).partition("@")
     if not _REPO.fullmatch(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
         raise ConfigError(
-            "Not an address on the Hub.", field=field, value=to, remedy="Write hf://organisation/name, or …@branch."
+            "The address is not one on the Hub.",
+            field=field,
+            value=to,
+            remedy="Write hf://organisation/name, or …@branch.",
         )
     if named and revision and named != revision:
         raise ConfigError(
             f"The address names another revision than publish.revision = {revision}.",
             field=field,
             value=to,
-            remedy="Name it once.",
+            remedy="Name the revision once.",
         )
     return Target(to, repo, named or revision)
 
 
 def open_hub(to: str, *, revision: str | None = None, private: bool | None = None, field: str = "publish.to") -> Hub:
-    """The hub at an address. `private` is about a Hub repository that has to be made. Nothing is contacted yet."""
+    """Open the hub at an address, without contacting it. `private` applies to a repository that has to be created."""
     target = parse_target(to, revision=revision, field=field)
     if target.repo is None:
         return FolderHub(target.url, branch=target.revision, field=field)
@@ -68,9 +74,10 @@ def publish(
     revision: str | None = None,
     private: bool | None = None,
 ) -> Published:
-    """Make `content` the newest revision at an address; nothing new when it is that already.
+    """Make `content` the newest revision at an address, unless the newest one holds it already.
 
     Raises:
-        ConfigError: bad address, or the hub refuses us. StorageError: it is out of reach; the same call continues.
+        ConfigError: the address is malformed, or the hub refuses the content. StorageError: the hub cannot be reached;
+            the call can be repeated.
     """
     return open_hub(to, revision=revision, private=private).publish(content, message=message)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from trainer_lib.hub.card import Card, model_card, tidy_metrics
+from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.storage import FileEntry
 from trainer_lib.yaml_text import parse_yaml
 
@@ -38,7 +38,7 @@ def _head(text: str) -> dict[str, object]:
 
 
 def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
-    data: Any = ModelCard(model_card(CARD)).data
+    data: Any = ModelCard(render_card(CARD)).data
     assert (data.license, data.base_model, data.library_name) == ("apache-2.0", "org/base", "trainflow")
     assert data.tags == ["trainflow", "vision"]
     results = {(one.dataset_split, one.metric_type): one.metric_value for one in data.eval_results or []}
@@ -47,7 +47,7 @@ def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
 
 
 def test_lineage_is_in_the_head_and_in_the_text() -> None:
-    text = model_card(CARD)
+    text = render_card(CARD)
     assert _head(text)["trainflow"] == {
         "data_digest": "d" * 64,
         "stage_keys": {"prepare-data": "a" * 64, "train": "b" * 64},
@@ -57,7 +57,7 @@ def test_lineage_is_in_the_head_and_in_the_text() -> None:
 
 
 def test_the_same_inputs_give_the_same_bytes() -> None:
-    assert model_card(CARD) == model_card(CARD)
+    assert render_card(CARD) == render_card(CARD)
 
 
 def test_secrets_and_markup_do_not_reach_the_card() -> None:
@@ -66,7 +66,7 @@ def test_secrets_and_markup_do_not_reach_the_card() -> None:
         metrics={"te|st": {"f1<script>": 0.5}},
         arguments={"hub_token": "hf_secret", "url": "https://me:pw@host/x"},
     )
-    text = model_card(card)
+    text = render_card(card)
     assert "hf_secret" not in text
     assert "pw" not in text
     assert "<script>" not in text.split("---\n", 2)[2]
@@ -78,13 +78,13 @@ def test_secrets_and_markup_do_not_reach_the_card() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_metric_that_is_not_finite_is_shown_but_not_indexed(value: float) -> None:
-    text = model_card(Card(title="t", metrics={"test": {"loss": value}}))
+    text = render_card(Card(title="t", metrics={"test": {"loss": value}}))
     assert "model-index" not in _head(text)
     assert f"| loss | {value:g} |" in text
 
 
 def test_a_card_needs_nothing_but_a_title() -> None:
-    text = model_card(Card(title="t"))
+    text = render_card(Card(title="t"))
     assert "# t" in text
     assert "## Results" not in text
 

@@ -91,7 +91,7 @@ def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target:
 def test_a_source_that_changed_is_not_published(tmp_path: Path, target: str) -> None:
     content = digits_content(tmp_path / "a")
     (tmp_path / "a" / "model" / "model.safetensors").write_bytes(b"w3ights")
-    with pytest.raises(DamagedError, match=r"model\.safetensors is not what its stage committed"):
+    with pytest.raises(DamagedError, match=r"model\.safetensors differs from what its stage committed"):
         publish(target, content, message="first")
     assert FolderHub(target).revisions() == []
 
