@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import memory_group, police
 
-pytest_plugins = ("tests.support.s3", "tests.support.stores")
+pytest_plugins = ("tests.support.hub", "tests.support.s3", "tests.support.stores", "tests.support.tiny_runs")
 
 ROOT = Path(__file__).resolve().parents[1]
 SANDBOX = pytest.StashKey[Path]()

@@ -22,7 +22,8 @@ from torch import nn
 
 import trainer_lib
 from tests.support import compatibility
-from tests.support.compatibility import ROOT, Row, problem, rows
+from tests.support.compatibility import Row, problem, rows
+from tests.support.repository import ROOT
 from tests.support.tiny_models import llama
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, distributed

@@ -15,27 +15,20 @@ import torch
 from torch import nn
 
 from tests.support.distributed import run_distributed
-from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
+from tests.support.rank_runs import LOGGED, train_on_poisoned_rank, train_on_tokens
+from tests.support.toys import Augmented, Classifier, StatefulStream, classification_rows, token_rows
 from tests.support.training import assert_equal, final_state, logged, trainer
 from trainer_lib import Trainer, TrainerCallback
-from trainer_lib.errors import DataError, InfrastructureError, NonFiniteError, Preempted
+from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.evaluation.stream import stream_predictions
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 def tokens(folder: str, **given: Any) -> dict[str, Any]:
-    """Two epochs over 23 sequences with unequal token counts, in global batches of 10: the last step has 3."""
     torch.manual_seed(0)
-    one = trainer(
-        folder,
-        TOKENS,
-        model=TokenModel(),
-        **{"num_train_epochs": 2, "global_batch_size": 10, "per_device_train_batch_size": 2, **LOGGED, **given},
-    )
-    one.train()
+    one = train_on_tokens(folder, **given)
     state = {name: value.numpy() for name, value in one.model.state_dict().items()}
     return {"state": state, "logs": logged(one), "strategy": one.strategy.name}
 
@@ -187,30 +180,8 @@ def reading(folder: str, stop: int | None) -> list[list[int]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- failing
-def poisoned(folder: str) -> str:
-    """Only rank 1's samples of step 2 have a NaN: both ranks must skip that step, and give up together."""
-    rows = [dict(row) for row in ROWS[:12]]
-    for index in range(4, 12):
-        rows[index]["x"] = rows[index]["x"] * float("nan") if (index // 2) % 2 else rows[index]["x"]
-    one = trainer(
-        folder,
-        rows,
-        train_sampling_strategy="sequential",
-        per_device_train_batch_size=2,
-        max_steps=9,
-        max_nonfinite_steps=2,
-        **LOGGED,
-    )
-    try:
-        one.train()
-    except NonFiniteError as error:
-        assert all(torch.isfinite(parameter).all() for parameter in one.model.parameters())
-        return f"{error.step} {len(one.state.log_history)}"
-    return "did not notice"
-
-
 def test_a_nan_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
-    zero, one = run_distributed(poisoned, 2, str(tmp_path))
+    zero, one = run_distributed(train_on_poisoned_rank, 2, str(tmp_path))
     assert zero == one == "3 2"
 
 

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.distributed import run_distributed
-from tests.support.toys import TokenModel, classification_rows, token_rows
-from tests.support.training import assert_equal, logged, trainer
+from tests.support.rank_runs import train_on_tokens
+from tests.support.toys import classification_rows, token_rows
+from tests.support.training import assert_equal, logged
 from tests.support.zero import awkward, zero
 
 pytestmark = pytest.mark.needs("deepspeed")
@@ -36,20 +37,8 @@ HALVES: dict[str, dict[str, Any]] = {
 
 
 def tokens(folder: str, **given: Any) -> dict[str, Any]:
-    """Two epochs over 23 sequences with unequal token counts, in global batches of 10: the last step has 3."""
     torch.manual_seed(0)
-    one = trainer(
-        folder,
-        TOKENS,
-        model=TokenModel(),
-        num_train_epochs=2,
-        global_batch_size=10,
-        per_device_train_batch_size=2,
-        logging_strategy="steps",
-        logging_steps=1,
-        **given,
-    )
-    one.train()
+    one = train_on_tokens(folder, **given)
     one.save_model(f"{folder}/exported")
     held = one.strategy.held_bytes(one.model_wrapped) if given else None  # type: ignore[attr-defined]
     exchanged = one.strategy.describe()

@@ -12,43 +12,19 @@ import torch
 
 from flows.spec.spec import load_spec
 from tests.support.distributed import run_distributed
+from tests.support.rank_runs import train_on_poisoned_rank
 from tests.support.repository import ROOT
 from tests.support.toys import Classifier, classification_rows, token_rows
 from tests.support.training import trainer
 from tests.support.zero import StopAfter, zero
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import adopt
-from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
+from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.deepspeed import zero_partitions
 
 pytestmark = pytest.mark.needs("deepspeed")
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)
-
-
-def poisoned(folder: str, **given: Any) -> str:
-    """Only rank 1's samples of step 2 have a NaN: that step is skipped by all, and they give up together."""
-    rows = [dict(row) for row in ROWS[:12]]
-    for index in range(4, 12):
-        rows[index]["x"] = rows[index]["x"] * float("nan") if (index // 2) % 2 else rows[index]["x"]
-    one = trainer(
-        folder,
-        rows,
-        train_sampling_strategy="sequential",
-        per_device_train_batch_size=2,
-        max_steps=9,
-        max_nonfinite_steps=2,
-        logging_strategy="steps",
-        logging_steps=1,
-        **given,
-    )
-    try:
-        one.train()
-    except NonFiniteError as error:
-        state = one.strategy.checkpoint_tensors(one.strategy.local_state(one.model_wrapped))
-        assert all(bool(torch.isfinite(value).all()) for value in state.values() if not value.is_meta)
-        return f"{error.step} {len(one.state.log_history)}"
-    return "did not notice"
 
 
 def measured(folder: str, **given: Any) -> dict[str, Any]:
@@ -115,7 +91,9 @@ def behaviours(folder: str) -> dict[str, Any]:
     for stage in (1, 2, 3):
         for precision in ("fp32", "bf16"):
             given: dict[str, Any] = {"deepspeed": zero(stage), "bf16": precision == "bf16"}
-            found[f"poisoned {stage} {precision}"] = poisoned(f"{folder}/poisoned/{stage}{precision}", **given)
+            found[f"poisoned {stage} {precision}"] = train_on_poisoned_rank(
+                f"{folder}/poisoned/{stage}{precision}", **given
+            )
         found[f"measured {stage}"] = measured(f"{folder}/measured/{stage}", deepspeed=zero(stage))
     found["measured replicas"] = measured(f"{folder}/measured/replicas")
     for kind, params in SCHEDULES.items():

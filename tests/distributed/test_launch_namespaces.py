@@ -23,11 +23,6 @@ pytestmark = pytest.mark.needs("namespaces")
 ENDPOINT = f"{ADDRESSES[0]}:{PORT}"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
-    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
-
-
 @pytest.fixture
 def network() -> Iterator[Network]:
     with two_machines() as network:
@@ -60,9 +55,9 @@ def saves(output: str) -> int:
 
 
 def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
-    tmp_path: Path, data: PreparedData, network: Network
+    tmp_path: Path, prepared_data: PreparedData, network: Network
 ) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     first = Pair(tmp_path / "first", network, asked)
     try:
         while saves(asked.output) < 2:
@@ -87,7 +82,7 @@ def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
     assert (result["world_size"], result["global_step"]) == (2, 36)
     assert result["resumed_from"] >= 12
     whole = str(tmp_path / "whole")
-    tiny.run(tiny.train_request(tmp_path, data, whole), processes=2)
+    tiny.run(tiny.train_request(tmp_path, prepared_data, whole), processes=2)
     assert tiny.weights(asked.output) == tiny.weights(whole)
 
 

@@ -22,18 +22,6 @@ from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.requests import PreparedData, PrepareRequest, Request
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
-    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: PreparedData) -> str:
-    folder = tmp_path_factory.mktemp("whole")
-    tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=2)
-    return tiny.weights(str(folder / "train"))
-
-
 @pytest.fixture
 def endpoint() -> str:
     with socket.socket() as listener:
@@ -99,10 +87,10 @@ def worker_pid(folder: Path, rank: int) -> int:
 
 
 def test_whatever_is_killed_both_machines_train_what_two_processes_train(
-    tmp_path: Path, data: PreparedData, uninterrupted: str, endpoint: str, join: Join
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, endpoint: str, join: Join
 ) -> None:
     """First a worker of the other machine, then the leading machine's agent."""
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     follower = join()
     kills = {2: lambda: os.kill(worker_pid(tmp_path / "other", 1), signal.SIGKILL), 4: kill_agent}
     leader = Leader(endpoint, kills)
@@ -117,14 +105,14 @@ def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     assert first == saved[1]
     assert second >= saved[3]  # workers that see their agent gone agree on a step and save it
     assert follower.wait() == 0
-    assert tiny.weights(asked.output) == uninterrupted
+    assert tiny.weights(asked.output) == uninterrupted_weights
     assert_logged_once(asked)
 
 
 def test_a_machine_that_dies_for_good_is_done_without(
-    tmp_path: Path, data: PreparedData, uninterrupted: str, endpoint: str, join: Join
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, endpoint: str, join: Join
 ) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     follower = join()
     leader = Leader(endpoint, {2: follower.kill_all})
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
@@ -135,9 +123,9 @@ def test_a_machine_that_dies_for_good_is_done_without(
 
 
 def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
-    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
+    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     follower = join("other", "--env", "BAD_RANK=1")
     with pytest.raises(CodeError, match="this rank cannot collate") as caught:
         Leader(endpoint)(asked, max_restarts=3)
@@ -147,8 +135,8 @@ def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
     assert "this rank cannot collate" in follower.output()
 
 
-def test_nobody_comes(tmp_path: Path, data: PreparedData, endpoint: str) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+def test_nobody_comes(tmp_path: Path, prepared_data: PreparedData, endpoint: str) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     with pytest.raises(InfrastructureError, match=r"only 0 of 1 other machine\(s\) came within 1 s") as caught:
         Leader(endpoint)(asked, join_timeout_s=1.0)
     assert (caught.value.field, caught.value.value) == ("train.launch.rendezvous", endpoint)
@@ -161,24 +149,26 @@ def test_nobody_leads(join: Join) -> None:
 
 
 def test_two_machines_that_claim_one_place_are_refused(
-    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
+    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:
     followers = [join(name, "--node-rank", "1") for name in ("first", "second")]
     with pytest.raises(ConfigError, match=r"node_rank = 1: .* claim the same place"):
-        Leader(endpoint)(tiny.train_request(tmp_path, data, str(tmp_path / "train")), nodes=3)
+        Leader(endpoint)(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")), nodes=3)
     assert [follower.wait() for follower in followers] == [ConfigError.exit_code] * 2
 
 
-def test_a_machine_with_too_few_cores_says_so(tmp_path: Path, data: PreparedData, endpoint: str, join: Join) -> None:
+def test_a_machine_with_too_few_cores_says_so(
+    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
+) -> None:
     join("other", "--processes", "4096")
     with pytest.raises(ConfigError, match=rf"processes = 4096: .* CPU core.* \(on {socket.gethostname()}\)"):
-        Leader(endpoint)(tiny.train_request(tmp_path, data, str(tmp_path / "train")))
+        Leader(endpoint)(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")))
 
 
 def test_a_hang_shows_the_stacks_of_both_machines(
-    tmp_path: Path, data: PreparedData, endpoint: str, join: Join
+    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     join("other", "--env", "STEP_S=600")
     with pytest.raises(InfrastructureError, match="no progress for") as caught:
         Leader(endpoint)(asked, timeout_s=12.0)

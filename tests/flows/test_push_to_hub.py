@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tasks.push_to_hub import publish_key, push_to_hub
 from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import stage_key
 from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
-from tests.support.hub_server import HubServer, ImpatientTime
+from tests.support.hub_server import HubServer
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.requests import PreparedSplit
@@ -25,15 +24,6 @@ from trainer_lib.requests import PreparedSplit
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 WEIGHTS = bytes(range(256)) * 8192
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_TOKEN", server.token)
-        monkeypatch.setattr("huggingface_hub.utils._http.time", ImpatientTime())
-        yield server
 
 
 @pytest.fixture

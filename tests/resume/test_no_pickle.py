@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT
+from tests.support.repository import ROOT
 
 
 def lived(kind: str, folder: Path, *sabotage: str) -> tuple[int, list[str]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.conformance import ROOT, check_holds, damage, save, state
+from tests.support.conformance import check_holds, damage, save, state
+from tests.support.repository import ROOT
 from trainer_lib.checkpoint.catalogue import find_newest_intact
 from trainer_lib.errors import LeaseLostError, StorageError
 from trainer_lib.locks.claim import WRITING

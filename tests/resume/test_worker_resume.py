@@ -18,18 +18,6 @@ from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.requests import PreparedData, Request
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
-    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: PreparedData) -> str:
-    folder = tmp_path_factory.mktemp("whole")
-    tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=2)
-    return tiny.weights(str(folder / "train"))
-
-
 class Listener:
     """Hears the events of a launch, and does something once a step has been saved."""
 
@@ -60,35 +48,37 @@ def kill_worker(rank: int) -> None:
     os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
 
 
-def test_cancelled_then_killed_then_finished(tmp_path: Path, data: PreparedData, uninterrupted: str) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+def test_cancelled_then_killed_then_finished(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     listener = Listener()
     with pytest.raises(Interrupted, match="saved at step") as cancelled:
         launched(asked, listener, should_cancel=lambda: bool(listener.saved))
 
     listener = Listener(lambda: kill_worker(1))
-    background = tiny.train_request(tmp_path, data, str(tmp_path / "train"), save_async=True)
+    background = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), save_async=True)
     with pytest.raises(InfrastructureError, match=r"rank 1 was killed by SIGKILL \(9\) at step \d+"):
         launched(background, listener)
     assert listener.resumed == cancelled.value.step
 
     result = tiny.run(asked, processes=2)
     assert result.resumed_from >= listener.saved[-1]
-    assert tiny.weights(asked.output) == uninterrupted
+    assert tiny.weights(asked.output) == uninterrupted_weights
 
 
-def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, data: PreparedData) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, prepared_data: PreparedData) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     with pytest.raises(CodeError, match="this rank cannot collate") as caught:
         tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
     assert caught.value.rank == 1
     assert f"{tmp_path}/recipe.py" in str(caught.value)
 
 
-def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, data: PreparedData) -> None:
+def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, prepared_data: PreparedData) -> None:
     output = str(tmp_path / "train")
-    tiny.run(tiny.train_request(tmp_path, data, output, max_steps=4), kind="in_process")
-    more = {"data": data, "model_url": f"{output}/model", "model": {}, "args": tiny.ARGS}
+    tiny.run(tiny.train_request(tmp_path, prepared_data, output, max_steps=4), kind="in_process")
+    more = {"data": prepared_data, "model_url": f"{output}/model", "model": {}, "args": tiny.ARGS}
     results = []
     for config in ({"processes": 2}, {"kind": "in_process"}):
         base = {"output": str(tmp_path / str(config)), **more}

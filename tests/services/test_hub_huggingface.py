@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,16 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 REPO = "org/digits"
 README = b"---\nlicense: apache-2.0\n---\n# Digits\n"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_TOKEN", server.token)
-        # huggingface_hub pauses 1, 2, 4, 8, 8 s between its own tries of a request that failed.
-        monkeypatch.setattr("huggingface_hub.utils._http.time", ImpatientTime())
-        yield server
 
 
 def _content(folder: Path, weights: bytes = b"w" * 3_000_000, **more: bytes) -> Content:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load
 
-from tests.support.hub_server import HubServer, ImpatientTime, Repo
+from tests.support.hub_server import HubServer, Repo
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import TrainerCallback
@@ -32,11 +31,9 @@ EACH_STEP: dict[str, Any] = {"push_to_hub": True, "save_strategy": "steps", "sav
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setattr("huggingface_hub.utils._http.time", ImpatientTime())
-        yield server
+def hub(hub_server: HubServer) -> HubServer:
+    """Without a token in the environment: the arguments have it."""
+    return hub_server
 
 
 def summaries(hub: HubServer, repo: str = "org/toy") -> list[str]:

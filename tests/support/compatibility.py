@@ -8,10 +8,10 @@ import functools
 import inspect
 import json
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import trainer_lib
+from tests.support.repository import ROOT
 from tests.support.surface import SURFACE
 from trainer_lib import Seq2SeqTrainer, Trainer, TrainingArguments
 from trainer_lib.arguments import OptimizerNames
@@ -22,7 +22,6 @@ from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.trainer.facade import AcceleratorFacade
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
 _ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|")
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from tests.support.checkpoints import untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
+from tests.support.repository import ROOT
 from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -28,8 +30,6 @@ from trainer_lib.commit import verify_files, withdraw_folder
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import StorageFullError, TrainflowError
 from trainer_lib.storage import Store, s3
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def state(step: int, *, large: bool = False) -> Snapshot:
@@ -72,14 +72,17 @@ def check_holds(root: Store, snapshot: Snapshot) -> None:
     assert (loaded.read_rng(0), loaded.data) == (snapshot.rng, snapshot.data)
 
 
-def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, told: bool = False) -> bool:
-    """Whether the attempted checkpoint counts. It may only if it is whole, and must if its writer was told so."""
+def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, returned: bool = False) -> bool:
+    """Check the folder after a save that may have failed; return whether the attempted checkpoint counts.
+
+    It may only if it is whole, and must if the save returned.
+    """
     newest = find_newest_intact(root, on_damage=damage)
     assert newest is not None
     assert [info.step for info in list_checkpoints(root)] == sorted({newest.step, before.step}, reverse=True)
     assert newest.step in (before.step, attempted.step)
     committed = newest.step == attempted.step
-    assert committed or not told
+    assert committed or not returned
     if committed:
         assert verify_files(root.child(newest.name), newest.commit) == []
         check_holds(root, attempted)
@@ -152,50 +155,60 @@ class Tally:
 
 def fault_each_write(root: Store, plain: Store, kind: Kind, *, every: int = 1) -> Tally:
     """Let one write of a save go wrong, each in turn; `root` is `plain` behind the plan of faults."""
-    before, attempted = state(1), state(2)
-    save(root, before)
-    FAULTS.plan(None)
-    save(root, attempted)
-    writes, hit, committed = FAULTS.count, 0, 0
-    withdraw_folder(plain.child("checkpoint-2"))
-    for at in range(1, writes + 1, every):
+
+    def plan(at: int | None) -> None:
         FAULTS.plan(at, kind)
-        told = False
-        try:
-            save(root, attempted)
-            told = True
-        except (TrainflowError, Died) as error:
-            assert kind != "slow"
-            assert kind != "full" or isinstance(error, StorageFullError), error
-        FAULTS.plan(None)
-        hit += 1
-        committed += check_after_failure(plain, before, attempted, told=told)
-        check_again(plain, attempted)
-    return Tally(writes, hit, committed)
+
+    harmless = kind == "slow"
+    return _fault_each(Saves(root, plain, state(2)), plan, lambda: FAULTS.count, kind, harmless=harmless, every=every)
 
 
 def fault_each_request(root: Store, server: S3Server, kind: str, *, every: int = 1) -> Tally:
     """Let one request of a save to S3 go wrong, each in turn."""
-    before, attempted = state(1), state(2, large=True)
-    save(root, before)
-    server.plan()
-    save(root, attempted)
-    writes, hit, committed = len(server.seen()["writes"]), 0, 0
-    withdraw_folder(root.child("checkpoint-2"))
-    for at in range(1, writes + 1, every):
+
+    def plan(at: int | None) -> None:
         server.plan(at, kind)
-        told = False
+
+    def count() -> int:
+        return len(server.seen()["writes"])
+
+    harmless = kind in ("lost", "slow")
+    return _fault_each(Saves(root, root, state(2, large=True)), plan, count, kind, harmless=harmless, every=every)
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The store that is saved to, the same store without faults, and what is saved to it."""
+
+    root: Store
+    plain: Store
+    attempted: Snapshot
+
+
+def _fault_each(
+    saves: Saves, plan: Callable[[int | None], None], count: Callable[[], int], kind: str, *, harmless: bool, every: int
+) -> Tally:
+    """Plan a fault for one write after the other, until each of a save has had its turn."""
+    before, attempted = state(1), saves.attempted
+    save(saves.root, before)
+    plan(None)
+    save(saves.root, attempted)
+    writes, hit, committed = count(), 0, 0
+    withdraw_folder(saves.plain.child("checkpoint-2"))
+    for at in range(1, writes + 1, every):
+        plan(at)
+        returned = False
         try:
-            save(root, attempted)
-            told = True
-        except TrainflowError as error:
-            assert kind not in ("lost", "slow"), f"{error} (write {at})"
+            save(saves.root, attempted)
+            returned = True
+        except (TrainflowError, Died) as error:
+            assert not harmless, f"{error} (write {at})"
             assert kind != "full" or isinstance(error, StorageFullError), error
-        server.plan()
+        plan(None)
         hit += 1
-        committed += check_after_failure(root, before, attempted, told=told)
-        assert unfinished_uploads(root) == []
-        check_again(root, attempted)
+        committed += check_after_failure(saves.plain, before, attempted, returned=returned)
+        assert unfinished_uploads(saves.plain) == []
+        check_again(saves.plain, attempted)
     return Tally(writes, hit, committed)
 
 

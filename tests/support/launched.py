@@ -13,10 +13,9 @@ from typing import Any
 
 import psutil
 
+from tests.support.repository import ROOT
 from trainer_lib.records import to_record
 from trainer_lib.requests import RecipeFile, Request, read_request
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # A recipe that needs no torch: it says that it is there, leaves a grandchild in a session of its own, and waits.
 WAITING_RECIPE = """

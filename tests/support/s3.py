@@ -14,12 +14,12 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.repository import ROOT
+
 PART = 64 * 2**10
 """The least bytes of a part that this server takes; S3's own 5 MiB would make every test of uploads a slow one."""
 

@@ -20,15 +20,10 @@ from trainer_lib.storage import Store
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
-    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, data: PreparedData) -> tuple[str, TrainResult]:
+def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> tuple[str, TrainResult]:
     folder = tmp_path_factory.mktemp("trained")
     output = str(folder / "train")
-    return output, tiny.run(tiny.train_request(folder, data, output), kind="in_process")
+    return output, tiny.run(tiny.train_request(folder, prepared_data, output), kind="in_process")
 
 
 def check_files(output: str, result: Any) -> set[str]:
@@ -39,11 +34,12 @@ def check_files(output: str, result: Any) -> set[str]:
     return {file.path for file in result.files}
 
 
-def test_prepare_gives_splits_info_and_files(data: PreparedData) -> None:
-    assert {name: split.rows for name, split in data.splits.items()} == {"train": 90, "test": 25}
-    assert data.splits["train"].columns == {"x": "float32[*]", "label": "int64", "row_id": "int64"}
-    assert data.info == {"width": 6}
-    assert check_files(data.url, data) >= {"data/train/00002.arrow", "data/test/00000.arrow", "assets/note.txt"}
+def test_prepare_gives_splits_info_and_files(prepared_data: PreparedData) -> None:
+    assert {name: split.rows for name, split in prepared_data.splits.items()} == {"train": 90, "test": 25}
+    assert prepared_data.splits["train"].columns == {"x": "float32[*]", "label": "int64", "row_id": "int64"}
+    assert prepared_data.info == {"width": 6}
+    files = check_files(prepared_data.url, prepared_data)
+    assert files >= {"data/train/00002.arrow", "data/test/00000.arrow", "assets/note.txt"}
 
 
 @pytest.mark.parametrize(
@@ -73,25 +69,25 @@ def test_train_exports_a_model_and_says_what_it_did(trained: tuple[str, TrainRes
 
 
 def test_a_finished_training_run_again_takes_no_step_and_gives_the_same(
-    tmp_path: Path, data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
     output, first = trained
-    again = tiny.run(tiny.train_request(tmp_path, data, output), kind="in_process")
+    again = tiny.run(tiny.train_request(tmp_path, prepared_data, output), kind="in_process")
     assert (again.resumed_from, again.global_step) == (36, 36)
     assert again.files == first.files
 
 
 def test_exported_bytes_do_not_depend_on_where_they_lie_or_how_it_was_logged(
-    tmp_path: Path, data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
     output = str(tmp_path / "elsewhere")
-    asked = tiny.train_request(tmp_path, data, output, logging_steps=3, save_steps=20, run_name="other")
+    asked = tiny.train_request(tmp_path, prepared_data, output, logging_steps=3, save_steps=20, run_name="other")
     assert tiny.run(asked, kind="in_process").files == trained[1].files
 
 
-def test_events_tell_position_speed_and_time_left(tmp_path: Path, data: PreparedData) -> None:
+def test_events_tell_position_speed_and_time_left(tmp_path: Path, prepared_data: PreparedData) -> None:
     events: list[dict[str, Any]] = []
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     config = LaunchConfig(kind="in_process")
     launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append)
     logs = [event for event in events if event["event"] == "log" and "loss" in event]
@@ -101,11 +97,11 @@ def test_events_tell_position_speed_and_time_left(tmp_path: Path, data: Prepared
 
 
 def test_evaluate_measures_each_split_and_what_the_recipe_adds(
-    tmp_path: Path, data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
     output = str(tmp_path / "evaluate")
     more = {
-        "data": data,
+        "data": prepared_data,
         "model_url": f"{trained[0]}/model",
         "model": {},
         "args": tiny.ARGS,
@@ -121,10 +117,10 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
 
 
 def test_predict_writes_every_row_once_and_keeps_finished_parts(
-    tmp_path: Path, data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
     output = str(tmp_path / "predict")
-    more = {"data": data, "model_url": f"{trained[0]}/model", "model": {}, "args": tiny.ARGS, "split": "test"}
+    more = {"data": prepared_data, "model_url": f"{trained[0]}/model", "model": {}, "args": tiny.ARGS, "split": "test"}
     asked = request(tmp_path, tiny.RECIPE, "predict", output=output, rows_per_file=10, **more)
     result = tiny.run(asked, kind="in_process")
     parts = sorted(Path(output, "predictions/test").iterdir())
@@ -140,10 +136,11 @@ def test_predict_writes_every_row_once_and_keeps_finished_parts(
 
 
 def test_weights_of_another_model_are_refused(
-    tmp_path: Path, data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
     other = tiny.RECIPE.replace("nn.Linear(16, 2)", "nn.Linear(16, 3)")
-    more = {"data": data, "model_url": f"{trained[0]}/model", "model": {}, "args": tiny.ARGS, "splits": ("test",)}
+    model = {"model_url": f"{trained[0]}/model", "model": {}}
+    more = {"data": prepared_data, **model, "args": tiny.ARGS, "splits": ("test",)}
     with pytest.raises(DamagedError, match="does not hold this model's weights"):
         tiny.run(request(tmp_path, other, "evaluate", **more), kind="in_process")
 
@@ -157,9 +154,9 @@ def test_weights_of_another_model_are_refused(
     ],
 )
 def test_train_says_what_is_wrong_with_the_recipe(
-    tmp_path: Path, data: PreparedData, change: tuple[str, str], error: type[Exception], what: str
+    tmp_path: Path, prepared_data: PreparedData, change: tuple[str, str], error: type[Exception], what: str
 ) -> None:
-    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"))
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     path = Path(asked.recipe.path)
     path.write_text(path.read_text().replace(*change))
     with pytest.raises(error, match=what) as caught:
@@ -176,9 +173,9 @@ def test_train_says_what_is_wrong_with_the_recipe(
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(
-    tmp_path: Path, data: PreparedData, fields: dict[str, Any], field: str
+    tmp_path: Path, prepared_data: PreparedData, fields: dict[str, Any], field: str
 ) -> None:
-    asked = replace(tiny.train_request(tmp_path, data, str(tmp_path / "train")), **fields)
+    asked = replace(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")), **fields)
     with pytest.raises(ConfigError) as caught:
         tiny.run(asked, kind="in_process")
     assert caught.value.field == field
