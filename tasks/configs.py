@@ -6,6 +6,7 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -14,6 +15,27 @@ from pydantic_core import PydanticCustomError
 from trainer_lib.suggestions import nearest
 
 Options = dict[str, Any]
+
+
+Affects = Literal["result", "selection", "nothing"]
+"""What a setting can change: the stage's result, only which weights evaluations choose, or nothing that is kept.
+
+The content keys hold the settings that affect the result (`tasks.stage.keys`), and no other.
+"""
+
+
+@dataclass(frozen=True)
+class _AffectsMark:
+    """The declaration of a field, kept in its metadata; it is not part of the JSON schema."""
+
+    what: Affects
+
+
+def setting(*, affects: Affects, **field: Any) -> Any:
+    """Declare a setting of a stage: a pydantic `Field`, with what it can change."""
+    info = Field(**field)
+    info.metadata.append(_AffectsMark(affects))
+    return info
 
 
 class Settings(BaseModel):
@@ -102,16 +124,32 @@ class LaunchSettings(Settings):
 Launch = Annotated[LaunchSettings, BeforeValidator(_spread_kind)]
 
 
-class StageSettings(Settings):
-    """What every stage may say."""
+class KeyedSettings(Settings):
+    """Settings of a stage, each of which declares what it can change."""
 
-    recipe: str | None = Field(
+    @classmethod
+    def affects(cls) -> dict[str, Affects]:
+        """What each setting can change, by name."""
+        return {
+            name: mark.what
+            for name, field in cls.model_fields.items()
+            for mark in field.metadata
+            if isinstance(mark, _AffectsMark)
+        }
+
+
+class StageSettings(KeyedSettings):
+    """Settings that every stage with a recipe has."""
+
+    recipe: str | None = setting(
+        affects="result",
         default=None,
         description="Python file with this stage's functions, when it is not the pipeline's recipe. "
         "A stage with a file of its own is not re-run when the others' file changes.",
     )
-    options: Options = Field(default_factory=dict, description="Free settings handed to the recipe's function.")
-    retries: int = Field(
+    options: Options = setting(affects="result", default_factory=dict, description="Free settings handed to the recipe's function.")
+    retries: int = setting(
+        affects="nothing",
         default=3, ge=0, le=20, description="Failures of the stage that are retried; a preemption is free."
     )
 
@@ -119,26 +157,28 @@ class StageSettings(Settings):
 class PrepareConfig(StageSettings):
     """prepare-data: source data to Arrow shards."""
 
-    sources: list[str] = Field(
+    sources: list[str] = setting(
+        affects="result",
         default_factory=list,
         description="What the data is made from: local paths, s3:// or gs:// or https:// URLs, package:NAME, stdlib:. "
         "A changed source prepares anew; an undeclared one is tracked by the recipe's code only.",
     )
-    shard_rows: int = Field(default=8192, ge=1, description="Rows per shard file.")
-    allow_nan: bool = Field(default=False, description="Accept NaN and infinite values in the data.")
-    launch: Launch = Field(default=LaunchSettings(processes=1), description="How the process is started; always one.")
+    shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
+    allow_nan: bool = setting(affects="result", default=False, description="Accept NaN and infinite values in the data.")
+    launch: Launch = setting(affects="nothing", default=LaunchSettings(processes=1), description="How the process is started; always one.")
 
 
 class TrainConfig(StageSettings):
     """train: prepared data and arguments to a model."""
 
-    model: Options = Field(default_factory=dict, description="Settings handed to the recipe's build_model.")
-    args: Options = Field(
+    model: Options = setting(affects="result", default_factory=dict, description="Settings handed to the recipe's build_model.")
+    args: Options = setting(
+        affects="result",
         default_factory=dict, description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...)."
     )
-    launch: Launch = Field(default=LaunchSettings(), description="How the processes are started.")
-    train_split: str = Field(default="train", min_length=1, description="Name of the split to train on.")
-    eval_split: str | None = Field(default=None, description="Split evaluated while training; unset: none.")
+    launch: Launch = setting(affects="nothing", default=LaunchSettings(), description="How the processes are started.")
+    train_split: str = setting(affects="result", default="train", min_length=1, description="Name of the split to train on.")
+    eval_split: str | None = setting(affects="selection", default=None, description="Split evaluated while training; unset: none.")
 
     def with_launchers_arguments(self) -> TrainConfig:
         """The same with what accelerate's configuration file says about the arguments; a contradiction is refused."""
@@ -152,42 +192,45 @@ class TrainConfig(StageSettings):
 class EvaluateConfig(StageSettings):
     """evaluate: model and splits to metrics."""
 
-    enabled: bool = Field(default=True, description="False leaves the stage out.")
-    splits: list[str] = Field(default_factory=lambda: ["test"], min_length=1, description="Splits to measure.")
-    args: Options = Field(
+    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
+    splits: list[str] = setting(affects="result", default_factory=lambda: ["test"], min_length=1, description="Splits to measure.")
+    args: Options = setting(
+        affects="result",
         default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
     )
-    launch: Launch | None = Field(default=None, description="How the processes are started; unset: like train.")
+    launch: Launch | None = setting(affects="nothing", default=None, description="How the processes are started; unset: like train.")
 
 
 class PredictConfig(StageSettings):
     """predict: model and a split to sharded Parquet files."""
 
-    enabled: bool = Field(default=True, description="False leaves the stage out.")
-    split: str = Field(default="test", min_length=1, description="Name of the split to predict; it needs no labels.")
-    rows_per_file: int = Field(default=10_000, ge=1, description="Rows per Parquet file.")
-    args: Options = Field(
+    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
+    split: str = setting(affects="result", default="test", min_length=1, description="Name of the split to predict; it needs no labels.")
+    rows_per_file: int = setting(affects="result", default=10_000, ge=1, description="Rows per Parquet file.")
+    args: Options = setting(
+        affects="result",
         default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
     )
-    launch: Launch | None = Field(default=None, description="How the processes are started; unset: like train.")
+    launch: Launch | None = setting(affects="nothing", default=None, description="How the processes are started; unset: like train.")
 
 
-class PublishConfig(Settings):
+class PublishConfig(KeyedSettings):
     """push-to-hub: model, card and metrics to a hub."""
 
-    enabled: bool = Field(default=True, description="False leaves the stage out.")
-    to: str | None = Field(
+    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
+    to: str | None = setting(
+        affects="result",
         default=None,
         description="hf://organisation/name or any folder URL; unset: hub/<name> below the storage.",
     )
-    private: bool = Field(default=True, description="Make a new Hub repository private (hf:// only).")
-    revision: str | None = Field(default=None, description="Branch on the Hub; unset: main (hf:// only).")
-    title: str | None = Field(default=None, description="Title of the model card; unset: the pipeline's name.")
-    description: str = Field(default="", description="Text of the model card: what the model is for, in Markdown.")
-    license: str | None = Field(default=None, description="Licence of the model, as a Hub identifier (apache-2.0).")
-    tags: list[str] = Field(default_factory=list, description="Tags of the model card.")
-    base_model: str | None = Field(default=None, description="Model this one was made from, as a Hub name.")
-    retries: int = Field(default=3, ge=0, le=20, description="How many failures of the stage are retried.")
+    private: bool = setting(affects="nothing", default=True, description="Make a new Hub repository private (hf:// only).")
+    revision: str | None = setting(affects="result", default=None, description="Branch on the Hub; unset: main (hf:// only).")
+    title: str | None = setting(affects="result", default=None, description="Title of the model card; unset: the pipeline's name.")
+    description: str = setting(affects="result", default="", description="Text of the model card: what the model is for, in Markdown.")
+    license: str | None = setting(affects="result", default=None, description="Licence of the model, as a Hub identifier (apache-2.0).")
+    tags: list[str] = setting(affects="result", default_factory=list, description="Tags of the model card.")
+    base_model: str | None = setting(affects="result", default=None, description="Model this one was made from, as a Hub name.")
+    retries: int = setting(affects="nothing", default=3, ge=0, le=20, description="How many failures of the stage are retried.")
 
 
 class TrackingConfig(Settings):

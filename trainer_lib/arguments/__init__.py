@@ -13,7 +13,7 @@ from trainer_lib.arguments.enums import (
 )
 from trainer_lib.arguments.fields import arg
 from trainer_lib.arguments.global_batch import total_batch_size
-from trainer_lib.arguments.numeric import evaluation_matters, numeric_fields
+from trainer_lib.arguments.numeric import evaluation_fields, evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from trainer_lib.suggestions import nearest, suggestion
@@ -33,6 +33,7 @@ __all__ = [
     "Seq2SeqTrainingArguments",
     "TrainingArguments",
     "arg",
+    "evaluation_fields",
     "evaluation_matters",
     "nearest",
     "numeric_fields",

@@ -65,7 +65,7 @@ class BatchArguments:
     past_index: int = arg(
         -1,
         "Position in the model's outputs of a recurrent memory that is fed back as `mems`; -1 = the model has none.",
-        affects="weights",
+        affects="outputs",
         unit="position",
         ge=-1,
     )

@@ -27,13 +27,13 @@ class DataArguments:
     dataloader_in_order: bool = arg(
         True, "Yield batches in order even if a later one is ready first.", affects="weights"
     )
-    remove_unused_columns: bool = arg(True, "Drop columns that the model's forward does not take.", affects="weights")
+    remove_unused_columns: bool = arg(True, "Drop columns that the model's forward does not take.", affects="outputs")
     label_names: list[str] | None = arg(
-        None, "Columns that hold labels; found from the model's signature when not given.", affects="weights"
+        None, "Columns that hold labels; found from the model's signature when not given.", affects="outputs"
     )
     train_sampling_strategy: SamplingStrategy | str = arg(
         "random", "Order of the training samples; group_by_length saves padding.", affects="weights"
     )
     length_column_name: str = arg(
-        "length", "Column that holds precomputed lengths, for group_by_length.", affects="weights"
+        "length", "Column that holds precomputed lengths, for group_by_length.", affects="outputs"
     )

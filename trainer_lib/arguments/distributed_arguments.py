@@ -22,7 +22,7 @@ class DistributedArguments:
         None, "FSDP's settings: a mapping, or a JSON file.", affects="nothing"
     )
     deepspeed: dict[str, Any] | str | None = arg(
-        None, "DeepSpeed's configuration: a mapping, or a JSON file. Giving one selects it.", affects="weights"
+        None, "DeepSpeed's configuration: a mapping, or a JSON file. Giving one selects it.", affects="outputs"
     )
     accelerator_config: dict[str, Any] | str | None = arg(
         None,

@@ -12,22 +12,22 @@ from trainer_lib.arguments.fields import arg
 class EvaluationArguments:
     """When to evaluate, what to keep, and what "best" means."""
 
-    eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate during training.", affects="evaluation")
+    eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate during training.", affects="selection")
     eval_steps: int | float | None = arg(
         None,
         "Steps between two evaluations; below 1 a share of all steps; logging_steps when not given.",
-        affects="evaluation",
+        affects="selection",
         unit="steps, or a share",
         ge=0,
     )
     eval_delay: int | float = arg(
         0,
         "Steps (or epochs, by eval_strategy) before the first evaluation.",
-        affects="evaluation",
+        affects="selection",
         unit="steps or epochs",
         ge=0,
     )
-    eval_on_start: bool = arg(False, "Evaluate once before the first step.", affects="evaluation")
+    eval_on_start: bool = arg(False, "Evaluate once before the first step.", affects="selection")
     prediction_loss_only: bool = arg(False, "Keep only the loss: no predictions, no metrics.", affects="evaluation")
     eval_accumulation_steps: int | None = arg(
         None,
@@ -54,10 +54,10 @@ class EvaluationArguments:
         False, "Gather outputs that are no tensors from all processes.", affects="evaluation"
     )
     metric_for_best_model: str | None = arg(
-        None, 'Metric that decides which checkpoint is best; "loss" when one is needed.', affects="evaluation"
+        None, 'Metric that decides which checkpoint is best; "loss" when one is needed.', affects="selection"
     )
     greater_is_better: bool | None = arg(
-        None, 'Whether more of it is better; when not given, unless its name ends in "loss".', affects="evaluation"
+        None, 'Whether more of it is better; when not given, unless its name ends in "loss".', affects="selection"
     )
     load_best_model_at_end: bool = arg(
         False, "End with the best checkpoint's weights instead of the last.", affects="weights"

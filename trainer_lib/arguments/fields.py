@@ -1,9 +1,18 @@
 """How an argument is declared: its default, what it means and in which unit, its bounds, and what it can change.
 
-`affects` decides what belongs in a content key:
-    "weights"     can change the trained weights or the exported model
-    "evaluation"  can change what an evaluation reports or when it happens (and so, indirectly, which weights are best)
-    "nothing"     where it runs, how it is shown, how fast it goes
+`affects` decides which content keys an argument belongs to:
+
+    ============  ==============================================  ============  ===================
+    value         what the argument can change                    train         evaluate, predict
+    ============  ==============================================  ============  ===================
+    "weights"     only how the weights come about                 key           -
+    "outputs"     what the model computes for a sample            key           key
+    "evaluation"  what an evaluation reports                      if it counts  key
+    "selection"   when evaluations happen, and what they choose   if it counts  -
+    "nothing"     where it runs, how it is shown, its speed       -             -
+    ============  ==============================================  ============  ===================
+
+An evaluation counts for training where it decides which weights come out, see `numeric.evaluation_matters`.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-Affects = Literal["weights", "evaluation", "nothing"]
+Affects = Literal["weights", "outputs", "evaluation", "selection", "nothing"]
 
 _MISSING = dataclasses.MISSING
 

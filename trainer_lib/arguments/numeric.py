@@ -1,4 +1,4 @@
-"""The part of the arguments that can change what training gives: what belongs in a content key."""
+"""The part of the arguments that can change a result: what belongs in a content key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.arguments.deepspeed.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import Affects, field_map
 from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.io import plain
 
@@ -42,18 +42,32 @@ def numeric_fields(args: TrainingArguments, *, data_parallel_size: int) -> dict[
         data_parallel_size: processes that train on different samples; only the global batch that results counts.
     """
     batching = BatchSettings.of(args.accelerator_config)
-    wanted = {"weights", "evaluation"} if evaluation_matters(args) else {"weights"}
+    chosen_by = ("evaluation", "selection") if evaluation_matters(args) else ()
+    out = _affecting(args, "weights", "outputs", *chosen_by)
+    out["global_batch_size"] = total_batch_size(args, data_parallel_size=data_parallel_size, settings=batching)
+    out["accelerator_config"] = _EXCHANGED_EACH_TIME if batching.sync_each_batch else None
+    if args.max_steps > 0:
+        del out["num_train_epochs"]  # overridden: changing it changes nothing
+    return out
+
+
+def evaluation_fields(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that can change what evaluate reports and predict puts out, as plain JSON values.
+
+    Batch size and processes cannot: an evaluation weighs its batches by their samples.
+    """
+    return _affecting(args, "outputs", "evaluation")
+
+
+def _affecting(args: TrainingArguments, *wanted: Affects) -> dict[str, Any]:
+    """The arguments that affect one of `wanted`; a field that a subclass declares its own way affects the weights."""
     out = {
         name: plain(getattr(args, name))
         for name, field in field_map(args).items()
         if field.metadata.get("affects", "weights") in wanted and name not in _BATCH_FIELDS
     }
-    out["global_batch_size"] = total_batch_size(args, data_parallel_size=data_parallel_size, settings=batching)
-    out["accelerator_config"] = _EXCHANGED_EACH_TIME if batching.sync_each_batch else None
     if isinstance(args.deepspeed, str) and Path(args.deepspeed).expanduser().is_file():
         out["deepspeed"] = read(args.deepspeed)  # what the file says counts, not its name
     if isinstance(out.get("deepspeed"), dict):
         out["deepspeed"] = {key: value for key, value in out["deepspeed"].items() if key in _DEEPSPEED_KEYS}
-    if args.max_steps > 0:
-        del out["num_train_epochs"]  # overridden: changing it changes nothing
     return out

@@ -67,7 +67,7 @@ class OptimisationArguments:
     label_smoothing_factor: float = arg(
         0.0,
         "Share of the target's probability that is spread over all labels; 0 = none.",
-        affects="weights",
+        affects="outputs",
         unit="probability",
         ge=0,
         lt=1,

@@ -12,16 +12,16 @@ from trainer_lib.arguments.fields import arg
 class PrecisionArguments:
     """Number formats, memory savings, compilation, kernels."""
 
-    bf16: bool = arg(False, "Compute in bfloat16 where that is safe (mixed precision).", affects="weights")
+    bf16: bool = arg(False, "Compute in bfloat16 where that is safe (mixed precision).", affects="outputs")
     fp16: bool = arg(
-        False, "Compute in float16 where that is safe, with loss scaling (mixed precision).", affects="weights"
+        False, "Compute in float16 where that is safe, with loss scaling (mixed precision).", affects="outputs"
     )
     bf16_full_eval: bool = arg(False, "Evaluate with the weights cast to bfloat16.", affects="evaluation")
     fp16_full_eval: bool = arg(False, "Evaluate with the weights cast to float16.", affects="evaluation")
     tf32: bool | None = arg(
         None,
         "Allow TensorFloat-32 in matrix products on NVIDIA cards; torch's own setting when not given.",
-        affects="weights",
+        affects="outputs",
     )
     gradient_checkpointing: bool | None = arg(
         None,
@@ -35,13 +35,13 @@ class PrecisionArguments:
     activation_checkpointing_kwargs: dict[str, Any] | None = arg(
         None, "Another name of gradient_checkpointing_kwargs.", affects="nothing"
     )
-    torch_compile: bool = arg(False, "Compile the model with torch.compile.", affects="weights")
-    torch_compile_backend: str | None = arg(None, "Its backend; giving one switches compilation on.", affects="weights")
-    torch_compile_mode: str | None = arg(None, "Its mode; giving one switches compilation on.", affects="weights")
+    torch_compile: bool = arg(False, "Compile the model with torch.compile.", affects="outputs")
+    torch_compile_backend: str | None = arg(None, "Its backend; giving one switches compilation on.", affects="outputs")
+    torch_compile_mode: str | None = arg(None, "Its mode; giving one switches compilation on.", affects="outputs")
     use_liger_kernel: bool = arg(
-        False, "Replace layers by the Liger kernels' (needs liger-kernel and a GPU).", affects="weights"
+        False, "Replace layers by the Liger kernels' (needs liger-kernel and a GPU).", affects="outputs"
     )
-    liger_kernel_config: dict[str, bool] | None = arg(None, "Which of the Liger kernels to apply.", affects="weights")
+    liger_kernel_config: dict[str, bool] | None = arg(None, "Which of the Liger kernels to apply.", affects="outputs")
     torch_empty_cache_steps: int | None = arg(
         None,
         "Steps between calls that hand unused device memory back; never when not given.",

@@ -44,7 +44,7 @@ class RunArguments:
     seed: int = arg(
         42,
         "Seed of every random number of the run, model initialisation included.",
-        affects="weights",
+        affects="outputs",
         unit="seed",
         ge=0,
     )
@@ -54,7 +54,7 @@ class RunArguments:
     full_determinism: bool = arg(
         False,
         "Use deterministic algorithms everywhere; slower, and an error where there is none.",
-        affects="weights",
+        affects="outputs",
     )
     debug: str | list[str] | None = arg(
         "",

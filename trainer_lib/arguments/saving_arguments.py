@@ -12,11 +12,11 @@ from trainer_lib.arguments.fields import arg
 class SavingArguments:
     """When checkpoints are written, and what they hold."""
 
-    save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="evaluation")
+    save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="selection")
     save_steps: int | float = arg(
         500,
         "Steps between two checkpoints; a number below 1 is a share of all steps.",
-        affects="evaluation",
+        affects="selection",
         unit="steps, or a share",
         ge=0,
     )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer_lib.arguments import TrainingArguments, evaluation_matters, numeric_fields, total_batch_size
+from trainer_lib.arguments import (
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    evaluation_fields,
+    evaluation_matters,
+    numeric_fields,
+    total_batch_size,
+)
+from trainer_lib.arguments.fields import field_map
 
 
 def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
@@ -53,6 +62,27 @@ def test_what_can_change_the_weights_changes_the_fields(change: dict[str, Any]) 
 )
 def test_what_cannot_change_the_weights_is_left_out(change: dict[str, Any]) -> None:
     assert _fields(**change) == _fields()
+
+
+CUT_UP = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "accelerator_config")
+
+
+@pytest.mark.parametrize("name", [name for name in field_map(Seq2SeqTrainingArguments) if name not in CUT_UP])
+def test_each_argument_is_part_of_the_keys_that_its_declaration_says(name: str) -> None:
+    args = Seq2SeqTrainingArguments("out")
+    changed = copy.copy(args)
+    object.__setattr__(changed, name, {"fp16": {"enabled": True}} if name == "deepspeed" else 77)
+    affects = field_map(args)[name].metadata["affects"]
+    trained = [numeric_fields(each, data_parallel_size=1) for each in (args, changed)]
+    measured = [evaluation_fields(each) for each in (args, changed)]
+    decides = name in ("load_best_model_at_end", "metric_for_best_model")  # changed so, evaluations choose the weights
+    assert (trained[0] != trained[1]) == (affects in ("weights", "outputs") or decides)
+    assert (measured[0] != measured[1]) == (affects in ("outputs", "evaluation"))
+
+
+def test_how_an_evaluation_gathers_is_part_of_its_key() -> None:
+    one, other = (evaluation_fields(TrainingArguments("out", eval_use_gather_object=each)) for each in (True, False))
+    assert one != other
 
 
 def test_only_the_global_batch_counts() -> None:

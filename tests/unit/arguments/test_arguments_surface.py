@@ -21,7 +21,7 @@ from trainer_lib.arguments import (
     TrainingArguments,
 )
 from trainer_lib.arguments.compat import OLD_NAMES
-from trainer_lib.arguments.fields import field_hints, field_map
+from trainer_lib.arguments.fields import Affects, field_hints, field_map
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError
@@ -91,7 +91,7 @@ def test_groups_are_small_and_every_field_says_what_it_means() -> None:
         assert len(own) <= 20, group.__name__
         for field in own:
             assert field.metadata["help"].rstrip().endswith((".", "…")), field.name
-            assert field.metadata["affects"] in ("weights", "evaluation", "nothing"), field.name
+            assert field.metadata["affects"] in typing.get_args(Affects), field.name
 
 
 def test_every_number_has_a_unit() -> None:
