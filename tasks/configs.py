@@ -147,10 +147,15 @@ class StageSettings(KeyedSettings):
         description="Python file with this stage's functions, when it is not the pipeline's recipe. "
         "A stage with a file of its own is not re-run when the others' file changes.",
     )
-    options: Options = setting(affects="result", default_factory=dict, description="Free settings handed to the recipe's function.")
+    options: Options = setting(
+        affects="result", default_factory=dict, description="Free settings handed to the recipe's function."
+    )
     retries: int = setting(
         affects="nothing",
-        default=3, ge=0, le=20, description="Failures of the stage that are retried; a preemption is free."
+        default=3,
+        ge=0,
+        le=20,
+        description="Failures of the stage that are retried; a preemption is free.",
     )
 
 
@@ -164,21 +169,32 @@ class PrepareConfig(StageSettings):
         "A changed source prepares anew; an undeclared one is tracked by the recipe's code only.",
     )
     shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
-    allow_nan: bool = setting(affects="result", default=False, description="Accept NaN and infinite values in the data.")
-    launch: Launch = setting(affects="nothing", default=LaunchSettings(processes=1), description="How the process is started; always one.")
+    allow_nan: bool = setting(
+        affects="result", default=False, description="Accept NaN and infinite values in the data."
+    )
+    launch: Launch = setting(
+        affects="nothing", default=LaunchSettings(processes=1), description="How the process is started; always one."
+    )
 
 
 class TrainConfig(StageSettings):
     """train: prepared data and arguments to a model."""
 
-    model: Options = setting(affects="result", default_factory=dict, description="Settings handed to the recipe's build_model.")
+    model: Options = setting(
+        affects="result", default_factory=dict, description="Settings handed to the recipe's build_model."
+    )
     args: Options = setting(
         affects="result",
-        default_factory=dict, description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...)."
+        default_factory=dict,
+        description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...).",
     )
     launch: Launch = setting(affects="nothing", default=LaunchSettings(), description="How the processes are started.")
-    train_split: str = setting(affects="result", default="train", min_length=1, description="Name of the split to train on.")
-    eval_split: str | None = setting(affects="selection", default=None, description="Split evaluated while training; unset: none.")
+    train_split: str = setting(
+        affects="result", default="train", min_length=1, description="Name of the split to train on."
+    )
+    eval_split: str | None = setting(
+        affects="selection", default=None, description="Split evaluated while training; unset: none."
+    )
 
     def with_launchers_arguments(self) -> TrainConfig:
         """The same with what accelerate's configuration file says about the arguments; a contradiction is refused."""
@@ -193,25 +209,35 @@ class EvaluateConfig(StageSettings):
     """evaluate: model and splits to metrics."""
 
     enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
-    splits: list[str] = setting(affects="result", default_factory=lambda: ["test"], min_length=1, description="Splits to measure.")
+    splits: list[str] = setting(
+        affects="result", default_factory=lambda: ["test"], min_length=1, description="Splits to measure."
+    )
     args: Options = setting(
         affects="result",
-        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
+        default_factory=dict,
+        description="TrainingArguments for this stage; what is unset comes from train.args.",
     )
-    launch: Launch | None = setting(affects="nothing", default=None, description="How the processes are started; unset: like train.")
+    launch: Launch | None = setting(
+        affects="nothing", default=None, description="How the processes are started; unset: like train."
+    )
 
 
 class PredictConfig(StageSettings):
     """predict: model and a split to sharded Parquet files."""
 
     enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
-    split: str = setting(affects="result", default="test", min_length=1, description="Name of the split to predict; it needs no labels.")
+    split: str = setting(
+        affects="result", default="test", min_length=1, description="Name of the split to predict; it needs no labels."
+    )
     rows_per_file: int = setting(affects="result", default=10_000, ge=1, description="Rows per Parquet file.")
     args: Options = setting(
         affects="result",
-        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
+        default_factory=dict,
+        description="TrainingArguments for this stage; what is unset comes from train.args.",
     )
-    launch: Launch | None = setting(affects="nothing", default=None, description="How the processes are started; unset: like train.")
+    launch: Launch | None = setting(
+        affects="nothing", default=None, description="How the processes are started; unset: like train."
+    )
 
 
 class PublishConfig(KeyedSettings):
@@ -223,14 +249,28 @@ class PublishConfig(KeyedSettings):
         default=None,
         description="hf://organisation/name or any folder URL; unset: hub/<name> below the storage.",
     )
-    private: bool = setting(affects="nothing", default=True, description="Make a new Hub repository private (hf:// only).")
-    revision: str | None = setting(affects="result", default=None, description="Branch on the Hub; unset: main (hf:// only).")
-    title: str | None = setting(affects="result", default=None, description="Title of the model card; unset: the pipeline's name.")
-    description: str = setting(affects="result", default="", description="Text of the model card: what the model is for, in Markdown.")
-    license: str | None = setting(affects="result", default=None, description="Licence of the model, as a Hub identifier (apache-2.0).")
+    private: bool = setting(
+        affects="nothing", default=True, description="Make a new Hub repository private (hf:// only)."
+    )
+    revision: str | None = setting(
+        affects="result", default=None, description="Branch on the Hub; unset: main (hf:// only)."
+    )
+    title: str | None = setting(
+        affects="result", default=None, description="Title of the model card; unset: the pipeline's name."
+    )
+    description: str = setting(
+        affects="result", default="", description="Text of the model card: what the model is for, in Markdown."
+    )
+    license: str | None = setting(
+        affects="result", default=None, description="Licence of the model, as a Hub identifier (apache-2.0)."
+    )
     tags: list[str] = setting(affects="result", default_factory=list, description="Tags of the model card.")
-    base_model: str | None = setting(affects="result", default=None, description="Model this one was made from, as a Hub name.")
-    retries: int = setting(affects="nothing", default=3, ge=0, le=20, description="How many failures of the stage are retried.")
+    base_model: str | None = setting(
+        affects="result", default=None, description="Model this one was made from, as a Hub name."
+    )
+    retries: int = setting(
+        affects="nothing", default=3, ge=0, le=20, description="How many failures of the stage are retried."
+    )
 
 
 class TrackingConfig(Settings):

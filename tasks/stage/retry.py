@@ -6,8 +6,8 @@
     config, code, data, full …   never
 
 Prefect's retry is only the trigger: it re-runs a task with the same parameters, counts every attempt alike and picks
-delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder, and Prefect asks
-for it (`should_retry`).
+delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder. It rides on the
+error, where Prefect's retry condition reads it (`should_retry`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -184,30 +183,30 @@ def max_halvings(batch_size: int) -> int:
 
 # -- Prefect asks -----------------------------------------------------------------------------------------------------
 
-_decisions: dict[str, Decision] = {}
-_lock = threading.Lock()
+_DECISION = "trainflow_retry_decision"
 
 
-def remember(decision: Decision) -> None:
-    """Keep a decision for Prefect's question about the task run that is executing."""
-    run_id = _task_run_id()
-    if run_id is not None:
-        with _lock:
-            _decisions[run_id] = decision
+def attach_decision(error: BaseException, decision: Decision) -> None:
+    """Let a decision ride on the failure that it is about: Prefect hands that failure to `should_retry`."""
+    setattr(error, _DECISION, decision)
 
 
-def remember_if_new(error: TrainflowError, *, retries: int) -> None:
-    """The same for a failure outside of any attempt (the store could not be looked at): charged by Prefect's count."""
+def attach_outside_attempt(error: TrainflowError, *, retries: int) -> None:
+    """Decide about a failure outside of any attempt (the store could not be read): charged by Prefect's own count."""
     context = _task_context()
-    if context is not None and str(context.task_run.id) not in _decisions:
-        remember(decide(error, retries=retries, used=context.task_run.run_count - 1, can_halve=False))
+    if context is not None and _attached_decision(error) is None:
+        attach_decision(error, decide(error, retries=retries, used=context.task_run.run_count - 1, can_halve=False))
 
 
 def should_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's `retry_condition_fn`: what the attempts ledger decided for the failure just seen."""
-    with _lock:
-        decision = _decisions.pop(str(task_run.id), None)
+    """Prefect's `retry_condition_fn`: what was decided about the failure in the state of the task run."""
+    decision = _attached_decision(state.result(raise_on_failure=False))
     return decision is not None and decision.retry
+
+
+def _attached_decision(error: object) -> Decision | None:
+    decision = getattr(error, _DECISION, None)
+    return decision if isinstance(decision, Decision) else None
 
 
 def invocation() -> str:

@@ -20,7 +20,15 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import StageFacts
 from tasks.stage.keys import StageKey, stage_key
 from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, explain_miss, look_up, stage_store
-from tasks.stage.retry import ATTEMPTS, Ledger, decide, first_try, in_task_run, remember, remember_if_new
+from tasks.stage.retry import (
+    ATTEMPTS,
+    Ledger,
+    attach_decision,
+    attach_outside_attempt,
+    decide,
+    first_try,
+    in_task_run,
+)
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import StorageError, TrainflowError
 from trainer_lib.locks.lease import Lease, acquire_lease
@@ -91,7 +99,7 @@ def run_stage(
         force = key.stage in context.force and first_try()
         return _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
     except TrainflowError as error:
-        remember_if_new(error, retries=retries)
+        attach_outside_attempt(error, retries=retries)
         raise
 
 
@@ -171,10 +179,10 @@ def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, fact
 
 
 def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, can_halve: bool) -> None:
-    """Record the end of an attempt, and what Prefect will be told when it asks whether to retry."""
+    """Record the end of an attempt, and decide whether Prefect tries again."""
     decision = decide(error, retries=retries, used=ledger.used(), can_halve=can_halve)
     outcome = "failed" if isinstance(error, Exception) else "interrupted"
-    remember(decision)
+    attach_decision(error, decision)
     try:
         ledger.end(number, outcome, error=error, decision=decision.reason)
     except StorageError as unwritten:  # the store is what failed: the failure itself must reach the user

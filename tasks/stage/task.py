@@ -18,8 +18,10 @@ R = TypeVar("R")
 class StageTask(Task[P, R]):
     """An ordinary Prefect task that may return ``Completed(name="Cached", data=manifest)``.
 
-    Prefect hands such a state itself to whoever calls the task plainly; here the caller gets the manifest in it, so a
-    flow need not know whether a stage was cached. `submit`, `map`, `with_options` and `return_state` are Prefect's.
+    Prefect takes a returned state for the outcome of the task, and its UI then shows "Cached"
+    (https://docs.prefect.io/v3/concepts/states). But a plain call of such a task returns the state itself. Here it
+    returns the manifest in the state, so a flow reads the same whether a stage ran or was cached. That is why this
+    class exists: `submit`, `map` and `return_state` are Prefect's own.
     """
 
     if not TYPE_CHECKING:  # the types stay those of Prefect's overloads
@@ -37,7 +39,10 @@ class StageTask(Task[P, R]):
 
 
 def stage_task(name: str) -> Callable[[Callable[P, R]], StageTask[P, R]]:
-    """Make a function a stage: without Prefect's cache (the manifest is the truth), retried as `_retry` decides."""
+    """Make a function a stage: retried as `tasks.stage.retry` decides, and without Prefect's cache.
+
+    The manifest on the storage says what is done; a second cache could contradict it.
+    """
 
     def decorate(function: Callable[P, R]) -> StageTask[P, R]:
         return StageTask(

@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 
 from tasks.stage import retry as _retry
-from tasks.stage.retry import DELAYS_S, Ledger, decide, halve_evaluation_batch, halve_training_batch, max_halvings
+from tasks.stage.retry import (
+    DELAYS_S,
+    Ledger,
+    attach_decision,
+    decide,
+    halve_evaluation_batch,
+    halve_training_batch,
+    max_halvings,
+    should_retry,
+)
 from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.storage import Store
@@ -138,12 +149,12 @@ def test_delays_grow_to_minutes() -> None:
     assert DELAYS_S[-1] == 300
 
 
-def test_prefect_is_told_what_was_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Run:
-        id = "a-task-run"
-
-    monkeypatch.setattr(_retry, "_task_run_id", lambda: Run.id)
-    ask: Callable[..., bool] = _retry.should_retry
-    _retry.remember(decide(errors.StorageError("x"), retries=1, used=0, can_halve=False))
-    assert ask(None, Run, None) is True
-    assert ask(None, Run, None) is False
+def test_the_decision_rides_on_the_error_that_prefect_hands_back() -> None:
+    error = errors.StorageError("x")
+    failed: State[Any] = Failed(data=error)
+    ask: Callable[..., bool] = should_retry
+    assert ask(None, None, failed) is False  # nothing was decided: it is not retried
+    attach_decision(error, decide(error, retries=1, used=0, can_halve=False))
+    assert ask(None, None, failed) is True
+    attach_decision(error, decide(error, retries=1, used=1, can_halve=False))
+    assert ask(None, None, failed) is False
