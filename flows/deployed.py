@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 
 from flows import pipeline as _plain
+from flows.results import PipelineResult
 from flows.server.run_process import prepare_run_process
 from flows.spec.spec import PipelineSpec
 
@@ -22,7 +24,7 @@ def pipeline(
     start: str | None = None,
     force: list[str] | None = None,
     debug: bool = False,
-) -> Any:
+) -> PipelineResult | State[Any]:
     """Prepare this process for a run that Prefect started, then run `flows.pipeline.pipeline`.
 
     Args:

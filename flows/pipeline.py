@@ -4,8 +4,9 @@
       │        ├─────> predictions
       └────────┴─────> hub
 
-Each arrow is a manifest: small JSON with URLs, digests and metrics. A stage whose content key is committed and intact
-is not run again; whatever died, the same call continues. This module imports no torch.
+Each arrow is a manifest: URLs, digests, metrics and typed facts. Which stages there are is written in `flows.stages`.
+A stage whose content key is committed and intact is not run again; whatever died, the same call continues. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from prefect import flow
-from prefect.exceptions import CancelledRun
+from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
+from flows.plan import Plan
 from flows.results import PipelineResult
-from flows.run_record import Run, collect_result
+from flows.run_record import RunRecord
+from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
-from tasks.evaluate import evaluate
-from tasks.predict import predict
-from tasks.prepare_data import prepare_data
-from tasks.push_to_hub import push_to_hub
 from tasks.stage.progress import quiet_failures
-from tasks.train import train
 from trainer_lib.errors import Interrupted, TrainflowError
+from trainer_lib.storage import Store
 
 
 @flow(name="pipeline", flow_run_name="{spec.name}", persist_result=False, validate_parameters=True)
@@ -36,7 +35,7 @@ def pipeline(
     start: str | None = None,
     force: list[str] | None = None,
     debug: bool = False,
-) -> Any:
+) -> PipelineResult | State[Any]:
     """Prepare data, train, evaluate, predict and publish, each unless its result is committed already.
 
     Args:
@@ -47,19 +46,25 @@ def pipeline(
         debug: keep the workers' run files, and show tracebacks.
 
     Returns:
-        `PipelineResult.to_dict()`; a cancelled run ends in the state Cancelled.
+        The `PipelineResult`; a cancelled run ends in the state Cancelled.
+
+    Raises:
+        TrainflowError: the failure that ended the run; its `partial_result` is the `PipelineResult` so far.
     """
+    result = PipelineResult(spec.name, "", spec.storage)
     try:
-        with Run(spec, only=only, start=start, force=force or (), debug=debug) as run:
-            data = run.stage(prepare_data, spec.prepare)
-            run.check_splits(data)
-            model = run.stage(train, spec.train, data=data)
-            metrics = run.stage(evaluate, spec.evaluate_config(), data=data, model=model)
-            run.stage(predict, spec.predict_config(), data=data, model=model)
-            run.stage(push_to_hub, spec.publish, data=data, model=model, evaluation=metrics)
-    except Interrupted as error:
-        return Cancelled(message=error.message)
-    return run.result.to_dict()
+        plan = Plan.of(spec, only=only, start=start, force=force or (), debug=debug)
+        Store.open(plan.spec.storage).ensure_writable(field="storage")
+        plan.require_committed()
+        with RunRecord(plan, result) as record:
+            run_stages(plan, record)
+    except TrainflowError as error:
+        result.error = error
+        error.partial_result = result
+        if isinstance(error, Interrupted):
+            return Cancelled(message=error.message, data=error)
+        raise
+    return result
 
 
 def run_pipeline(
@@ -70,19 +75,18 @@ def run_pipeline(
     force: Sequence[str] = (),
     debug: bool = False,
 ) -> PipelineResult:
-    """Run the flow in this process and tell how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
+    """Run the flow in this process and return how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
 
     A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
-    `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers were stopped and MLflow was told.
-
-    Raises:
-        ConfigError: `only`, `start` or `force` name no stage.
+    `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow run
+    has been ended.
     """
-    with collect_result(spec) as collected, quiet_failures(not debug):
-        try:
-            pipeline(spec, only=only, start=start, force=list(force), debug=debug)
-        except TrainflowError as error:
-            collected.result.error = error
-        except CancelledRun as error:
-            collected.result.error = collected.result.error or Interrupted(str(error))
-    return collected.result
+    with quiet_failures(not debug):
+        state = pipeline(spec, only=only, start=start, force=list(force), debug=debug, return_state=True)
+    ended: Any = state.result(raise_on_failure=False)
+    if isinstance(ended, TrainflowError) and isinstance(ended.partial_result, PipelineResult):
+        return ended.partial_result
+    if isinstance(ended, BaseException):
+        raise ended
+    result: PipelineResult = ended
+    return result

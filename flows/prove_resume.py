@@ -26,7 +26,6 @@ from rich.text import Text
 
 from flows.spec.checks import check_splits
 from flows.spec.spec import PipelineSpec
-from flows.why import key_of
 from tasks.stage import keys as _keys
 from tasks.stage import manifest as _manifests
 from tasks.stage.context import StageContext
@@ -108,6 +107,9 @@ class _Proof:
         self._question = question
         self._place = place
         self._say = say
+        self._context = StageContext(
+            name=spec.name, recipe=spec.recipe, storage=place, root=spec.root, resolver=spec.resolver
+        )
         self._data = self._prepared()
         check_splits(spec, self._data.facts.splits)
 
@@ -149,26 +151,22 @@ class _Proof:
 
     def _prepared(self) -> StageManifest:
         """The manifest of the prepared data: the pipeline's own if it is committed and intact, else made here."""
-        key = key_of(self._spec.model_copy(update={"storage": self._place}), "prepare-data", {})
+        key = _keys.prepare_key(self._spec.prepare, self._context)
         manifest, _ = _manifests.look_up(_manifests.stage_store(self._spec.storage, key))
         if manifest is not None:
             return manifest
         from tasks.prepare_data import prepare_data
 
         self._say("preparing the data")
-        return prepare_data.fn(self._spec.prepare, self._context())
-
-    def _context(self) -> StageContext:
-        spec = self._spec
-        return StageContext(name=spec.name, recipe=spec.recipe, storage=self._place, root=spec.root)
+        return prepare_data.fn(self._spec.prepare, self._context)
 
     def _train(self, name: str, proof: Proof = Proof()) -> TrainResult:  # noqa: B008 - frozen
         from tasks.stage.worker import model_fields, sent_arguments
 
         train, attempt = self._spec.train, self._attempt(name)
         request = TrainRequest(
-            **model_fields(train, self._context(), attempt, self._data),
-            args=sent_arguments(self._arguments()),
+            **model_fields(train, self._context, attempt, self._data),
+            args=sent_arguments(self._arguments(), self._context),
             model=train.model,
             train_split=train.train_split,
             eval_split=train.eval_split,
@@ -192,7 +190,7 @@ class _Proof:
 
         whole, resumed = (Store.open(self._place).child(name, "checkpoints").url for name in (one, other))
         attempt = self._attempt("comparison")
-        common = common_fields(self._spec.train, self._context(), attempt)
+        common = common_fields(self._spec.train, self._context, attempt)
         return self._launched(
             CompareRequest(**common, whole=whole, resumed=resumed), attempt, processes=1, kind="process"
         )
@@ -208,7 +206,7 @@ class _Proof:
         from tasks.stage.worker import launch_request
 
         settings = self._spec.train.launch.model_copy(update={"max_restarts": 0, **launch})
-        return launch_request(request, settings, self._context(), attempt)
+        return launch_request(request, settings, self._context, attempt)
 
     def _arguments(self) -> dict[str, Any]:
         shorter = {} if self._question.steps is None else {"max_steps": self._question.steps}
@@ -232,7 +230,7 @@ class _Proof:
     def _subject(self) -> dict[str, Any]:
         spec = self._spec
         args = {"args": self._arguments()}
-        key = _keys.train_key(spec.train.model_copy(update=args), spec.recipe, spec.root, self._data.content_digest)
+        key = _keys.train_key(spec.train.model_copy(update=args), self._context, self._data)
         plain = spec.model_dump(mode="json", include={"name", "prepare", "train"})
         return {
             "spec": spec.name,

@@ -3,6 +3,9 @@
 What ran, what was cached and why, how long it took, the training curves, the metrics of every split, where everything
 lies, content digests and versions. All text is escaped; a link is made only to http(s) addresses and to files beside
 the report.
+
+This module is not in cli/, because a served run writes its report without a terminal: the run record imports this, and
+the commands import the record through the pipeline; from cli/ that would be an import circle.
 """
 
 from __future__ import annotations
@@ -194,20 +197,16 @@ def _metric_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _places(result: Mapping[str, Any]) -> list[dict[str, str | None]]:
-    """Where the model, the predictions, the published folder and the MLflow run are."""
-    manifests = {stage["stage"]: stage.get("manifest") or {} for stage in result.get("stages", ())}
+    """Where the stages' results, the MLflow run and the storage are."""
     places: list[dict[str, str | None]] = []
 
     def add(what: str, url: str | None) -> None:
         if url:
             places.append({"what": what, "text": mask(url), "link": _link(url, result)})
 
-    for what, stage, folder in (("Model", "train", "model"), ("Predictions", "predict", "predictions")):
-        if url := manifests.get(stage, {}).get("url"):
-            add(what, posixpath.join(url, folder))
-    published = manifests.get("push-to-hub", {}).get("meta") or {}
-    add("Published", published.get("published_url"))
-    add("Prepared data", manifests.get("prepare-data", {}).get("url"))
+    for stage in result.get("stages", ()):
+        for label, url in (stage.get("places") or {}).items():
+            add(label.capitalize(), url)
     run_id = result.get("mlflow_run_id")
     if run_id:
         add("MLflow run", result.get("run_url"))

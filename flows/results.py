@@ -1,7 +1,8 @@
-"""What a pipeline run tells: one outcome per stage, and where the run can be looked at. No engine is imported here."""
+"""The result of a pipeline run: one outcome per stage, and where the run can be looked at. No engine is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -9,30 +10,29 @@ from trainer_lib.errors import TrainflowError
 
 Status = Literal["cached", "ran", "failed", "skipped"]
 
-STAGES = ("prepare-data", "train", "evaluate", "predict", "push-to-hub")
-_SHORT = {"prepare": "prepare-data", "publish": "push-to-hub"}
-
-
-def stage_name(name: str) -> str | None:
-    """The stage meant by `name` (`prepare` and `publish`, as the spec calls them, are understood); None if unknown."""
-    name = _SHORT.get(name, name)
-    return name if name in STAGES else None
-
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How one stage ended, and why it ran or did not."""
+    """How one stage ended.
+
+    Attributes:
+        reason: why it ran, was cached, failed or was skipped.
+        seconds: how long it took.
+        manifest: its committed result as `StageManifest.to_dict`; None when it has none.
+        places: label -> URL of what people look for in its result ("model").
+    """
 
     stage: str
     status: Status
     reason: str
     seconds: float = 0.0
     manifest: dict[str, Any] | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class PipelineResult:
-    """A pipeline run. A typed failure is held in `error` (`raise_for_error` raises it), never lost."""
+    """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it."""
 
     name: str
     pipeline_key: str
@@ -51,11 +51,11 @@ class PipelineResult:
         return self.error is None
 
     def outcome(self, stage: str) -> StageOutcome | None:
-        """The outcome of `stage`, or None if the run never came to it."""
+        """The outcome of `stage`; None if the run never reached it."""
         return next((outcome for outcome in self.stages if outcome.stage == stage), None)
 
     def raise_for_error(self) -> None:
-        """Raises the failure that ended the run, if one did."""
+        """Raise the failure that ended the run, if there is one."""
         if self.error is not None:
             raise self.error
 

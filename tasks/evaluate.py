@@ -32,7 +32,7 @@ def evaluate(
         The stage's manifest; its `metrics` are split -> name -> value.
     """
     return run_inference(
-        evaluate_key(config, context.recipe, context.root, data.content_digest, model.content_digest),
+        evaluate_key(config, context, data, model),
         config,
         context,
         data,

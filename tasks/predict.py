@@ -32,7 +32,7 @@ def predict(
         The stage's manifest: ``predictions/<split>/part-00000.parquet`` and so on; its facts are rows and split.
     """
     return run_inference(
-        predict_key(config, context.recipe, context.root, data.content_digest, model.content_digest),
+        predict_key(config, context, data, model),
         config,
         context,
         data,

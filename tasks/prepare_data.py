@@ -10,7 +10,6 @@ from tasks.stage.facts import PrepareFacts
 from tasks.stage.keys import prepare_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.sources import memory
 from tasks.stage.task import stage_task
 from tasks.stage.worker import common_fields, launch_request
 from trainer_lib.records import to_record
@@ -36,5 +35,5 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
         rows = {f"{name}_rows": split.rows for name, split in result.splits.items()}
         return StageOutput((*result.files, described), metrics=rows, facts=facts)
 
-    key = prepare_key(config, context.recipe, context.root, memory=memory(context.storage))
+    key = prepare_key(config, context)
     return run_stage(key, context, work, retries=config.retries)

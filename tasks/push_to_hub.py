@@ -11,14 +11,14 @@ from tasks.configs import PublishConfig
 from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import StageKey, stage_key, versions
+from tasks.stage.keys import publish_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
-from trainer_lib.hub.transport import open_hub, parse_target
+from trainer_lib.hub.transport import open_hub
 from trainer_lib.storage import FileEntry, Store
 
 STAGE = "push-to-hub"
@@ -49,7 +49,7 @@ def push_to_hub(
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     content = _content(config, name, inputs)
     to = config.to or Store.open(context.storage).child("hub", name).url
-    key = publish_key(config, name=name, data=data, model=model, evaluation=evaluation)
+    key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
         hub = open_hub(to, revision=config.revision, private=config.private)
@@ -63,36 +63,6 @@ def push_to_hub(
         return _problem(config, to, manifest.facts)
 
     return run_stage(key, context, work, retries=config.retries, inspect=inspect)
-
-
-def publish_key(
-    config: PublishConfig,
-    *,
-    name: str,
-    data: StageManifest,
-    model: StageManifest,
-    evaluation: StageManifest | None = None,
-) -> StageKey:
-    """push-to-hub: the target, what the card says, and the content digests and keys of the stages it stands on.
-
-    Raises:
-        ConfigError: the target's address is malformed.
-    """
-    inputs = _inputs(data, model, evaluation)
-    target = parse_target(config.to, revision=config.revision) if config.to else None
-    card = {key: getattr(config, key) for key in ("title", "description", "license", "tags", "base_model")}
-    return stage_key(
-        STAGE,
-        {
-            "name": name,
-            "to": target.url if target else f"hub/{name}",  # below the storage: no absolute path, which may move
-            "revision": target.revision if target else config.revision,
-            "card": card,
-            "inputs": {one.stage: one.content_digest for one in inputs},
-            "stage_keys": {one.stage: one.key for one in inputs},
-            "versions": versions(),
-        },
-    )
 
 
 def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest | None) -> list[StageManifest]:

@@ -7,7 +7,7 @@ from typing import Any
 from tasks.configs import TrainConfig
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.keys import train_key, world_size
+from tasks.stage.keys import train_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
@@ -29,14 +29,14 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
     """
     data = data.with_facts(PrepareFacts)
     config = config.with_launchers_arguments()
-    parsed = TrainingArguments.from_dict(config.args, prefix="train.args")
+    parsed = context.resolver.arguments(config.args, prefix="train.args")
     attempts: list[int] = []
 
     def work(attempt: StageAttempt) -> StageOutput:
         attempts.append(attempt.number)
         return _train(context, attempt, config, parsed, data)
 
-    key = train_key(config, context.recipe, context.root, data.content_digest)
+    key = train_key(config, context, data)
     halvings = max_halvings(parsed.per_device_train_batch_size)
     manifest = run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
     if not attempts:
@@ -53,7 +53,7 @@ def _train(
 ) -> StageOutput:
     request = TrainRequest(
         **model_fields(config, context, attempt, data),
-        args=sent_arguments(_arguments(config, attempt.batch_halvings, parsed)),
+        args=sent_arguments(_arguments(context, config, attempt.batch_halvings, parsed), context),
         model=config.model,
         train_split=config.train_split,
         eval_split=config.eval_split,
@@ -72,8 +72,8 @@ def _train(
     return StageOutput(result.files, metrics=result.metrics, facts=facts)
 
 
-def _arguments(config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:
+def _arguments(context: StageContext, config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:
     """The arguments of this attempt: the same global batch, however far memory reaches and many machines come."""
-    processes = world_size(config.launch, use_cpu=parsed.use_cpu)
+    processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
     varies = ":" in str(config.launch.nodes)
     return halve_training_batch(config.args, halvings, world_size=processes, varies=varies)

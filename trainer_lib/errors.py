@@ -50,6 +50,7 @@ class TrainflowError(Exception):
         exit_code: the exit code of a process that ends with this failure.
         retryable: whether the same work may succeed when it is tried again.
         title: the failure in a word or two, for a terminal.
+        partial_result: what the failed work did complete, when it is set: a `PipelineResult` for a pipeline run.
     """
 
     exit_code: ClassVar[int] = 1
@@ -76,6 +77,7 @@ class TrainflowError(Exception):
         self.rank = rank
         self.step = step
         self.details = None if details is None else mask(details)
+        self.partial_result: object = None
 
     def __str__(self) -> str:
         where = self.field or ""

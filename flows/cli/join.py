@@ -57,9 +57,6 @@ def follower_config(spec: PipelineSpec) -> LaunchConfig | None:
 
     The spec decides, or the environment of the launcher (Slurm, torchrun) that started this process.
     """
-    from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import check, from_settings
-
-    use_cpu = TrainingArguments.from_dict(spec.train.args).use_cpu
-    config = check(from_settings(spec.train.launch.model_dump()), use_cpu=use_cpu)
+    resolver = spec.resolver
+    config = resolver.launch(spec.train.launch, use_cpu=resolver.arguments(spec.train.args).use_cpu)
     return config if config.follows else None

@@ -24,16 +24,16 @@ from flows.cli.options import Debug, Json, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
-from flows.results import STAGES, PipelineResult, stage_name
+from flows.plan import explain, require_stage
+from flows.results import PipelineResult
 from flows.server.api import prefect_api, quiet_environment
 from flows.spec.spec import PipelineSpec, load_spec
+from tasks.stage.resolver import Resolver
 from trainer_lib.errors import (
-    ConfigError,
     Interrupted,
     Preempted,
     TrainflowError,
 )
-from trainer_lib.suggestions import nearest
 
 app = typer.Typer(
     name="trainflow",
@@ -99,12 +99,12 @@ def run(
     Interrupt it, kill it, pull the plug: the same command continues from the last commit.
     """
     quiet_environment()
-    parsed = load_spec(spec, overrides or [])
+    parsed = load_spec(spec, overrides or [], Resolver())
     if (follower := follower_config(parsed)) is not None:
         follow(follower, terminal.console(stderr=as_json))
         return
-    stages = {"only": _stage(only, "--only"), "start": _stage(start, "--from")}
-    forced = [stage for name in force or [] if (stage := _stage(name, "--force"))]
+    stages = {"only": require_stage(only, "--only"), "start": require_stage(start, "--from")}
+    forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     from trainer_lib.storage import Store
 
     Store.open(parsed.storage).ensure_writable()  # before an engine is started in vain
@@ -146,20 +146,6 @@ def _tell(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
     print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
 
 
-def _stage(name: str | None, option: str) -> str | None:
-    if name is None:
-        return None
-    if found := stage_name(name):
-        return found
-    near = nearest(name, STAGES)
-    raise ConfigError(
-        f"There is no such stage; there are {', '.join(STAGES)}.",
-        field=option,
-        value=name,
-        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
-    )
-
-
 def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
     """The command that opens the UI on the store this run used: only overrides that decide where that is."""
     deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in ("storage", "tracking", "name")]
@@ -169,9 +155,7 @@ def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
 @app.command()
 def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Say, stage by stage, whether its result is there and intact, and if not, what is different. Runs nothing."""
-    parsed = load_spec(spec, overrides or [])
-    from flows.why import explain
-
+    parsed = load_spec(spec, overrides or [], Resolver())
     reasons = explain(parsed)
     if as_json:
         print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})

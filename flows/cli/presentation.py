@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from rich.text import Text
@@ -21,7 +21,7 @@ from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
 
 if TYPE_CHECKING:
-    from flows.why import StageReason
+    from flows.plan import StageReason
 
 _KEPT_FAILURES = 50
 
@@ -67,11 +67,10 @@ def _why(outcome: StageOutcome) -> str:
 
 
 def _metrics(result: PipelineResult) -> list[Text]:
-    """One line per evaluated split."""
-    evaluated = result.outcome("evaluate")
-    manifest = (evaluated.manifest or {}) if evaluated is not None else {}
+    """One line per measured split, whichever stage measured it."""
     lines = []
-    for split, values in manifest.get("metrics", {}).items():
+    measured = [each.manifest["metrics"] for each in result.stages if each.manifest is not None]
+    for split, values in ((name, value) for metrics in measured for name, value in metrics.items()):
         if isinstance(values, Mapping):
             names = [name for name, value in values.items() if isinstance(value, int | float) and not _is_timing(name)]
             text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
@@ -88,34 +87,14 @@ def _number(value: float) -> str:
 
 
 def where(result: PipelineResult) -> dict[str, str]:
-    """Name -> place of what the run left: model, predictions, publication, report, MLflow run."""
+    """Name -> place of what the run left: what each stage made, the report, the MLflow run."""
     places: dict[str, str | None] = {}
-    if model := _manifest(result, "train"):
-        places["model"] = f"{model['url']}/model"
-    if predictions := _manifest(result, "predict"):
-        places["predictions"] = _predictions(predictions)
-    if published := _manifest(result, "push-to-hub"):
-        places["published"] = _published(published)
+    for outcome in result.stages:
+        places |= outcome.places
     places["report"] = result.report_url
     if result.mlflow_run_id:
         places["MLflow run"] = result.run_url or f"{result.mlflow_run_id} in {shown(result.tracking_uri or '')}"
     return {name: shown(place) for name, place in places.items() if place}
-
-
-def _manifest(result: PipelineResult, stage: str) -> dict[str, Any]:
-    outcome = result.outcome(stage)
-    return (outcome.manifest or {}) if outcome is not None and outcome.status in ("ran", "cached") else {}
-
-
-def _predictions(manifest: Mapping[str, Any]) -> str:
-    folders = {str(file["path"]).rpartition("/")[0] for file in manifest.get("files", ()) if "/" in str(file["path"])}
-    folder = min(folders, key=len, default="")
-    return f"{manifest['url']}/{folder}".rstrip("/")
-
-
-def _published(manifest: Mapping[str, Any]) -> str:
-    meta = manifest.get("meta", {})
-    return str(meta.get("published_url") or meta.get("target") or manifest["url"])
 
 
 def shown(place: str) -> str:

@@ -1,4 +1,4 @@
-"""What a spec's fields alone cannot tell: secrets in it, missing files, stores and arguments that do not exist.
+"""What a spec's fields alone do not show: secrets in it, missing files, stores and arguments that do not exist.
 
 No engine and no torch is imported, and nothing is written.
 """
@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.stages import all_stages
 from tasks.configs import LaunchSettings
+from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import nearest
@@ -47,38 +49,36 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
             )
 
 
-def check_spec(spec: PipelineSpec) -> None:
-    """Raises ConfigError for the first thing that would make the run fail later."""
-    _check_recipes(spec)
+def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
+    """Check everything about a spec that can be checked without running anything.
+
+    Raises:
+        ConfigError: the first thing that would make the run fail later.
+    """
+    _check_recipes(spec, resolver)
     _check_storage(spec)
-    _check_arguments(spec)
-    _check_launch("prepare.launch", spec.prepare.launch, {})
-    _check_launch("train.launch", spec.train.launch, spec.train.args)
-    for name, stage in (("evaluate", spec.evaluate), ("predict", spec.predict)):
-        if stage.launch is not None:
-            _check_launch(f"{name}.launch", stage.launch, {**spec.train.args, **stage.args})
+    _check_arguments(spec, resolver)
+    _check_launches(spec, resolver)
 
 
-def _check_recipes(spec: PipelineSpec) -> None:
-    from tasks.stage import closure as _closure
-    from tasks.stage import sources as _sources
+def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
+    from tasks.stage import sources
+    from tasks.stage.closure import top_level_names
 
-    stages = {"prepare": spec.prepare, "train": spec.train, "evaluate": spec.evaluate, "predict": spec.predict}
-    recipes = {"recipe": spec.recipe} | {f"{name}.recipe": s.recipe for name, s in stages.items() if s.recipe}
-    for field, recipe in recipes.items():
-        _closure.closure(recipe, spec.root, field=field)
-    for name, stage in stages.items():
-        field, recipe = (f"{name}.recipe", stage.recipe) if stage.recipe else ("recipe", spec.recipe)
-        function = "prepare" if name == "prepare" else "build_model"
-        names = _closure.top_level_names(Path(recipe))
-        if names is not None and function not in names:
+    resolver.closure(spec.recipe, spec.root)
+    for stage in all_stages():
+        own = getattr(stage.config(spec), "recipe", None)
+        field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
+        resolver.closure(recipe, spec.root, field=field)
+        names = top_level_names(Path(recipe))  # None: a star import may define anything
+        if stage.recipe_function is not None and names is not None and stage.recipe_function not in names:
             raise ConfigError(
-                f"There is no function '{function}' in it.",
+                f"The recipe has no function '{stage.recipe_function}'.",
                 field=field,
                 value=recipe,
-                remedy=f"Define {function}; docs/recipes.md shows its arguments.",
+                remedy=f"Define {stage.recipe_function}; docs/recipes.md shows its arguments.",
             )
-    _sources.check(spec.prepare.sources)
+    sources.check(spec.prepare.sources)
 
 
 def _check_storage(spec: PipelineSpec) -> None:
@@ -88,75 +88,92 @@ def _check_storage(spec: PipelineSpec) -> None:
     if store.is_local:
         folder = store.local_path()
         if folder.exists() and not folder.is_dir():
-            raise ConfigError("A file, not a folder.", field="storage", value=spec.storage, remedy="Choose a folder.")
+            raise ConfigError(
+                "The storage is a file, not a folder.", field="storage", value=spec.storage, remedy="Choose a folder."
+            )
     if spec.publish.enabled and spec.publish.to and not spec.publish.to.startswith("hf://"):
         Store.open(spec.publish.to, field="publish.to")
     if not spec.storage.startswith("memory://"):
         return
-    kinds = {"prepare": spec.prepare.launch, "train": spec.train.launch}
-    kinds |= {
-        "evaluate": spec.evaluate.launch or spec.train.launch,
-        "predict": spec.predict.launch or spec.train.launch,
-    }
-    for name, launch in kinds.items():
-        if launch.kind != "in_process":
+    for stage in all_stages():
+        launch = getattr(stage.config(spec), "launch", None)
+        if launch is not None and launch.kind != "in_process":
             raise ConfigError(
-                "memory:// lives inside one process, and the stages run in processes of their own.",
+                "A memory:// storage exists inside one process, and the stages run in processes of their own.",
                 field="storage",
                 value=spec.storage,
-                remedy=f"Choose a folder or another store, or set {name}.launch=in_process.",
+                remedy=f"Choose a folder or another store, or set {stage.section}.launch=in_process.",
             )
 
 
-def _check_arguments(spec: PipelineSpec) -> None:
-    from trainer_lib.arguments import TrainingArguments
-
-    for stage, args in (("train", spec.train.args), ("evaluate", spec.evaluate.args), ("predict", spec.predict.args)):
+def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
+    for stage in all_stages():
+        config = stage.config(spec)
+        if not hasattr(config, "args"):
+            continue
         for name, remedy in _DECIDED.items():
-            if args.get(name) is not None:
+            if config.args.get(name) is not None:
                 raise ConfigError(
-                    "The pipeline decides this.", field=f"{stage}.args.{name}", value=args[name], remedy=remedy
+                    "The pipeline decides this argument.",
+                    field=f"{stage.section}.args.{name}",
+                    value=config.args[name],
+                    remedy=remedy,
                 )
-        merged = {**spec.train.args, **args}
-        arguments = TrainingArguments.from_dict(merged, prefix=f"{stage}.args")
-        if stage == "train" and str(arguments.eval_strategy) != "no" and spec.train.eval_split is None:
-            raise ConfigError(
-                "Evaluation while training is asked for, but no split is named.",
-                field="train.eval_split",
-                remedy="Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no.",
-            )
+        resolver.arguments(config.args, prefix=f"{stage.section}.args")
+    train = resolver.arguments(spec.train.args)
+    if str(train.eval_strategy) != "no" and spec.train.eval_split is None:
+        raise ConfigError(
+            "Evaluation while training is switched on, but no split is named.",
+            field="train.eval_split",
+            remedy="Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no.",
+        )
 
 
-def _check_launch(field: str, settings: LaunchSettings, args: Mapping[str, Any]) -> None:
-    from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import check, from_settings
+def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
+    for stage in all_stages():
+        config = stage.config(spec)
+        settings = getattr(config, "launch", None)
+        if settings is None:
+            continue
+        field = f"{stage.section}.launch"
+        if not stage.several_machines:
+            _require_one_machine(settings, field)
+        use_cpu = hasattr(config, "args") and resolver.arguments(config.args).use_cpu
+        try:
+            resolver.launch(settings, use_cpu=use_cpu)
+        except ConfigError as error:
+            # The launcher names train's settings; this may be another stage's launch.
+            if error.field is not None and error.field.startswith("train.launch."):
+                error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"
+            raise
 
-    if field != "train.launch" and (str(settings.nodes) != "1" or settings.kind == "environment"):
+
+def _require_one_machine(settings: LaunchSettings, field: str) -> None:
+    if str(settings.nodes) != "1" or settings.kind == "environment":
         name = "nodes" if str(settings.nodes) != "1" else "kind"
         raise ConfigError(
-            "Several machines train; the other stages run on one.",
+            "Only train runs on several machines; the other stages run on one.",
             field=f"{field}.{name}",
             value=getattr(settings, name),
             remedy="Remove it here.",
         )
-    use_cpu = TrainingArguments.from_dict(args).use_cpu
-    try:
-        check(from_settings(settings.model_dump()), use_cpu=use_cpu)
-    except ConfigError as error:
-        if error.field is not None and error.field.startswith("train.launch."):
-            error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"
-        raise
 
 
 def check_splits(spec: PipelineSpec, prepared: Collection[str]) -> None:
-    """Raises ConfigError for a split that a later stage names and `prepare` has not made."""
-    named = [("train.train_split", spec.train.train_split), ("train.eval_split", spec.train.eval_split)]
-    if spec.evaluate.enabled:
-        named += [("evaluate.splits", split) for split in spec.evaluate.splits]
-    if spec.predict.enabled:
-        named.append(("predict.split", spec.predict.split))
+    """Check that every split which a later stage names was prepared.
+
+    Raises:
+        ConfigError: a split is missing.
+    """
+    named = [
+        (f"{stage.section}.{setting}", split)
+        for stage in all_stages()
+        if stage.is_enabled(spec)
+        for setting, splits in stage.splits(stage.config(spec)).items()
+        for split in splits
+    ]
     for field, split in named:
-        if split is None or split in prepared:
+        if split in prepared:
             continue
         near = nearest(split, list(prepared))
         raise ConfigError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 
 from flows.spec import checks as _checks
 from flows.spec.spec_file import parse_override_value, read_spec_file
@@ -27,6 +27,7 @@ from tasks.configs import (
     TrainConfig,
 )
 from tasks.stage.closure import find_root
+from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
 
 _PATHS = (
@@ -80,9 +81,29 @@ class PipelineSpec(Settings):
             }
         )
 
+    _resolver: Resolver | None = PrivateAttr(default=None)
+
+    @property
+    def resolver(self) -> Resolver:
+        """What the command that read this spec has worked out already; a new resolver for a spec of your own.
+
+        A spec in a notebook may outlive an edit of its recipe, so only `trainflow` itself hands its resolver on.
+        """
+        return self._resolver or Resolver()
+
+    def with_resolver(self, resolver: Resolver) -> PipelineSpec:
+        """A copy that carries `resolver` to the plan of this command."""
+        copy = self.model_copy()
+        copy._resolver = resolver
+        return copy
+
     def check(self) -> None:
-        """Raises ConfigError for what the fields alone cannot tell: missing files, unknown stores, bad arguments."""
-        _checks.check_spec(self)
+        """Check what the fields alone do not show: missing files, unknown stores, bad arguments.
+
+        Raises:
+            ConfigError: the first thing that would make the run fail later.
+        """
+        _checks.check_spec(self, self.resolver)
 
 
 @dataclass(frozen=True)
@@ -112,10 +133,13 @@ class _Source:
         return error
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> PipelineSpec:
+def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None) -> PipelineSpec:
     """The spec in a YAML or JSON file, with ``key=value`` overrides (``train.args.learning_rate=1e-3``) applied.
 
     Relative paths in the file start from the file's folder, those in overrides from the working directory.
+
+    Args:
+        resolver: given by a command that runs the spec at once: the check's results are used again by the run.
 
     Raises:
         ConfigError: anything wrong with the file, a key, a value, or what they point at. Nothing was started.
@@ -129,6 +153,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> PipelineSpec:
         _resolve_paths(raw, path.absolute().parent, source.overridden)
         spec = parse_spec(raw)
         spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
+        spec = spec if resolver is None else spec.with_resolver(resolver)
         spec.check()
     except ConfigError as error:
         raise source.locate(error) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
+from tasks.stage.resolver import Resolver
 from tasks.tracking import RunHandle
 
 
@@ -25,6 +27,8 @@ class StageContext:
         tracking: the MLflow run that the workers add their points to; None: no run.
         force: names of the stages whose committed result is discarded first ("train").
         debug: keep the workers' run files.
+        resolver: what was worked out once for this run: arguments, launches, closures.
+        stop: once set, every stage at work asks its workers to save and end, and raises `Interrupted`.
     """
 
     name: str
@@ -34,3 +38,5 @@ class StageContext:
     tracking: RunHandle | None = None
     force: frozenset[str] = frozenset()
     debug: bool = False
+    resolver: Resolver = field(default_factory=Resolver, repr=False, compare=False)
+    stop: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)

@@ -16,7 +16,6 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import halve_evaluation_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.worker import launch_request, model_fields, sent_arguments
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.requests import ModelRequest
 
 R = TypeVar("R")
@@ -46,11 +45,12 @@ def run_inference(
     def work(attempt: StageAttempt) -> StageOutput:
         asked = request(
             **model_fields(config, context, attempt, data),
-            args=sent_arguments(halve_evaluation_batch(config.args, attempt.batch_halvings)),
+            args=sent_arguments(halve_evaluation_batch(config.args, attempt.batch_halvings), context),
             model=model.facts.model,
             model_url=f"{model.url}/model",
         )
         return output(launch_request(asked, config.launch or LaunchSettings(), context, attempt))
 
-    batch_size = TrainingArguments.from_dict(config.args, prefix=f"{key.stage}.args").per_device_eval_batch_size
-    return run_stage(key, context, work, retries=config.retries, max_halvings=max_halvings(batch_size))
+    arguments = context.resolver.arguments(config.args, prefix=f"{key.stage}.args")
+    halvings = max_halvings(arguments.per_device_eval_batch_size)
+    return run_stage(key, context, work, retries=config.retries, max_halvings=halvings)

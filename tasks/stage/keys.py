@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, PrepareConfig, TrainConfig
-from tasks.stage.closure import closure
-from tasks.stage.sources import fingerprints
+from tasks.configs import EvaluateConfig, PredictConfig, PrepareConfig, PublishConfig, TrainConfig
+from tasks.stage.sources import memory
 from trainer_lib.errors import ConfigError
+from trainer_lib.hub.transport import parse_target
+
+if TYPE_CHECKING:
+    from tasks.stage.context import StageContext
+    from tasks.stage.manifest import StageManifest
 
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
@@ -125,84 +128,110 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
 # -- the stages' keys -------------------------------------------------------------------------------------------------
 
 
-def prepare_key(config: PrepareConfig, recipe: str, root: str | None, memory: Path | None = None) -> StageKey:
-    """prepare-data: options, sources, the recipe. `memory`: file that remembers the digests of local sources."""
+def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
+    """prepare-data: options, sources, the recipe."""
     return stage_key(
         "prepare-data",
         {
             "options": config.options,
             "shard_rows": config.shard_rows,
             "allow_nan": config.allow_nan,
-            "sources": fingerprints(config.sources, root=root, memory=memory),
-            "recipe": closure(config.recipe or recipe, root).files,
+            "sources": context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage)),
+            "recipe": _recipe_files(config.recipe, context),
         },
     )
 
 
-def train_key(config: TrainConfig, recipe: str, root: str | None, data: str) -> StageKey:
-    """train: model and arguments, the recipe, versions; `data` is the content digest of prepare-data's manifest."""
-    from trainer_lib.arguments import TrainingArguments, evaluation_matters, numeric_fields
+def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
+    """train: model and arguments, the recipe, versions, and the content of the prepared data."""
+    from trainer_lib.arguments import evaluation_matters, numeric_fields
 
-    args = TrainingArguments.from_dict(config.args, prefix="train.args")
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     return stage_key(
         "train",
         {
             "model": config.model,
             "options": config.options,
-            "args": numeric_fields(args, data_parallel_size=world_size(config.launch, use_cpu=args.use_cpu)),
+            "args": numeric_fields(args, data_parallel_size=launch.world_size),
             "train_split": config.train_split,
             "eval_split": config.eval_split if evaluation_matters(args) else None,
-            "data": data,
-            "recipe": closure(config.recipe or recipe, root).files,
+            "data": data.content_digest,
+            "recipe": _recipe_files(config.recipe, context),
             "versions": versions(),
         },
     )
 
 
-def evaluate_key(config: EvaluateConfig, recipe: str, root: str | None, data: str, model: str) -> StageKey:
-    """evaluate: splits and options, the recipe, versions; `data` and `model` are content digests of the inputs."""
+def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
+    """evaluate: splits and options, the recipe, versions, and the contents of data and model."""
     return stage_key(
         "evaluate",
         {
             "splits": config.splits,
             "options": config.options,
-            "args": _evaluation_fields(config.args, "evaluate.args"),
-            "data": data,
-            "model": model,
-            "recipe": closure(config.recipe or recipe, root).files,
+            "args": _evaluation_fields(config.args, context, "evaluate.args"),
+            "data": data.content_digest,
+            "model": model.content_digest,
+            "recipe": _recipe_files(config.recipe, context),
             "versions": versions(),
         },
     )
 
 
-def predict_key(config: PredictConfig, recipe: str, root: str | None, data: str, model: str) -> StageKey:
-    """predict: split and options, the recipe, versions; `data` and `model` are content digests of the inputs."""
+def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
+    """predict: split and options, the recipe, versions, and the contents of data and model."""
     return stage_key(
         "predict",
         {
             "split": config.split,
             "rows_per_file": config.rows_per_file,
             "options": config.options,
-            "args": _evaluation_fields(config.args, "predict.args"),
-            "data": data,
-            "model": model,
-            "recipe": closure(config.recipe or recipe, root).files,
+            "args": _evaluation_fields(config.args, context, "predict.args"),
+            "data": data.content_digest,
+            "model": model.content_digest,
+            "recipe": _recipe_files(config.recipe, context),
             "versions": versions(),
         },
     )
 
 
-def world_size(launch: LaunchSettings, *, use_cpu: bool = False) -> int:
-    """How many processes a launch will start on all machines; on the most there may be."""
-    from trainer_lib.launch import check, from_settings
+def publish_key(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest,
+    model: StageManifest,
+    evaluation: StageManifest | None = None,
+) -> StageKey:
+    """push-to-hub: the target, what the card says, and the content digests and keys of the stages it stands on.
 
-    return check(from_settings(launch.model_dump()), use_cpu=use_cpu).world_size
+    Raises:
+        ConfigError: the target's address is malformed.
+    """
+    inputs = [data, model, *([] if evaluation is None else [evaluation])]
+    target = parse_target(config.to, revision=config.revision) if config.to else None
+    card = {key: getattr(config, key) for key in ("title", "description", "license", "tags", "base_model")}
+    return stage_key(
+        "push-to-hub",
+        {
+            "name": context.name,
+            # A folder below the storage goes by its name: no absolute path, which may move.
+            "to": target.url if target else f"hub/{context.name}",
+            "revision": target.revision if target else config.revision,
+            "card": card,
+            "inputs": {one.stage: one.content_digest for one in inputs},
+            "stage_keys": {one.stage: one.key for one in inputs},
+            "versions": versions(),
+        },
+    )
 
 
-def _evaluation_fields(args: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    from trainer_lib.arguments import TrainingArguments
+def _recipe_files(recipe: str | None, context: StageContext) -> dict[str, str]:
+    return context.resolver.closure(recipe or context.recipe, context.root).files
 
-    every = TrainingArguments.from_dict(args, prefix=prefix).to_dict()
+
+def _evaluation_fields(args: Mapping[str, Any], context: StageContext, prefix: str) -> dict[str, Any]:
+    every = context.resolver.arguments(args, prefix=prefix).to_dict()
     return {name: every[name] for name in _EVALUATION_FIELDS if name in every}
 
 

@@ -12,7 +12,6 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.launch import check, from_settings, launch, nodes
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
@@ -42,9 +41,9 @@ def model_fields(
     return {**common, "tracking": context.tracking is not None, "data": prepared}
 
 
-def sent_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+def sent_arguments(args: Mapping[str, Any], context: StageContext) -> dict[str, Any]:
     """Training arguments as a request carries them: the launcher reads `use_cpu`, however a spec spells it."""
-    return {**args, "use_cpu": TrainingArguments.from_dict(args).use_cpu}
+    return {**args, "use_cpu": context.resolver.arguments(args).use_cpu}
 
 
 def launch_request(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> R:
@@ -60,7 +59,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
         env=tracking.worker_env() if tracking is not None else {},
         on_line=attempt.progress.line,
         on_event=attempt.progress.event,
-        should_cancel=_any(attempt.is_lost, _cancelled_in_prefect()),
+        should_cancel=_any(attempt.is_lost, context.stop.is_set, _cancelled_in_prefect()),
     )
 
 

@@ -78,7 +78,7 @@ MANY = str((os.cpu_count() or 1) + 1)
         ("recipe=absent.py", "absent.py", "no such file", "recipe's Python file"),
         ("recipe=broken.py", "broken.py", r"Not valid Python: .*line 2", "Correct the file"),
         ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),
-        ("storage=file", "file", "A file, not a folder", "Choose a folder"),
+        ("storage=file", "file", "is a file, not a folder", "Choose a folder"),
         ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),
         ("storage=/proc/trainflow", "/proc/trainflow", "Cannot write there", "another storage|permissions"),
         ("storage=/sys/trainflow", "/sys/trainflow", "Cannot write there", "another storage|permissions"),
@@ -150,7 +150,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
 
 def test_the_same_command_works_once_its_cause_is_repaired(ground: Ground) -> None:
     unwritable, nan, sound = ground.commands
-    assert "A file, not a folder" in told(unwritable, 2, "bad input")["why"]
+    assert "is a file, not a folder" in told(unwritable, 2, "bad input")["why"]
     rows = told(nan, 11, "bad data")
     assert "NaN in split 'train', row 7, column 'x'" in rows["why"]
     assert "prepare.allow_nan=true" in rows["do"]

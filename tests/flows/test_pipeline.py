@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flows.results import STAGES
-from flows.why import explain
+from flows.plan import explain
+from flows.stages import stage_names
 from tasks.stage import progress as _progress
 from tests.support.runs import ALL, ran, reason, run, spec_of
 from tests.support.toy import RECIPE
@@ -64,7 +64,7 @@ def test_prepares_options_run_everything(folder: Path) -> None:
     assert reason(result, "train").startswith("data changed")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", stage_names())
 def test_deleting_one_stage_runs_that_stage_only(folder: Path, stage: str) -> None:
     shutil.rmtree(folder / "store" / "stages" / stage)
     if stage == "push-to-hub":

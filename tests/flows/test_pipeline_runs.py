@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from flows.pipeline import run_pipeline
-from flows.results import STAGES, PipelineResult
+from flows.results import PipelineResult
 from flows.spec.spec import load_spec
+from flows.stages import stage_names
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import worker as _launching
@@ -39,7 +40,7 @@ def test_a_failure_comes_back_typed_and_leaves_nothing_that_counts_as_done(
     result = run(folder)
     assert type(result.error) is kind
     assert words in str(result.error)
-    failed = STAGES.index(stage)
+    failed = stage_names().index(stage)
     statuses = [outcome.status for outcome in result.stages]
     assert statuses == ["ran"] * failed + ["failed"] + ["skipped"] * (4 - failed)
     assert not list((folder / "store" / "stages" / stage).glob("*/COMMIT.json"))

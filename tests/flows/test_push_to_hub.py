@@ -12,9 +12,9 @@ import pytest
 from huggingface_hub import ModelCard, snapshot_download
 
 from tasks.configs import PublishConfig
-from tasks.push_to_hub import publish_key, push_to_hub
+from tasks.push_to_hub import push_to_hub
 from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import stage_key
+from tasks.stage.keys import publish_key, stage_key
 from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 from tests.support.hub_server import HubServer
 from trainer_lib.errors import ConfigError, StorageError
@@ -126,12 +126,12 @@ def test_another_model_is_another_revision(storage: str) -> None:
 
 def test_the_key_says_what_differs_and_holds_no_path(storage: str) -> None:
     inputs = _inputs(storage)
-    key = publish_key(PublishConfig(), name="digits", **inputs)
+    key = publish_key(PublishConfig(), _context(storage), **inputs)
     assert storage not in json.dumps(key.fields)
-    changed = publish_key(PublishConfig(license="mit"), name="digits", **inputs)
+    changed = publish_key(PublishConfig(license="mit"), _context(storage), **inputs)
     assert changed.fields["card"] != key.fields["card"]
     assert {name for name in key.fields if key.fields[name] != changed.fields[name]} == {"card"}
-    private = publish_key(PublishConfig(private=False), name="digits", **inputs)
+    private = publish_key(PublishConfig(private=False), _context(storage), **inputs)
     assert private.digest == key.digest  # says who may read it, not what it is
 
 

@@ -78,8 +78,12 @@ def _result(**more: Any) -> dict[str, Any]:
         ("train", "ran", "args.learning_rate: 0.001 -> 0.002", 61.0, {"metrics": {"train_loss": 0.31}}),
         ("evaluate", "ran", "model changed", 6.0, {"metrics": {"test": {"accuracy": 0.984}, "val": {"loss": 0.05}}}),
         ("predict", "skipped", "switched off in the spec", 0.0, None),
-        ("push-to-hub", "ran", "model changed", 0.6, {"meta": {"published_url": "https://hub.example/org/x"}}),
+        ("push-to-hub", "ran", "model changed", 0.6, {}),
     ]
+    places = {
+        "train": {"model": "/data/storage/stages/train/abab/model"},
+        "push-to-hub": {"published": "https://hub.example/org/x"},
+    }
     return {
         "name": "digits",
         "pipeline_key": "1234" * 16,
@@ -97,6 +101,7 @@ def _result(**more: Any) -> dict[str, Any]:
                 "reason": reason,
                 "seconds": seconds,
                 "manifest": None if facts is None else _manifest(stage, **facts),
+                "places": places.get(stage, {}),
             }
             for stage, status, reason, seconds, facts in stages
         ],
@@ -154,6 +159,7 @@ def test_remote_storage_is_named_and_not_linked() -> None:
     for stage in result["stages"]:
         if stage["manifest"]:
             stage["manifest"]["url"] = f"s3://bucket/stages/{stage['stage']}/abab"
+    result["stages"][1]["places"] = {"model": "s3://bucket/stages/train/abab/model"}
     page = Page(render_report(result, HISTORY))
     assert page.links == ["https://hub.example/org/x"]
     assert "s3://bucket/stages/train/abab/model" in page.words
@@ -163,7 +169,7 @@ def test_hostile_text_stays_text() -> None:
     result = _result(name="<script>alert(1)</script>", storage="https://me:s3cret@host/x")
     result["stages"][0]["reason"] = '"><img src=x onerror=alert(1)>'
     result["stages"][1]["manifest"]["metrics"] = {"<b>f1</b>": 0.5}
-    result["stages"][4]["manifest"]["meta"] = {"published_url": "javascript:alert(1)"}
+    result["stages"][4]["places"] = {"published": "javascript:alert(1)"}
     page = Page(render_report(result, [{"step": 1, "eval_<script>$x$": 1.0}, {"step": 2, "eval_<script>$x$": 2.0}]))
     assert {"script", "img", "b"}.isdisjoint(page.tags)
     assert "<b>f1</b>" in page.words

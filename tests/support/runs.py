@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flows.results import STAGES, PipelineResult
+from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec, load_spec
+from flows.stages import stage_names
 
 # Prefect, and with it flows.pipeline, reads the environment when it is imported: only inside functions, after the
 # sandbox of tests/conftest.py is in place.
 
 IN_PROCESS = ("prepare.launch=in_process", "train.launch=in_process")
-ALL = set(STAGES)
+ALL = set(stage_names())
 
 
 def spec_of(folder: Path, *overrides: str) -> PipelineSpec:

@@ -10,11 +10,17 @@ import pytest
 
 from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, PrepareConfig, TrainConfig
 from tasks.stage import keys as _keys
+from tasks.stage.context import StageContext
 from tasks.stage.keys import Difference, differences, stage_key
+from tasks.stage.manifest import StageManifest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 
-DATA, MODEL = "d" * 64, "m" * 64
+DATA, MODEL = (StageManifest(stage, "", "", letter * 64) for stage, letter in (("prepare-data", "d"), ("train", "m")))
+
+
+def at(recipe: str) -> StageContext:
+    return StageContext(name="toy", recipe=recipe, storage=".trainflow")
 
 
 @pytest.fixture
@@ -22,16 +28,16 @@ def recipe(tmp_path: Path) -> str:
     return str(project(tmp_path / "project").with_name("recipe.py"))
 
 
-def train_digest(recipe: str, processes: int = 1, data: str = DATA, **changes: Any) -> str:
+def train_digest(recipe: str, processes: int = 1, data: StageManifest = DATA, **changes: Any) -> str:
     args = {"per_device_train_batch_size": 8, **changes.pop("args", {})}
     launch = LaunchSettings(kind="auto", processes=processes)
-    return _keys.train_key(TrainConfig(args=args, launch=launch, **changes), recipe, None, data).digest
+    return _keys.train_key(TrainConfig(args=args, launch=launch, **changes), at(recipe), data).digest
 
 
 def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Path) -> None:
     recipes = [str(project(tmp_path / name).with_name("recipe.py")) for name in ("one", "two")]
     assert train_digest(recipes[0]) == train_digest(recipes[1])
-    keys = [_keys.prepare_key(PrepareConfig(sources=[recipe]), recipe, None) for recipe in recipes]
+    keys = [_keys.prepare_key(PrepareConfig(sources=[recipe]), at(recipe)) for recipe in recipes]
     assert keys[0].digest == keys[1].digest
     assert str(tmp_path) not in json.dumps(keys[0].fields)
 
@@ -46,7 +52,7 @@ def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Pa
         {"model": {"width": 3}},
         {"options": {"x": 1}},
         {"train_split": "other"},
-        {"data": "e" * 64},
+        {"data": StageManifest("prepare-data", "", "", "e" * 64)},
     ],
 )
 def test_what_changes_the_model_changes_the_train_key(recipe: str, changes: dict[str, Any]) -> None:
@@ -83,15 +89,15 @@ def test_versions_that_change_numerics_count(recipe: str, monkeypatch: pytest.Mo
     before = train_digest(recipe)
     monkeypatch.setattr(_keys, "NUMERICS", _keys.NUMERICS + 1)
     assert train_digest(recipe) != before
-    fields = _keys.train_key(TrainConfig(), recipe, None, DATA).fields
+    fields = _keys.train_key(TrainConfig(), at(recipe), DATA).fields
     assert set(fields["versions"]) == {"python", "torch", "numpy", "trainer_lib"}
-    assert "versions" not in _keys.prepare_key(PrepareConfig(), recipe, None).fields
+    assert "versions" not in _keys.prepare_key(PrepareConfig(), at(recipe)).fields
 
 
 def test_evaluate_and_predict_ignore_how_the_work_is_cut_up(recipe: str) -> None:
     def key(**args: Any) -> tuple[str, str]:
-        one = _keys.evaluate_key(EvaluateConfig(args=args), recipe, None, DATA, MODEL)
-        other = _keys.predict_key(PredictConfig(args=args), recipe, None, DATA, MODEL)
+        one = _keys.evaluate_key(EvaluateConfig(args=args), at(recipe), DATA, MODEL)
+        other = _keys.predict_key(PredictConfig(args=args), at(recipe), DATA, MODEL)
         return one.digest, other.digest
 
     assert key(per_device_eval_batch_size=3, learning_rate=1.0, num_train_epochs=9) == key()
@@ -102,9 +108,9 @@ def test_a_stage_with_a_recipe_of_its_own_does_not_follow_the_pipelines(recipe: 
     own = Path(recipe).with_name("metrics.py")
     own.write_text("def compute_metrics(p): return {}\n")
     config = EvaluateConfig(recipe=str(own))
-    before = _keys.evaluate_key(config, recipe, None, DATA, MODEL).digest
+    before = _keys.evaluate_key(config, at(recipe), DATA, MODEL).digest
     Path(recipe).write_text(Path(recipe).read_text() + "\nx = 1\n")
-    assert _keys.evaluate_key(config, recipe, None, DATA, MODEL).digest == before
+    assert _keys.evaluate_key(config, at(recipe), DATA, MODEL).digest == before
 
 
 def test_differences_are_told_by_field() -> None:
@@ -145,6 +151,6 @@ def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, m
     monkeypatch.setattr(launch, "devices", lambda _: 1)
     monkeypatch.setattr(launch, "cores", lambda: 2)
     config = TrainConfig(args={"use_cpu": True}, launch=LaunchSettings(processes=2))
-    assert _keys.train_key(config, recipe, None, DATA).fields["args"]["global_batch_size"] == 16
+    assert _keys.train_key(config, at(recipe), DATA).fields["args"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="device"):
-        _keys.train_key(config.model_copy(update={"args": {}}), recipe, None, DATA)
+        _keys.train_key(config.model_copy(update={"args": {}}), at(recipe), DATA)

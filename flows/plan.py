@@ -1,0 +1,278 @@
+"""The plan of one command: what each stage would do, and why. Nothing is run or written, and no torch is imported.
+
+    plan = Plan.of(spec)
+    plan.reasons["train"].reason        "args.learning_rate: 0.001 -> 0.0001"
+
+Training arguments, launches and source closures are worked out once, by the plan's resolver, and used by the check of
+the spec, the keys and the tasks. The key of a stage depends on what the stages before it made: it is known as far as
+their results are committed, and the flow finds the others as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from flows.spec import checks
+from flows.spec.spec import PipelineSpec
+from flows.stages import Stage, all_stages, find_stage, stage_names
+from tasks.stage import manifest as _manifests
+from tasks.stage.closure import find_root
+from tasks.stage.context import StageContext
+from tasks.stage.keys import Difference, StageKey, stage_key
+from tasks.stage.manifest import StageManifest
+from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import nearest
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.launch import LaunchConfig
+
+
+@dataclass(frozen=True)
+class StageReason:
+    """What would happen to one stage, and why.
+
+    Attributes:
+        hit: whether its result is committed and intact.
+        key: its content key; None: not known before its inputs are.
+        nearest: folder of the earlier run that differs least.
+        differences: the fields of the key in which that run differs.
+        manifest: the committed result, for a hit.
+    """
+
+    stage: str
+    hit: bool
+    reason: str
+    key: str | None = None
+    nearest: str | None = None
+    differences: tuple[Difference, ...] = ()
+    manifest: StageManifest | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return this as plain JSON, without the manifest."""
+        changed = [vars(difference) for difference in self.differences]
+        plain = {name: getattr(self, name) for name in ("stage", "hit", "reason", "key", "nearest")}
+        return {**plain, "differences": changed}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage that the spec has switched on.
+
+    Attributes:
+        stage: its row in the stage table.
+        config: its settings, with what it takes over from train filled in.
+        arguments: its training arguments; None: it takes none.
+        launch: how its workers are started on this machine; None: it starts none.
+    """
+
+    stage: Stage
+    config: Any
+    arguments: TrainingArguments | None
+    launch: LaunchConfig | None
+
+    def has_devices_apart_from(self, other: StagePlan) -> bool:
+        """Whether both stages name GPUs of their own, so that they can run at the same time.
+
+        A stage that names no devices uses all of them, and every stage on a CPU shares the cores: such stages run one
+        after the other. So do those of kind in_process, which share the process.
+        """
+        if self._is_on_cpu or other._is_on_cpu or self.launch is None or other.launch is None:
+            return False
+        if "in_process" in (self.launch.kind, other.launch.kind):
+            return False
+        ours, theirs = self.launch.devices or (), other.launch.devices or ()
+        # An index and a UUID may name one GPU, and an index means another GPU in another order.
+        comparable = len({type(device) for device in (*ours, *theirs)}) == 1
+        in_one_order = self.launch.device_order == other.launch.device_order
+        return bool(ours and theirs) and comparable and in_one_order and set(ours).isdisjoint(theirs)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.arguments is not None and self.arguments.use_cpu
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one command does with a spec.
+
+    Attributes:
+        spec: the spec, with its root filled in.
+        context: what its stages share; without the MLflow run, which is opened later.
+        stages: the stages that are switched on, by name, in their order.
+        only: the one stage to run; None: all.
+        start: the stage to begin with; None: the first.
+    """
+
+    spec: PipelineSpec
+    context: StageContext
+    stages: Mapping[str, StagePlan]
+    only: str | None = None
+    start: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: PipelineSpec,
+        *,
+        only: str | None = None,
+        start: str | None = None,
+        force: Sequence[str] = (),
+        debug: bool = False,
+    ) -> Plan:
+        """Check a spec and plan it. Reads the recipe, not the storage.
+
+        Raises:
+            ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage.
+        """
+        only, start = require_stage(only, "--only"), require_stage(start, "--from")
+        forced = {require_stage(name, "--force") for name in force} - {None}
+        if spec.root is None:
+            spec = spec.model_copy(update={"root": str(find_root(spec.recipe))})
+        resolver = spec.resolver
+        checks.check_spec(spec, resolver)
+        context = StageContext(
+            name=spec.name,
+            recipe=spec.recipe,
+            storage=spec.storage,
+            root=spec.root,
+            force=frozenset(name for name in forced if name),
+            debug=debug,
+            resolver=resolver,
+        )
+        enabled = [stage for stage in all_stages() if stage.is_enabled(spec)]
+        return cls(spec, context, {stage.name: _plan_stage(stage, spec, context) for stage in enabled}, only, start)
+
+    @cached_property
+    def pipeline_key(self) -> str:
+        """What a run of this spec is found again by: everything in it that is known before any stage has run."""
+        unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
+        fields = {name: self.key_of(name, unknown).digest for name in self.stages}
+        return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
+
+    @cached_property
+    def reasons(self) -> Mapping[str, StageReason]:
+        """For each stage that is switched on: is its result committed and intact, and if not, what differs?
+
+        Raises:
+            ConfigError: a source or the recipe cannot be read.
+            StorageError: the storage cannot be read.
+        """
+        found: dict[str, StageReason] = {}
+        committed: dict[str, StageManifest] = {}
+        for name in self.stages:
+            found[name] = self._explain(name, committed)
+            manifest = found[name].manifest
+            if manifest is not None:
+                committed[name] = manifest
+        return found
+
+    def key_of(self, name: str, manifests: Mapping[str, StageManifest]) -> StageKey:
+        """The content key of a stage, given the manifests of the stages that it takes."""
+        plan = self.stages[name]
+        return plan.stage.key(plan.config, self.context, **plan.stage.choose_inputs(manifests))
+
+    def is_wanted(self, name: str) -> bool:
+        """Whether this command runs the stage, unless its result is committed."""
+        if name not in self.stages:
+            return False
+        if self.only is not None:
+            return name == self.only
+        names = stage_names()
+        return self.start is None or names.index(name) >= names.index(self.start)
+
+    def require_committed(self) -> None:
+        """Check that what lies before `only` or `start` has been run.
+
+        Raises:
+            ConfigError: a stage before it has no committed result.
+        """
+        first = self.only or self.start
+        row = find_stage(first) if first is not None else None
+        if row is None:
+            return
+        for name in row.inputs.values():
+            reason = self.reasons.get(name)
+            if reason is not None and not reason.hit:
+                raise ConfigError(
+                    f"{name} comes before it and has no committed result: {reason.reason}.",
+                    field="--only" if self.only else "--from",
+                    value=first,
+                    remedy="Run without it once, or begin earlier.",
+                )
+
+    def groups(self) -> list[list[str]]:
+        """All stages in their order, those that run at the same time in one list.
+
+        Stages share a list when neither takes the other's result and each names GPUs of its own.
+        """
+        groups: list[list[str]] = []
+        for stage in all_stages():
+            if groups and all(self._can_run_beside(stage, name) for name in groups[-1]):
+                groups[-1].append(stage.name)
+            else:
+                groups.append([stage.name])
+        return groups
+
+    def _can_run_beside(self, stage: Stage, earlier: str) -> bool:
+        one, other = self.stages.get(stage.name), self.stages.get(earlier)
+        if one is None or other is None or earlier in stage.inputs.values():
+            return False
+        return one.has_devices_apart_from(other)
+
+    def _explain(self, name: str, committed: Mapping[str, StageManifest]) -> StageReason:
+        inputs = self.stages[name].stage.inputs.values()
+        missing = [each for each in inputs if each in self.stages and each not in committed]
+        if missing:
+            return StageReason(name, False, f"{missing[0]} runs first; if its result is the same, this is kept")
+        key = self.key_of(name, committed)
+        manifest, damage = _manifests.look_up(_manifests.stage_store(self.spec.storage, key))
+        if manifest is not None:
+            return StageReason(name, True, f"committed {manifest.created}", key.digest, manifest=manifest)
+        if damage is not None:
+            return StageReason(name, False, f"its result is damaged: {damage}", key.digest)
+        miss = _manifests.explain_miss(self.spec.storage, key)
+        return StageReason(name, False, miss.reason, key.digest, miss.nearest, miss.differences)
+
+
+def explain(spec: PipelineSpec) -> list[StageReason]:
+    """What would happen to each stage that the spec has switched on, and why.
+
+    Raises:
+        ConfigError: the check of the spec fails, or a source cannot be read.
+        StorageError: the storage cannot be read.
+    """
+    return list(Plan.of(spec).reasons.values())
+
+
+def require_stage(name: str | None, option: str) -> str | None:
+    """The full name of the stage that `name` means; None for None.
+
+    Raises:
+        ConfigError: about `option`: there is no such stage.
+    """
+    if name is None:
+        return None
+    if (stage := find_stage(name)) is not None:
+        return stage.name
+    near = nearest(name, stage_names())
+    raise ConfigError(
+        f"There is no such stage; there are {', '.join(stage_names())}.",
+        field=option,
+        value=name,
+        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
+    )
+
+
+def _plan_stage(stage: Stage, spec: PipelineSpec, context: StageContext) -> StagePlan:
+    config = stage.config(spec)
+    arguments, launch = None, None
+    if hasattr(config, "args"):
+        arguments = context.resolver.arguments(config.args, prefix=f"{stage.section}.args")
+    if hasattr(config, "launch"):
+        use_cpu = arguments is not None and arguments.use_cpu
+        launch = context.resolver.launch(config.launch, use_cpu=use_cpu)
+    return StagePlan(stage, config, arguments, launch)

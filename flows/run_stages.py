@@ -1,0 +1,162 @@
+"""The stages of one run: called one after the other, or submitted together where each has GPUs of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from flows.plan import Plan, StagePlan
+from flows.results import StageOutcome, Status
+from flows.run_record import RunRecord
+from flows.spec.checks import check_splits
+from flows.stages import stage_names
+from tasks.stage import progress
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.track import track_stage
+from trainer_lib.errors import ConfigError, TrainflowError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+    from prefect.futures import PrefectFuture
+
+
+def run_stages(plan: Plan, record: RunRecord) -> None:
+    """Run every stage that the plan wants, and add the outcome of every stage to the record's result.
+
+    Raises:
+        TrainflowError: the failure of the first stage that failed. Stages that ran beside it have ended, too: their
+            results are committed.
+    """
+    run = _StageRun(plan, record)
+    for group in plan.groups():
+        for name in group:
+            if not plan.is_wanted(name):
+                run.leave_out(name)
+        wanted = [plan.stages[name] for name in group if plan.is_wanted(name)]
+        if len(wanted) > 1:
+            run.run_together(wanted)
+        elif wanted:
+            run.run_alone(wanted[0])
+
+
+class _StageRun:
+    """The manifests and the outcomes of one run, as the stages end."""
+
+    def __init__(self, plan: Plan, record: RunRecord) -> None:
+        self._plan = plan
+        self._result = record.result
+        self._handle = record.handle
+        self._context = replace(plan.context, tracking=record.handle)
+        self._manifests: dict[str, StageManifest] = {}
+
+    def run_alone(self, plan: StagePlan) -> None:
+        """Call one stage's task."""
+        started = datetime.now(UTC)
+        try:
+            state = plan.stage.load_task()(plan.config, self._context, **self._inputs(plan), return_state=True)
+        except BaseException as error:  # Ctrl-C or SIGTERM: what a stage raises by itself comes in its state
+            self._note_failure(plan, error, started)
+            self._skip_rest(f"{plan.stage.name} failed")
+            raise
+        self._note_ends([plan], [state], started)
+
+    def run_together(self, plans: Sequence[StagePlan]) -> None:
+        """Submit stages that need nothing of each other, and wait for all of them, also when one fails."""
+        started = datetime.now(UTC)
+        futures: list[PrefectFuture[Any]] = []
+        try:
+            for plan in plans:
+                futures.append(plan.stage.load_task().submit(plan.config, self._context, **self._inputs(plan)))
+            for future in futures:
+                future.wait()
+        except BaseException as interrupt:
+            # A signal reaches this thread alone. The launchers wait in the stages' threads: they see the flag, ask
+            # their workers to save, and end; leaving before that would orphan the workers.
+            self._context.stop.set()
+            for future in futures:
+                future.wait()
+            try:
+                self._note_ends(plans, [future.state for future in futures], started)
+            except TrainflowError as stopped:
+                raise interrupt from stopped
+            raise
+        self._note_ends(plans, [future.state for future in futures], started)
+
+    def leave_out(self, name: str) -> None:
+        """Note a stage that this command does not run; its committed result, if there is one, feeds the others."""
+        reason = self._plan.reasons.get(name)
+        if reason is None:
+            self._note(name, "skipped", "switched off in the spec")
+        elif reason.manifest is None:
+            chosen = f"only {self._plan.only}" if self._plan.only else f"starts with {self._plan.start}"
+            self._note(name, "skipped", chosen)
+        else:
+            self._note(name, "cached", reason.reason, manifest=reason.manifest)
+            self._keep(reason.manifest, ran=False)
+
+    def _inputs(self, plan: StagePlan) -> dict[str, StageManifest | None]:
+        return plan.stage.choose_inputs(self._manifests)
+
+    def _note_ends(self, plans: Sequence[StagePlan], states: Sequence[State[Any]], started: datetime) -> None:
+        """Note how each stage ended; then raise the first failure."""
+        failures: list[tuple[str, BaseException]] = []
+        for plan, state in zip(plans, states, strict=False):
+            ended = state.result(raise_on_failure=False)
+            if isinstance(ended, StageManifest):
+                self._note_success(plan, state, ended, started)
+                continue
+            self._note_failure(plan, ended, started)
+            failures.append((plan.stage.name, ended))
+        if failures:
+            self._skip_rest(f"{failures[0][0]} failed")
+            raise failures[0][1]
+
+    def _note_success(self, plan: StagePlan, state: State[Any], manifest: StageManifest, started: datetime) -> None:
+        cached = state.name == "Cached"
+        reason = f"committed {manifest.created}" if cached else manifest.reason
+        status: Status = "cached" if cached else "ran"
+        seconds = (state.timestamp - started).total_seconds()
+        self._note(plan.stage.name, status, reason, max(seconds, 0.0), manifest)
+        self._keep(manifest, ran=not cached)
+
+    def _note_failure(self, plan: StagePlan, error: BaseException, started: datetime) -> None:
+        why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__
+        self._note(plan.stage.name, "failed", why, (datetime.now(UTC) - started).total_seconds())
+
+    def _keep(self, manifest: StageManifest, *, ran: bool) -> None:
+        """Hand a manifest to the stages that follow, and log it to the MLflow run."""
+        self._manifests[manifest.stage] = manifest
+        if isinstance(manifest.facts, PrepareFacts):
+            self._check_splits(manifest.facts)
+        if self._handle is None:
+            return
+        facts = (each.facts for each in self._manifests.values())
+        step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
+        track_stage(self._handle, manifest, step=step or 0)
+        self._plan.stages[manifest.stage].stage.track(self._handle, manifest, ran)
+
+    def _check_splits(self, facts: PrepareFacts) -> None:
+        """Refuse a split that the data does not have now, not after the training that comes before its use."""
+        try:
+            check_splits(self._plan.spec, facts.splits)
+        except ConfigError:
+            self._skip_rest("the spec names a split that was not prepared")
+            raise
+
+    def _skip_rest(self, why: str) -> None:
+        for name in stage_names():
+            if self._result.outcome(name) is None:
+                self._note(name, "skipped", why)
+
+    def _note(
+        self, name: str, status: Status, reason: str, seconds: float = 0.0, manifest: StageManifest | None = None
+    ) -> None:
+        record, places = None, {}
+        if manifest is not None:
+            record, places = manifest.to_dict(), dict(self._plan.stages[name].stage.places(manifest))
+        self._result.stages.append(StageOutcome(name, status, reason, round(seconds, 3), record, places))
+        if status == "skipped":
+            progress.publish({"event": "stage", "stage": name, "status": status, "reason": reason})

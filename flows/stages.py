@@ -1,0 +1,172 @@
+"""The stage table: one row for each stage of the pipeline, in the order in which they run.
+
+Whatever depends on which stages exist reads this table: the plan, the checks of a spec, the flow, MLflow, the summary
+and the report. A new stage is one row here, one task in `tasks/`, and one verb in `trainer_lib/worker` if it needs
+workers; its settings belong in `tasks/configs` and in the spec.
+
+Importing the table imports neither Prefect nor MLflow nor torch, so a spec is refused before any of them is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tasks.stage import keys
+from tasks.stage.facts import PublishFacts
+from tasks.stage.keys import StageKey
+from tasks.stage.manifest import StageManifest
+from tasks.stage.track import track_evaluation, track_model, track_publication, track_splits
+
+if TYPE_CHECKING:
+    from flows.spec.spec import PipelineSpec
+    from tasks.tracking import RunHandle
+
+
+def _no_splits(config: Any) -> dict[str, list[str]]:
+    return {}
+
+
+def _no_places(manifest: StageManifest) -> dict[str, str]:
+    return {}
+
+
+def _not_tracked(handle: RunHandle, manifest: StageManifest, ran: bool) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the table.
+
+    Attributes:
+        name: the stage's name, on the command line and in the storage.
+        section: its section of the spec; also understood on the command line.
+        config: returns the stage's settings from a spec.
+        task: the task as ``module:name``; imported when it is first called, because it brings Prefect.
+        key: the stage's content key. Called with the task's own parameters.
+        inputs: parameter of the task -> the stage whose manifest it takes; None is passed for a stage switched off.
+        recipe_function: the function that the recipe must define for this stage; None: none.
+        several_machines: whether more than one machine can take part.
+        splits: returns setting -> names of the splits that it asks of the prepared data.
+        places: returns label -> URL of what people look for in the stage's result.
+        track: logs to MLflow what only this stage has, beside its metrics; the last argument is False for a cached one.
+    """
+
+    name: str
+    section: str
+    config: Callable[[PipelineSpec], Any]
+    task: str
+    key: Callable[..., StageKey]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    recipe_function: str | None = None
+    several_machines: bool = False
+    splits: Callable[[Any], Mapping[str, list[str]]] = _no_splits
+    places: Callable[[StageManifest], Mapping[str, str]] = _no_places
+    track: Callable[[RunHandle, StageManifest, bool], None] = _not_tracked
+
+    def is_enabled(self, spec: PipelineSpec) -> bool:
+        """Whether the spec has this stage switched on; a stage without such a setting always is."""
+        return bool(getattr(self.config(spec), "enabled", True))
+
+    def choose_inputs(self, manifests: Mapping[str, StageManifest]) -> dict[str, StageManifest | None]:
+        """The task's parameters that take other stages' manifests; None for a stage that has none here."""
+        return {parameter: manifests.get(stage) for parameter, stage in self.inputs.items()}
+
+    def load_task(self) -> Any:
+        """The Prefect task. The first call imports Prefect."""
+        module, _, name = self.task.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def _train_splits(config: Any) -> dict[str, list[str]]:
+    evaluated = {} if config.eval_split is None else {"eval_split": [config.eval_split]}
+    return {"train_split": [config.train_split], **evaluated}
+
+
+def _predictions(manifest: StageManifest) -> dict[str, str]:
+    """The folder of the predicted split, or the one above several."""
+    folders = {entry.path.rpartition("/")[0] for entry in manifest.files if "/" in entry.path}
+    return {"predictions": f"{manifest.url}/{min(folders, key=len, default='')}".rstrip("/")}
+
+
+def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
+    return {"published": manifest.facts.published_url}
+
+
+_DATA_AND_MODEL = {"data": "prepare-data", "model": "train"}
+
+TABLE: tuple[Stage, ...] = (
+    Stage(
+        name="prepare-data",
+        section="prepare",
+        config=lambda spec: spec.prepare,
+        task="tasks.prepare_data:prepare_data",
+        key=keys.prepare_key,
+        recipe_function="prepare",
+        places=lambda manifest: {"data": manifest.url},
+        track=track_splits,
+    ),
+    Stage(
+        name="train",
+        section="train",
+        config=lambda spec: spec.train,
+        task="tasks.train:train",
+        key=keys.train_key,
+        inputs={"data": "prepare-data"},
+        recipe_function="build_model",
+        several_machines=True,
+        splits=_train_splits,
+        places=lambda manifest: {"model": f"{manifest.url}/model"},
+        track=track_model,
+    ),
+    Stage(
+        name="evaluate",
+        section="evaluate",
+        config=lambda spec: spec.evaluate_config(),
+        task="tasks.evaluate:evaluate",
+        key=keys.evaluate_key,
+        inputs=_DATA_AND_MODEL,
+        recipe_function="build_model",
+        splits=lambda config: {"splits": config.splits},
+        track=track_evaluation,
+    ),
+    Stage(
+        name="predict",
+        section="predict",
+        config=lambda spec: spec.predict_config(),
+        task="tasks.predict:predict",
+        key=keys.predict_key,
+        inputs=_DATA_AND_MODEL,
+        recipe_function="build_model",
+        splits=lambda config: {"split": [config.split]},
+        places=_predictions,
+    ),
+    Stage(
+        name="push-to-hub",
+        section="publish",
+        config=lambda spec: spec.publish,
+        task="tasks.push_to_hub:push_to_hub",
+        key=keys.publish_key,
+        inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},
+        places=_published,
+        track=track_publication,
+    ),
+)
+
+
+def all_stages() -> tuple[Stage, ...]:
+    """The rows, in the order in which the stages run."""
+    return TABLE
+
+
+def stage_names() -> tuple[str, ...]:
+    """The names of the stages, in their order."""
+    return tuple(stage.name for stage in TABLE)
+
+
+def find_stage(name: str) -> Stage | None:
+    """The stage called `name`, or whose section of the spec is called so; None if there is none."""
+    return next((stage for stage in TABLE if name in (stage.name, stage.section)), None)

@@ -1,0 +1,86 @@
+"""What several stages, checks and keys of one command ask for: worked out once, then remembered.
+
+The training arguments of a stage, its launch on this machine and the source closure of its recipe are needed by the
+check of the spec, by the content keys and by the tasks. One `Resolver` serves one command, so an edited recipe is read
+again by the next one; nothing is remembered between commands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tasks.configs import LaunchSettings
+from tasks.stage.closure import Closure, closure
+from tasks.stage.sources import fingerprints
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.launch import LaunchConfig
+
+T = TypeVar("T")
+
+
+class Resolver:
+    """Arguments, launches, closures and source digests of one command. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, ...], Any] = {}
+
+    def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
+        """The training arguments with these settings; shared, so do not change them.
+
+        Args:
+            prefix: where the settings stand in the spec, for the message of an error.
+
+        Raises:
+            ConfigError: an unknown argument, or a value that it does not take.
+        """
+        from trainer_lib.arguments import TrainingArguments
+
+        return self._once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
+
+    def launch(self, settings: LaunchSettings, *, use_cpu: bool) -> LaunchConfig:
+        """A launch with every "auto" resolved for this machine.
+
+        Raises:
+            ConfigError: this machine cannot launch it.
+        """
+        from trainer_lib.launch import check, from_settings
+
+        plain = settings.model_dump()
+        return self._once(("launch", _text(plain), str(use_cpu)), lambda: check(from_settings(plain), use_cpu=use_cpu))
+
+    def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
+        """The files that a recipe consists of.
+
+        Args:
+            field: the setting that names the recipe, for the message of an error.
+
+        Raises:
+            ConfigError: the recipe is not a Python file, or a file that it imports has a syntax error.
+        """
+        key = ("closure", str(recipe), "" if root is None else str(root))
+        return self._once(key, lambda: closure(recipe, root, field=field))
+
+    def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:
+        """A label and a digest of each declared source of the data; see `tasks.stage.sources.fingerprints`.
+
+        Raises:
+            ConfigError: a source does not exist. StorageError: it cannot be read.
+        """
+        key = ("sources", _text(list(sources)), root or "", str(memory))
+        return self._once(key, lambda: fingerprints(sources, root=root, memory=memory))
+
+    def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
+        # Two threads may compute the same value; both then use the one that was stored first.
+        if key not in self._found:
+            self._found.setdefault(key, compute())
+        found: T = self._found[key]
+        return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)

@@ -1,0 +1,74 @@
+"""What each stage adds to the MLflow run of its pipeline: called by the flow, also for a cached stage.
+
+So every run is whole. Only the model is not copied again where an earlier run, which this one links to, has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.tracking import RunHandle, log_dataset, log_file, log_folder, log_metrics, set_tags
+
+_ARTIFACT_BYTES = 64 << 20
+"""Files of an evaluation larger than this stay on the storage alone."""
+
+
+def track_stage(handle: RunHandle, manifest: StageManifest, *, step: int) -> None:
+    """Log what every stage has: its key as a tag, and its metrics.
+
+    Args:
+        step: the optimizer step that the metrics belong to.
+    """
+    tags = {f"trainflow.{manifest.stage}": manifest.key[:16]}
+    if manifest.batch_halvings:
+        text = f"memory ran out: batch halved {manifest.batch_halvings} times"
+        tags[f"trainflow.{manifest.stage}.rung"] = text
+    set_tags(handle, tags)
+    log_metrics(handle, flatten_metrics(manifest.metrics), step)
+
+
+def track_splits(handle: RunHandle, manifest: StageManifest[PrepareFacts], ran: bool) -> None:
+    """Log every prepared split as an input dataset of the run."""
+    for name, split in manifest.facts.splits.items():
+        log_dataset(
+            handle,
+            name=name,
+            url=manifest.store().url,
+            digest=manifest.content_digest,
+            context=name,
+            schema=split.columns,
+            profile={"rows": split.rows},
+        )
+
+
+def track_model(handle: RunHandle, manifest: StageManifest[TrainFacts], ran: bool) -> None:
+    """Log the model's folder, unless the run that trained it has it already."""
+    if ran or not manifest.facts.mlflow_run_id:
+        log_folder(handle, manifest.store().child("model"), "model")
+
+
+def track_evaluation(handle: RunHandle, manifest: StageManifest, ran: bool) -> None:
+    """Log the files of an evaluation (reports, figures) as artifacts."""
+    for entry in manifest.files:
+        if entry.size <= _ARTIFACT_BYTES:
+            log_file(handle, manifest.store().read_bytes(entry.path), f"evaluate/{entry.path}")
+
+
+def track_publication(handle: RunHandle, manifest: StageManifest[PublishFacts], ran: bool) -> None:
+    """Tag the run with the address and the content digest of the publication."""
+    tags = {"url": manifest.facts.published_url, "digest": manifest.facts.published_digest}
+    set_tags(handle, {f"trainflow.published_{name}": value for name, value in tags.items()})
+
+
+def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as MLflow takes them: those of a split are named ``<split>_<name>``; texts are left out."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}_{inner}": number for inner, number in flatten_metrics(value).items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[name] = float(value)
+    return flat
