@@ -130,7 +130,7 @@ def test_split_batches_divides_the_batch_among_the_processes(tmp_path: Path) -> 
     assert first[3] == [3, 3, 3, 3] and second[3][:3] == [3, 3, 3]
     assert first[4] == [2] * 6 and second[4] == [2] * 5
     said = run_distributed(_refused, 2, str(tmp_path / "odd"))
-    assert "per_device_train_batch_size = 5: cannot be divided among 2 processes" in said[0]
+    assert "per_device_train_batch_size = 5: The batch cannot be divided among 2 processes" in said[0]
 
 
 def _configured(folder: str, formed: bool) -> str:

@@ -69,17 +69,19 @@ class BatchSettings:
         for key in values:
             if key not in ACCELERATOR_KEYS:
                 remedy = suggestion(str(key), ACCELERATOR_KEYS)
-                raise ConfigError("is not one of its settings.", field=_FIELD, value=str(key), remedy=remedy)
+                raise ConfigError("There is no such setting.", field=_FIELD, value=str(key), remedy=remedy)
         group = values.pop(_ACCUMULATION, None) or {}
         if not isinstance(group, Mapping):
             raise ConfigError(
-                "is no mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy="Give a mapping."
+                "This is not a mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy="Give a mapping."
             )
         flags = {name: _flag(name, value) for name, value in values.items()}
         flags |= {f"{_ACCUMULATION}.{name}": _accumulation_flag(name, value) for name, value in group.items()}
         for name, (served, why, remedy) in _ONLY.items():
             if flags.get(name) not in (None, served):
-                raise ConfigError(f"cannot be served: {why}", field=f"{_FIELD}.{name}", value=not served, remedy=remedy)
+                raise ConfigError(
+                    f"This setting is not supported: {why}", field=f"{_FIELD}.{name}", value=not served, remedy=remedy
+                )
         non_blocking = flags.get("non_blocking")
         return cls(
             split_batches=bool(flags.get("split_batches")),
@@ -94,7 +96,7 @@ class BatchSettings:
             return batch_size
         if batch_size % data_parallel_size:
             raise ConfigError(
-                f"cannot be divided among {data_parallel_size} processes, as accelerator_config.split_batches asks.",
+                f"The batch cannot be divided among {data_parallel_size} processes, which split_batches asks for.",
                 field=field,
                 value=batch_size,
                 remedy=f"Give a multiple of {data_parallel_size}.",
@@ -105,7 +107,7 @@ class BatchSettings:
         """With `use_configured_state`, several processes need a group that the caller has formed."""
         if self.use_configured_state and world_size > 1 and not formed:
             raise ConfigError(
-                "asks for the process group that the program formed before, and there is none.",
+                "This asks for a process group that the program formed before, and there is none.",
                 field=f"{_FIELD}.use_configured_state",
                 value=True,
                 remedy="Call torch.distributed.init_process_group first, or remove it.",
@@ -121,12 +123,12 @@ def _accumulation_flag(name: str, value: Any) -> bool | None:
     field = f"{_FIELD}.{_ACCUMULATION}.{name}"
     if name == "num_steps":
         raise ConfigError(
-            "contradicts gradient_accumulation_steps.",
+            "This contradicts gradient_accumulation_steps.",
             field=field,
             value=value,
             remedy="Remove it; set gradient_accumulation_steps.",
         )
     known = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
     if name not in known:
-        raise ConfigError("is not one of its settings.", field=field, value=value, remedy=suggestion(str(name), known))
+        raise ConfigError("There is no such setting.", field=field, value=value, remedy=suggestion(str(name), known))
     return _flag(f"{_ACCUMULATION}.{name}", value)

@@ -1,8 +1,8 @@
-"""Turn what YAML, JSON and the command line hold into the declared type, or say why it cannot be.
+"""Convert a value from YAML, JSON or the command line to a field's declared type, or say why that is impossible.
 
 `"1e-3"` becomes a float for a float, `"true"` a bool for a bool, `"none"` None where None is allowed, and YAML's
-`no` (which YAML 1.1 reads as False) the text "no" where that is one of the choices. Nothing is guessed beyond that:
-8.5 is no integer, 1 is no text.
+`no` (which YAML 1.1 reads as False) the text "no" where that is one of the choices. Nothing else is guessed: 8.5 is
+not an integer, and 1 is not a text. (pydantic's TypeAdapter was tried in place of this file: docs/log.md.)
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NONE_WORDS = frozenset({"none", "null", "~"})
 
 
 def coerce(value: Any, hint: Any, *, field: str, secret: bool = False) -> Any:
-    """`value` as `hint`.
+    """Return `value` converted to the type `hint`. A type that is not known here leaves the value as it is.
 
     Raises:
-        ConfigError: with `field`, the value (unless `secret`) and what would be accepted.
+        ConfigError: the value does not fit; the error has `field`, the value (unless `secret`) and what would fit.
     """
     if hint is Any or hint is object or isinstance(hint, (str, typing.TypeVar, typing.ForwardRef)):
         return value
@@ -61,7 +61,7 @@ def _plain(value: Any, kind: type, hint: Any, field: str, secret: bool) -> Any:
     if kind is type(None):
         if value is None or (isinstance(value, str) and value.strip().lower() in NONE_WORDS):
             return None
-        raise _refused("is not None", "none", value, field, secret)
+        raise _refused("Only none is allowed here", "none", value, field, secret)
     return value
 
 
@@ -89,11 +89,11 @@ def _union(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> An
     if len(failures) == 1:
         raise failures[0]
     wanted = " or ".join(_name(option) for option in options)
-    raise _refused(f"has the wrong type ({type(value).__name__})", wanted, value, field, secret)
+    raise _refused(f"The value has the wrong type ({type(value).__name__})", wanted, value, field, secret)
 
 
 def _rank(kind: Any, value: Any) -> int:
-    """Order in which a union's members are tried: an exact match first, then the most specific text."""
+    """The order in which the members of a union are tried: an exact match first, then the most specific text."""
     base = typing.get_origin(kind) or kind
     if not isinstance(value, str) and isinstance(base, type) and type(value) is base:
         return -1
@@ -117,20 +117,20 @@ def _bool(value: Any, field: str, secret: bool) -> bool:
             return False
     if isinstance(value, numbers.Integral) and int(value) in (0, 1):
         return bool(value)
-    raise _refused("is not a yes or no", "true or false", value, field, secret)
+    raise _refused("This is not a truth value", "true or false", value, field, secret)
 
 
 def _int(value: Any, field: str, secret: bool) -> int:
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
-        raise _refused("is not a whole number", "a whole number", value, field, secret)
+        raise _refused("This is not a whole number", "a whole number", value, field, secret)
     return int(number)
 
 
 def _float(value: Any, field: str, secret: bool) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise _refused("is not a finite number", "a number, such as 0.001 or 1e-3", value, field, secret)
+        raise _refused("This is not a finite number", "a number, such as 0.001 or 1e-3", value, field, secret)
     return float(number)
 
 
@@ -159,7 +159,7 @@ def _str(value: Any, field: str, secret: bool) -> str:
     if isinstance(value, Path):
         return str(value)
     raise _refused(
-        f"is not text ({type(value).__name__})", 'text; in YAML put it in quotes ("…")', value, field, secret
+        f"This is not text ({type(value).__name__})", 'text; in YAML put it in quotes ("…")', value, field, secret
     )
 
 
@@ -178,12 +178,14 @@ def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
         if word.lower() in by_text:
             return by_text[word.lower()]
         raise ConfigError(
-            "is not one of the choices.",
+            "This is not one of the choices.",
             field=field,
             value=None if secret else value,
             remedy=suggestion(word.lower(), texts),
         )
-    raise _refused(f"has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field, secret)
+    raise _refused(
+        f"The value has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field, secret
+    )
 
 
 def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
@@ -194,7 +196,7 @@ def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> 
         if str(option).lower() == str(value).strip().lower():
             return option
     raise ConfigError(
-        "is not one of the choices.",
+        "This is not one of the choices.",
         field=field,
         value=None if secret else value,
         remedy=suggestion(str(value), [str(option) for option in options]),
@@ -208,7 +210,7 @@ def _sequence(value: Any, kind: type, hint: Any, field: str, secret: bool) -> An
             _json(text, field, secret) if text.startswith("[") else [part.strip() for part in text.split(",") if part]
         )
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise _refused(f"is not a list ({type(value).__name__})", "a list, such as [a, b]", value, field, secret)
+        raise _refused(f"This is not a list ({type(value).__name__})", "a list, such as [a, b]", value, field, secret)
     inner = typing.get_args(hint)
     element = inner[0] if inner else Any
     items = [coerce(item, element, field=field, secret=secret) for item in value]
@@ -223,7 +225,9 @@ def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
     convert = getattr(value, "to_dict", None)
     if callable(convert) and not isinstance(value, type):
         return dict(convert())
-    raise _refused(f"is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field, secret)
+    raise _refused(
+        f"This is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field, secret
+    )
 
 
 def _json(text: str, field: str, secret: bool) -> Any:
@@ -231,7 +235,7 @@ def _json(text: str, field: str, secret: bool) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"is not JSON ({error}).",
+            f"This is not JSON ({error}).",
             field=field,
             value=None if secret else text,
             remedy="Use double quotes around names and texts.",

@@ -1,6 +1,6 @@
-"""Old argument names: translated with one DeprecationWarning that names the new one, or refused with the way out.
+"""Old names of arguments: translated with a DeprecationWarning that has the new name, or refused with an alternative.
 
-A *neutral* value (the old default, as found in configurations that older versions wrote out in full) asks for
+A *neutral* value is the old default, as configurations hold it that an older version wrote out in full. It asks for
 nothing and is dropped with the same warning.
 """
 
@@ -19,14 +19,14 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True)
 class OldName:
-    """What became of an argument.
+    """What replaces an old argument.
 
-    Args:
-        use: what to write instead, for the warning.
+    Attributes:
+        use: the new form, for the warning.
         neutral: values that ask for nothing.
-        translate: value -> new arguments; None when every other value is refused.
-        way_out: what to do instead, for the refusal.
-        read: what reading the old attribute gives.
+        translate: value -> new arguments; None when every value that is not neutral is refused.
+        way_out: the alternative, for the refusal.
+        read: arguments -> value of the old attribute.
     """
 
     use: str
@@ -36,7 +36,7 @@ class OldName:
     read: Callable[[Any], Any] = lambda args: None
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether `value` is one of the neutral ones (1 is not True here)."""
+        """Return whether `value` is neutral; the type counts, so 1 is not True."""
         return any(value == neutral and type(value) is type(neutral) for neutral in self.neutral)
 
 
@@ -52,17 +52,23 @@ def _refused(way_out: str, *neutral: Any) -> OldName:
 def _amp_backend(value: Any) -> Changes:
     if str(value).lower() == "apex":
         raise ConfigError(
-            "NVIDIA Apex is not served.", value=value, remedy="Use torch's own mixed precision: fp16=True or bf16=True."
+            "NVIDIA Apex is not supported.",
+            value=value,
+            remedy="Use torch's own mixed precision: fp16=True or bf16=True.",
         )
     if str(value).lower() not in ("auto", "amp", "cuda_amp", "cpu_amp"):
-        raise ConfigError("is not a mixed-precision backend.", value=value, remedy="Remove it; torch's own is used.")
+        raise ConfigError(
+            "No backend for mixed precision has this name.", value=value, remedy="Remove it; torch's own is used."
+        )
     return {}
 
 
 def _warmup_share(value: Any) -> Changes:
     share = coerce(value, float, field="warmup_ratio")
     if not 0 <= share < 1:
-        raise ConfigError("must be at least 0 and below 1.", value=value, remedy="Give warmup_steps a number of steps.")
+        raise ConfigError(
+            "The share must be at least 0 and below 1.", value=value, remedy="Give warmup_steps a number of steps."
+        )
     return {"warmup_steps": share}
 
 
@@ -72,7 +78,9 @@ def _sharded_ddp(value: Any) -> Changes:
     table |= {"offload": "offload", "auto_wrap": "auto_wrap"}
     unknown = [word for word in words if word not in table]
     if unknown:
-        raise ConfigError("is not a sharding mode.", value=unknown[0], remedy="Set fsdp; see its help for the modes.")
+        raise ConfigError(
+            "No sharding mode has this name.", value=unknown[0], remedy="Set fsdp; see its help for the modes."
+        )
     return {"fsdp": " ".join(table[word] for word in words)}
 
 
@@ -169,15 +177,15 @@ OLD_NAMES: Mapping[str, OldName] = {
 
 
 def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stacklevel: int = 2) -> Changes:
-    """`given` with old names replaced by the arguments they became.
+    """Return `given` with every old name replaced by the new arguments.
 
     Args:
         given: names and values as the user wrote them.
-        keep: names to leave alone: a subclass may have a field of its own called so.
-        stacklevel: of the warning, counted from the caller.
+        keep: names to leave as they are, because a subclass has a field of that name.
+        stacklevel: stack level of the warning, counted from the caller.
 
     Raises:
-        ConfigError: an old name that cannot be served, or one given beside its new name with another value.
+        ConfigError: an old name is not supported, or contradicts its new name.
     """
     old_names = [name for name in given if name in OLD_NAMES and name not in keep]
     out = {name: value for name, value in given.items() if name not in old_names}
@@ -189,7 +197,7 @@ def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stackleve
         model_id = out.get("hub_model_id")
         if not model_id:
             raise ConfigError(
-                "needs a model's name beside it.",
+                "An organization needs the name of a model.",
                 field="push_to_hub_organization",
                 value=organization,
                 remedy=f'Give hub_model_id="{organization}/<name>".',
@@ -199,11 +207,11 @@ def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stackleve
 
 
 def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
-    """What one old argument becomes; warns once."""
+    """Return the new arguments of one old argument, and warn once. Raises ConfigError when it is not supported."""
     old = OLD_NAMES[name]
     neutral = old.asks_for_nothing(value)
     if not neutral and old.translate is None:
-        raise ConfigError("is gone.", field=name, value=value, remedy=old.way_out)
+        raise ConfigError("This argument no longer exists.", field=name, value=value, remedy=old.way_out)
     warn(name, stacklevel=stacklevel + 1)
     if neutral or old.translate is None:
         return {}
@@ -215,7 +223,7 @@ def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
 
 
 def warn(name: str, *, stacklevel: int = 2) -> None:
-    """One DeprecationWarning that says what to write instead of `name`."""
+    """Issue a DeprecationWarning with the new form of `name`."""
     old = OLD_NAMES[name]
     advice = f"Use {old.use}." if old.use else f"Remove it. {old.way_out}"
     warnings.warn(f"{name} is an old name. {advice}", DeprecationWarning, stacklevel=stacklevel + 1)
@@ -231,7 +239,7 @@ def _merge(out: Changes, old: str, new: str, value: Any) -> None:
         out[new] = [*present, *(item for item in value if item not in present)]
     elif present is not None and present != value:
         raise ConfigError(
-            f"contradicts {new} = {present!r}.", field=old, value=value, remedy=f"Keep {new} and remove {old}."
+            f"This contradicts {new} = {present!r}.", field=old, value=value, remedy=f"Keep {new} and remove {old}."
         )
     else:
         out[new] = value

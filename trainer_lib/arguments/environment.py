@@ -1,4 +1,4 @@
-"""Who this process is in a job, as whatever started it says: torchrun, Slurm, Kubernetes, MPI, or nobody.
+"""The identity of this process in a job, from the variables of its launcher: torchrun, Slurm, Kubernetes or MPI.
 
 ::
 
@@ -8,8 +8,8 @@
     OMPI_COMM_WORLD_…   mpirun of Open MPI
     JOB_COMPLETION_INDEX with WORLD_SIZE and MASTER_ADDR: an indexed Job of Kubernetes, one process a pod
 
-The first that applies is taken. A batch script of Slurm is one process, although its job has several tasks: only a step
-(`SLURM_STEP_ID`) counts. Torch-free.
+The first that applies is used. A batch script of Slurm is one process although its job has several tasks: only a step
+(`SLURM_STEP_ID`) counts. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from dataclasses import dataclass
 from trainer_lib.errors import ConfigError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-_FIRST_PORT, _PORTS = 15_000, 20_000  # of what is derived from a job's number: below the ports that systems hand out
+# Ports derived from a job's number: below the range from which systems assign ports.
+_FIRST_PORT, _PORTS = 15_000, 20_000
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands.
+    """The place of this process in its job.
 
     Attributes:
-        rank, world_size: number of this process in the whole job, and how many there are.
-        local_rank, local_world_size: the same on this machine.
-        master: host and port where rank 0 is met; None when nothing said so.
-        source: who said it, for messages.
+        rank, world_size: number of this process in the whole job, and number of processes.
+        local_rank, local_world_size: number of this process on its machine, and number of processes there.
+        master: host and port of the rendezvous with rank 0; None when no variable gives them.
+        source: the variable that gave the rank, for messages.
     """
 
     rank: int = 0
@@ -45,7 +46,7 @@ class Ranks:
     source: str = "nothing"
 
     def variables(self) -> dict[str, str]:
-        """The same as torch.distributed, and whatever else reads torchrun's variables, expects it."""
+        """Return torchrun's variables, which torch.distributed and other libraries read."""
         named = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -58,19 +59,19 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""One process that is no part of a job."""
+"""A process that is not part of a job."""
 
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
-    """This process's place in its job; a world of one when nothing says otherwise.
+    """Return this process's place in its job; `ALONE` when no launcher set variables.
 
     Raises:
-        ConfigError: a variable is no number, or they contradict each other.
+        ConfigError: a variable is not a number, or the variables contradict each other.
     """
     found = read(environ)
     if found.world_size < 1 or not 0 <= found.rank < found.world_size:
         raise ConfigError(
-            f"does not fit a job of {found.world_size} processes.",
+            f"This rank does not fit a job of {found.world_size} processes.",
             field=f"environment variable {found.source}",
             value=found.rank,
             remedy="Start through torchrun, or unset it.",
@@ -79,7 +80,11 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def read(environ: Mapping[str, str] | None = None) -> Ranks:
-    """The same, whether or not rank and world fit each other."""
+    """Return this process's place in its job without checking that rank and world size fit each other.
+
+    Raises:
+        ConfigError: a variable is not a number.
+    """
     env = os.environ if environ is None else environ
     for look in (_torchrun, _slurm, _open_mpi, _indexed_job):
         found = look(env)
@@ -92,11 +97,11 @@ def _torchrun(env: Mapping[str, str]) -> Ranks | None:
     rank, world, local = _number(env, "RANK"), _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK")
     others = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
     if rank is None and ((world is None and local is None) or any(name in env for name in others)):
-        return None  # a job's script often exports WORLD_SIZE and MASTER_ADDR for what Slurm then numbers
+        return None  # scripts of jobs often export WORLD_SIZE and MASTER_ADDR, and Slurm numbers the processes
     rank, world = rank or 0, 1 if world is None else world
     local_world = _number(env, "LOCAL_WORLD_SIZE")
     if local is None and local_world is None and "KUBERNETES_SERVICE_HOST" in env:
-        local, local_world = 0, 1  # a pod of PyTorchJob: it has devices of its own
+        local, local_world = 0, 1  # a pod of a PyTorchJob has its own devices
     return Ranks(
         rank,
         world,
@@ -151,7 +156,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that says something."""
+    """The number in the first of these variables that is not empty."""
     for name in names:
         text = env.get(name, "").strip()
         if not text:
@@ -160,7 +165,7 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
             return int(text)
         except ValueError:
             raise ConfigError(
-                "is not an integer.",
+                "This is not an integer.",
                 field=f"environment variable {name}",
                 value=text,
                 remedy="Start through torchrun, or unset it.",
@@ -169,34 +174,34 @@ def _number(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form of the tasks on each node: ``2(x3),1`` is 2, 2, 2, 1."""
+    """Expand Slurm's short form of the tasks on each node: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigError("is not Slurm's list of tasks.", field="SLURM_TASKS_PER_NODE", value=text)
+            raise ConfigError("This is not a list of tasks in Slurm's form.", field="SLURM_TASKS_PER_NODE", value=text)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form of a list: ``gpu[007-009,11],login`` begins with ``gpu007``."""
+    """Return the first host in Slurm's short form of a list: ``gpu[007-009,11],login`` begins with ``gpu007``."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^\[,]*))?", nodes.strip())
     if match is None:
-        raise ConfigError("is not Slurm's list of hosts.", field="SLURM_NODELIST", value=nodes)
+        raise ConfigError("This is not a list of hosts in Slurm's form.", field="SLURM_NODELIST", value=nodes)
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface whose address is `host`, or through which it is reached; None when that cannot be told.
+    """Return the network interface that has the address `host` or leads to it; None when it cannot be found.
 
-    Gloo and NCCL otherwise ask what this machine's own name resolves to, which is often another interface.
+    Without it Gloo and NCCL resolve this machine's own name, which often leads to another interface.
     """
     import psutil
 
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing, it only looks up the way
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing: it only finds the route
             probe.connect(address)
             own = str(probe.getsockname()[0])
     except OSError:

@@ -62,18 +62,18 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
-            f"cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
+            f"The file cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
         ) from None
     try:
         values = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
     except ValueError as error:
         where = " ".join(str(error).split())
         raise ConfigError(
-            f"cannot be parsed: {where}.", field=field, value=str(path), remedy="Correct the file."
+            f"The file cannot be parsed: {where}.", field=field, value=str(path), remedy="Correct the file."
         ) from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(
-            f"holds no mapping of names to values, but {type(values).__name__}.",
+            f"The file holds no mapping of names to values, but {type(values).__name__}.",
             field=field,
             value=str(path),
             remedy="Write one `name: value` per line.",

@@ -98,7 +98,7 @@ def implied(environ: Mapping[str, str]) -> Iterator[Said]:
     for name, remedy in _UNSERVED.items():
         if _is_true(environ.get(name)):
             raise ConfigError(
-                "is not served.", field=f"environment variable {name}", value=environ[name], remedy=remedy
+                "This is not supported.", field=f"environment variable {name}", value=environ[name], remedy=remedy
             )
     yield from _precision(environ)
     if _is_true(environ.get("ACCELERATE_USE_CPU")):
@@ -130,7 +130,10 @@ def _precision(environ: Mapping[str, str]) -> Iterator[Said]:
         yield Said(word, True, name)
     elif word not in _NOTHING:
         raise ConfigError(
-            "is not served.", field=f"environment variable {name}", value=word, remedy="Choose no, bf16 or fp16."
+            "This is not supported.",
+            field=f"environment variable {name}",
+            value=word,
+            remedy="Choose no, bf16 or fp16.",
         )
 
 
@@ -167,7 +170,7 @@ def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
         text = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(text, text)
     if text not in _SHARDING:
         raise ConfigError(
-            "is no way of sharding.",
+            "No way of sharding has this name.",
             field=f"environment variable {name}",
             value=text,
             remedy=f"Choose one of {', '.join(_SHARDING)}.",
@@ -259,7 +262,7 @@ def _plain(value: Any) -> Any:
 
 def _contradiction(name: str, given: Any, said: Any, source: str) -> ConfigError:
     return ConfigError(
-        f"contradicts the launcher, which says {said} ({source}).",
+        f"This contradicts the launcher, which sets {said} ({source}).",
         field=name,
         value=given,
         remedy="Remove one of the two, or make them equal.",
@@ -275,5 +278,5 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> int | float:
         return kind(text)
     except ValueError:
         raise ConfigError(
-            "is not a number.", field=f"environment variable {name}", value=text, remedy="Correct it, or unset it."
+            "This is not a number.", field=f"environment variable {name}", value=text, remedy="Correct it, or unset it."
         ) from None

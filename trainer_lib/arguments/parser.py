@@ -55,7 +55,7 @@ class ArgumentParser(argparse.ArgumentParser):
             for field in _init_fields(cls):
                 if field.name in owners:
                     raise ConfigError(
-                        f"is a field of both {owners[field.name]} and {cls.__name__}.",
+                        f"This is a field of both {owners[field.name]} and {cls.__name__}.",
                         field=field.name,
                         remedy="Rename one of them.",
                     )
@@ -191,7 +191,9 @@ HfArgumentParser = ArgumentParser
 
 def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
     if not dataclasses.is_dataclass(cls):
-        raise ConfigError("is not a dataclass.", field="dataclass_types", value=cls.__name__, remedy="Decorate it.")
+        raise ConfigError(
+            "This is not a dataclass.", field="dataclass_types", value=cls.__name__, remedy="Decorate it."
+        )
     return [field for field in dataclasses.fields(cls) if field.init]
 
 
@@ -277,7 +279,7 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     for each in out if isinstance(out, list | tuple | set) else [out]:
         if choices and each is not None and each not in choices:
             raise ConfigError(
-                "is not one of the choices.", field=field.name, value=each, remedy=suggestion(str(each), choices)
+                "This is not one of the choices.", field=field.name, value=each, remedy=suggestion(str(each), choices)
             )
     return out
 
@@ -285,7 +287,7 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
 def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
     for field in _init_fields(cls):
         if _default(field) is dataclasses.MISSING and field.name not in given:
-            raise ConfigError(f"is needed by {cls.__name__}.", field=field.name, value="none", remedy="Give it.")
+            raise ConfigError(f"{cls.__name__} needs this argument.", field=field.name, value="none", remedy="Give it.")
 
 
 def _unsaid(cls: type) -> dict[str, Any]:
@@ -350,11 +352,14 @@ def _from_files(words: list[str], beside_script: bool, filename: str | None, fla
             read += file.read_text(encoding="utf-8").split()
         except OSError as error:
             raise ConfigError(
-                f"cannot be read: {error.strerror}.", field="args_filename", value=str(file), remedy="Check the path."
+                f"The file cannot be read: {error.strerror}.",
+                field="args_filename",
+                value=str(file),
+                remedy="Check the path.",
             ) from None
     return read + words
 
 
 def _unknown(name: str, options: Sequence[str]) -> ConfigError:
     bare = name.split("=")[0]
-    return ConfigError("is not an argument.", field=bare, remedy=suggestion(bare, options, listing=False))
+    return ConfigError("There is no such argument.", field=bare, remedy=suggestion(bare, options, listing=False))

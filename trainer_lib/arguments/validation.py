@@ -72,12 +72,17 @@ def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
         words, holds = _SIGNS[sign]
         if isinstance(value, (int, float)) and not holds(value, bound):
             raise ConfigError(
-                f"must be {words} {bound}.", field=name, value=value, remedy=f"Give a number {words} {bound}."
+                f"The number must be {words} {bound}.",
+                field=name,
+                value=value,
+                remedy=f"Give a number {words} {bound}.",
             )
     choices = metadata.get("choices")
     for word in value if isinstance(value, list) else [value]:
         if choices and isinstance(word, str) and word not in choices:
-            raise ConfigError("is not one of the choices.", field=name, value=word, remedy=suggestion(word, choices))
+            raise ConfigError(
+                "This is not one of the choices.", field=name, value=word, remedy=suggestion(word, choices)
+            )
 
 
 def normalise(args: ArgumentGroups) -> None:
@@ -96,7 +101,7 @@ def normalise(args: ArgumentGroups) -> None:
         if isinstance(value, float) and value >= 1:
             if value != int(value):
                 raise ConfigError(
-                    "must be a whole number of steps, or a share below 1.",
+                    "This must be a whole number of steps, or a share below 1.",
                     field=name,
                     value=value,
                     remedy=f"Give {int(value)} or {int(value) + 1}.",
@@ -120,7 +125,9 @@ def _words(name: str, value: Any, allowed: list[str]) -> list[str]:
     words = value.replace(",", " ").split() if isinstance(value, str) else [str(word) for word in value or []]
     for word in words:
         if word not in allowed:
-            raise ConfigError("is not one of the choices.", field=name, value=word, remedy=suggestion(word, allowed))
+            raise ConfigError(
+                "This is not one of the choices.", field=name, value=word, remedy=suggestion(word, allowed)
+            )
     return words
 
 
@@ -130,7 +137,9 @@ def _reporters(value: Any) -> list[str]:
     for name in names:
         if name != "all" and name not in REPORTERS:
             options = [*REPORTERS, "all", "none"]
-            raise ConfigError("is no tracker we know.", field="report_to", value=name, remedy=suggestion(name, options))
+            raise ConfigError(
+                "No tracker has this name.", field="report_to", value=name, remedy=suggestion(name, options)
+            )
     return names
 
 
@@ -179,13 +188,15 @@ def _twins(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
 
 def _check_length(args: ArgumentGroups) -> None:
     if args.max_steps == 0:
-        raise ConfigError("trains nothing.", field="max_steps", value=0, remedy="Give -1 to follow num_train_epochs.")
+        raise ConfigError(
+            "Zero steps train nothing.", field="max_steps", value=0, remedy="Give -1 to follow num_train_epochs."
+        )
 
 
 def _check_batch(args: ArgumentGroups) -> None:
     if args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise ConfigError(
-            "follows from global_batch_size, the micro-batch and the number of processes.",
+            "The accumulation follows from global_batch_size, the micro-batch and the number of processes.",
             field="gradient_accumulation_steps",
             value=args.gradient_accumulation_steps,
             remedy="Keep global_batch_size and remove it.",
@@ -195,7 +206,7 @@ def _check_batch(args: ArgumentGroups) -> None:
 def _check_warmup(args: ArgumentGroups) -> None:
     if args.max_steps > 0 and args.warmup_steps > args.max_steps:
         raise ConfigError(
-            f"is longer than training (max_steps = {args.max_steps}).",
+            f"The warm-up is longer than training (max_steps = {args.max_steps}).",
             field="warmup_steps",
             value=args.warmup_steps,
             remedy="Lower it, or give a share below 1.",
@@ -219,7 +230,7 @@ def _check_precision(args: ArgumentGroups) -> None:
     for half, bfloat in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
         if getattr(args, half) and getattr(args, bfloat):
             raise ConfigError(
-                f"cannot be on together with {bfloat}: one number format at a time.",
+                f"This cannot be on together with {bfloat}: one number format at a time.",
                 field=half,
                 value=True,
                 remedy=f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
@@ -230,7 +241,7 @@ def _check_best_model(args: ArgumentGroups) -> None:
     if args.save_strategy == SaveStrategy.BEST:
         if args.metric_for_best_model is None:
             raise ConfigError(
-                'save_strategy = "best" needs to know what is best.',
+                'With save_strategy = "best", a metric must decide which checkpoint is best.',
                 field="metric_for_best_model",
                 value="none",
                 remedy='Give a metric\'s name, such as "loss" or "accuracy".',
@@ -276,7 +287,7 @@ def _check_metric_schedules(args: ArgumentGroups) -> None:
 def _demand_evaluation(args: ArgumentGroups, field: str, value: Any) -> None:
     if args.eval_strategy == IntervalStrategy.NO:
         raise ConfigError(
-            "needs evaluations during training.",
+            "This needs evaluations during training.",
             field=field,
             value=value,
             remedy='Give eval_strategy="steps" or "epoch".',
@@ -288,7 +299,7 @@ def _check_data(args: ArgumentGroups) -> None:
         for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
             if getattr(args, name):
                 raise ConfigError(
-                    "only makes sense with processes that load data.",
+                    "This has an effect only with processes that load data.",
                     field=name,
                     value=getattr(args, name),
                     remedy="Give dataloader_num_workers above 0, or remove it.",
@@ -300,7 +311,7 @@ def _check_checkpointing(args: ArgumentGroups) -> None:
         twin = name.replace("gradient", "activation")
         if getattr(args, name) != getattr(args, twin):
             raise ConfigError(
-                f"contradicts {twin} = {getattr(args, twin)}: they are two names of one thing.",
+                f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument.",
                 field=name,
                 value=getattr(args, name),
                 remedy=f"Keep {name} and remove {twin}.",
@@ -311,17 +322,19 @@ def _check_mappings(args: ArgumentGroups) -> None:
     for name in FILE_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and not value.strip():
-            raise ConfigError("is neither a mapping nor a file.", field=name, value='""', remedy="Remove it.")
+            raise ConfigError(
+                "This is neither a mapping nor the name of a file.", field=name, value='""', remedy="Remove it."
+            )
     config = args.accelerator_config
     if not isinstance(config, dict):
         return
     for key in config:
         if key not in ACCELERATOR_KEYS:
             remedy = suggestion(str(key), ACCELERATOR_KEYS)
-            raise ConfigError("is not one of its settings.", field="accelerator_config", value=str(key), remedy=remedy)
+            raise ConfigError("There is no such setting.", field="accelerator_config", value=str(key), remedy=remedy)
     if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
         raise ConfigError(
-            "num_steps there contradicts gradient_accumulation_steps.",
+            "Its num_steps contradicts gradient_accumulation_steps.",
             field="accelerator_config",
             value="gradient_accumulation_kwargs.num_steps",
             remedy="Remove it; set gradient_accumulation_steps.",
@@ -331,7 +344,7 @@ def _check_mappings(args: ArgumentGroups) -> None:
 def _check_strategy_choice(args: ArgumentGroups) -> None:
     if args.fsdp and args.deepspeed:
         raise ConfigError(
-            "cannot be used together with deepspeed: one strategy shards the model.",
+            "This cannot be used together with deepspeed: one strategy shards the model.",
             field="fsdp",
             value=args.fsdp,
             remedy="Keep one of them.",
@@ -339,7 +352,7 @@ def _check_strategy_choice(args: ArgumentGroups) -> None:
     modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
     if args.fsdp and len(modes) != 1:
         raise ConfigError(
-            "needs exactly one way of sharding.",
+            "This needs exactly one way of sharding.",
             field="fsdp",
             value=args.fsdp,
             remedy="Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",

@@ -151,11 +151,11 @@ def test_a_secret_is_never_shown() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"nowhere\.json: The file cannot be read"):
         TrainingArguments.from_file(tmp_path / "nowhere.json")
     broken = tmp_path / "broken.yaml"
     broken.write_text("learning_rate: [1")
-    with pytest.raises(ConfigError, match=r"broken\.yaml: cannot be parsed"):
+    with pytest.raises(ConfigError, match=r"broken\.yaml: The file cannot be parsed"):
         TrainingArguments.from_file(broken)
     broken.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match="holds no mapping"):

@@ -330,7 +330,7 @@ def test_arguments_that_cannot_stand_beside_it(case: str) -> None:
 def test_the_number_of_processes_counts_once_it_is_known() -> None:
     args = arguments(with_zero(train_batch_size=16), per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert plan(args, data_parallel_size=2).stage == 2
-    with pytest.raises(ConfigError, match=r"deepspeed.train_batch_size = 16: contradicts .* = 4 x 2 x 4 = 32"):
+    with pytest.raises(ConfigError, match=r"deepspeed.train_batch_size = 16: This contradicts .* = 4 x 2 x 4 = 32"):
         plan(args, data_parallel_size=4)
 
 

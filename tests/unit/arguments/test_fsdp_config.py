@@ -179,5 +179,5 @@ def test_what_cannot_be_served_is_refused_by_the_arguments_alone(given: Any, wha
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     args = TrainingArguments("out", fsdp="full_shard", fsdp_config=str(tmp_path / "none.json"))
-    with pytest.raises(ConfigError, match=r"fsdp_config = .*none\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"fsdp_config = .*none\.json: The file cannot be read"):
         read_settings(args)

@@ -87,9 +87,9 @@ def test_slurms_short_forms() -> None:
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(ConfigError, match="SLURM_PROCID = x: is not an integer"):
+    with pytest.raises(ConfigError, match="SLURM_PROCID = x: This is not an integer"):
         ranks({**SLURM, "SLURM_PROCID": "x"})
-    with pytest.raises(ConfigError, match="SLURM_PROCID = 8: does not fit a job of 8"):
+    with pytest.raises(ConfigError, match="SLURM_PROCID = 8: This rank does not fit a job of 8"):
         ranks({**SLURM, "SLURM_PROCID": "8"})
 
 
@@ -220,20 +220,20 @@ def test_what_both_say_is_joined(tmp_path: Path) -> None:
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], dict[str, str], str]] = [
-    ({"gradient_accumulation_steps": 8}, DEEPSPEED, r"gradient_accumulation_steps = 8: .* says 2"),
-    ({"max_grad_norm": 2.0}, DEEPSPEED, r"max_grad_norm = 2\.0: .* says 0\.7 \(ACCELERATE_GRADIENT_CLIPPING\)"),
-    ({"fsdp": "shard_grad_op"}, FSDP, r"fsdp = shard_grad_op: .* says full_shard offload auto_wrap"),
+    ({"gradient_accumulation_steps": 8}, DEEPSPEED, r"gradient_accumulation_steps = 8: .* sets 2"),
+    ({"max_grad_norm": 2.0}, DEEPSPEED, r"max_grad_norm = 2\.0: .* sets 0\.7 \(ACCELERATE_GRADIENT_CLIPPING\)"),
+    ({"fsdp": "shard_grad_op"}, FSDP, r"fsdp = shard_grad_op: .* sets full_shard offload auto_wrap"),
     (
         {"fsdp": "full_shard", "fsdp_config": {"backward_prefetch": "backward_post"}},
         FSDP,
-        r"fsdp_config\.backward_prefetch = backward_post: .* says backward_pre",
+        r"fsdp_config\.backward_prefetch = backward_post: .* sets backward_pre",
     ),
     (
         {"deepspeed": {"zero_optimization": {"stage": 2}}},
         DEEPSPEED,
-        r"deepspeed\.zero_optimization\.stage = 2: .* says 3",
+        r"deepspeed\.zero_optimization\.stage = 2: .* sets 3",
     ),
-    ({"fp16": True}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp16 = True: cannot be on together with bf16"),
+    ({"fp16": True}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "fp16 = True: This cannot be on together with bf16"),
     ({"fsdp": "full_shard"}, DEEPSPEED, "cannot be used together with deepspeed"),
 ]
 

@@ -146,7 +146,7 @@ def test_choices_hold_for_values_of_every_type() -> None:
         size: int = field(default=1, metadata={"choices": [1, 2]})
 
     assert HfArgumentParser(Choice).parse_dict({"size": "2"})[0].size == 2
-    with pytest.raises(ConfigError, match=r"size = 3: is not one of the choices"):
+    with pytest.raises(ConfigError, match=r"size = 3: This is not one of the choices"):
         HfArgumentParser(Choice, exit_on_error=False).parse_args_into_dataclasses(["--size", "3"])
 
 
@@ -184,7 +184,7 @@ def test_an_error_is_not_buried_under_two_hundred_options(capsys: pytest.Capture
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2
     assert shown[0].startswith("usage: train.py ")
-    assert shown[1] == 'train.py: error: --lerning_rate: is not an argument. Did you mean "--learning_rate"?'
+    assert shown[1] == 'train.py: error: --lerning_rate: There is no such argument. Did you mean "--learning_rate"?'
 
 
 _SCRIPT = """
@@ -214,7 +214,7 @@ def test_a_script_reads_its_command_line_and_the_file_beside_it(tmp_path: Path) 
     wrong = run("--learning_rate", "fast")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
-    assert "learning-rate: fast: is not a finite number" in wrong.stderr
+    assert "learning-rate: fast: This is not a finite number" in wrong.stderr
 
 
 def test_defaults_are_not_shared_between_instances() -> None:

@@ -26,7 +26,7 @@ from trainer_lib.errors import ConfigError, MissingExtraError
         ({"storge": "x"}, r'storge: This option does not exist\. Did you mean "storage"'),
         ({"storage": "nowhere"}, r"storage = ArgumentError: The study cannot be opened"),
         ({"hp_space": lambda trial: {"learning_rte": 1.0}}, r'hp_space.learning_rte = 1.0: .*Did you mean "learning_r'),
-        ({"hp_space": lambda trial: {"learning_rate": -1.0}}, r"learning_rate = -1.0: must be at least 0"),
+        ({"hp_space": lambda trial: {"learning_rate": -1.0}}, r"learning_rate = -1.0: The number must be at least 0"),
         (
             {"hp_space": lambda trial: {"output_dir": "x"}},
             r"hp_space.output_dir = x: This argument cannot change from trial to trial",

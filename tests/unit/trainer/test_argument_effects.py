@@ -291,7 +291,7 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
     [
         ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
         ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
-        ({"deepspeed": {}}, "deepspeed.*stage = 0: divides nothing.*start several processes"),
+        ({"deepspeed": {}}, "deepspeed.*stage = 0: Stage 0 shards nothing.*start several processes"),
         ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
         ({"debug": "tpu_metrics_debug"}, "debug = .*XLA devices are not served"),
     ],

@@ -225,17 +225,20 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"dispatch_batches": True}, "accelerator_config.dispatch_batches = True: cannot be served: no process reads"),
+        (
+            {"dispatch_batches": True},
+            "accelerator_config.dispatch_batches = True: This setting is not supported: no process reads",
+        ),
         ({"use_seedable_sampler": False}, "accelerator_config.use_seedable_sampler = False: .*_get_train_sampler"),
         ({"even_batch": True}, "accelerator_config = even_batch: .*Did you mean .even_batches."),
         ({"split_batches": "maybe"}, "accelerator_config.split_batches = maybe"),
         (
             {"gradient_accumulation_kwargs": {"num_steps": 2}},
-            "gradient_accumulation_kwargs.num_steps: num_steps there contradicts.*; set gradient_accumulation_steps",
+            "gradient_accumulation_kwargs.num_steps: Its num_steps contradicts.*; set gradient_accumulation_steps",
         ),
         (
             {"gradient_accumulation_kwargs": {"adjust_scheduler": False}},
-            "gradient_accumulation_kwargs.adjust_scheduler = False: cannot be served",
+            "gradient_accumulation_kwargs.adjust_scheduler = False: This setting is not supported",
         ),
         ({"gradient_accumulation_kwargs": {"sync": True}}, "gradient_accumulation_kwargs.sync = True: is not one of"),
     ],

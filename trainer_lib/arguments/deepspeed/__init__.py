@@ -1,1 +1,1 @@
-"""DeepSpeed's own configuration: read, checked, and brought together with the arguments."""
+"""DeepSpeed's own configuration: reading it, checking it, and combining it with the arguments."""

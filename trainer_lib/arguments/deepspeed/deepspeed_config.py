@@ -1,8 +1,8 @@
-"""DeepSpeed's configuration beside the arguments: what both say must agree, and what only one says is taken.
+"""DeepSpeed's configuration beside the arguments. Settings given in both must be equal; one given once is used.
 
-A value counts as said by an argument when it is not that argument's default; "auto" in the file leaves it to the
-argument. After `adopt` the arguments are the one truth about learning rate, decay, clipping, warm-up and number format,
-whoever said it, and a `ZeroPlan` holds what else the file says. Torch-free; nothing here imports DeepSpeed.
+An argument is given when it is not at its default; "auto" in the file leaves a setting to the argument. After `adopt`
+the arguments alone hold learning rate, decay, clipping, warm-up and number format, and a `ZeroPlan` holds everything
+else from the file. Nothing here imports torch or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What a configuration asks for, once the arguments are resolved.
+    """What a configuration asks for, after it is combined with the arguments.
 
     Attributes:
-        stage: 1 = optimizer state is divided among the processes, 2 = gradients too, 3 = parameters too.
+        stage: 1 = the optimizer state is sharded, 2 = gradients too, 3 = parameters too.
         precision: "fp32", "bf16" or "fp16".
-        zero: the section zero_optimization; sizes in `automatic` are still to follow from the model.
-        automatic: names of those sizes.
+        zero: the section zero_optimization, without the sizes in `automatic`.
+        automatic: names of the sizes (in elements) that follow from the model.
         offload_optimizer, offload_param: "cpu", "nvme" or None.
-        compiled_adam: whether DeepSpeed's own compiled Adam for the CPU is asked for.
+        compiled_adam: True when the file asks for DeepSpeed's own compiled Adam for the CPU.
         schedule: type and settings of DeepSpeed's schedule; None leaves it to lr_scheduler_type.
-        clipping: gradient_clipping, where the file has one.
+        clipping: gradient_clipping, an L2 norm; None when the file has none.
         allow_untested: zero_allow_untested_optimizer, as written.
-        sections: fp16, bf16 and whatever else goes to DeepSpeed as it is.
-        arguments: argument → value that the file decides.
+        sections: fp16, bf16 and all other sections that go to DeepSpeed as they are.
+        arguments: argument -> value that the file decides.
     """
 
     stage: int
@@ -67,10 +67,10 @@ class ZeroPlan:
 
 
 def adopt(args: TrainingArguments) -> ZeroPlan:
-    """The plan, after bringing what the file decides into `args`.
+    """Return the plan, after setting the arguments that the file decides.
 
     Raises:
-        ConfigError: see `plan`.
+        ConfigError: as `plan`, or the arguments contradict each other afterwards.
     """
     found = plan(args)
     for name, value in found.arguments.items():
@@ -124,7 +124,11 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
 
 
 def read(given: Any) -> dict[str, Any]:
-    """A configuration as a mapping: a copy of the given one, or what the file of that name holds. ConfigError."""
+    """Return a configuration as a mapping: a copy of the given one, or the content of the file that it names.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no mapping.
+    """
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     return io.read_mapping(Path(str(given)).expanduser(), field="deepspeed")
@@ -134,16 +138,19 @@ def read(given: Any) -> dict[str, Any]:
 
 
 def _check_beside(args: ArgumentGroups) -> None:
-    """Arguments that cannot be served together with DeepSpeed."""
+    """Refuse arguments that are not supported together with DeepSpeed."""
     for name, why, remedy in (
-        ("auto_find_batch_size", "gradients are divided while they are computed: no step can be taken back.", "it"),
-        ("torch_compile", "DeepSpeed's hooks and a compiled graph do not go together.", "it, its backend and its mode"),
-        ("fp16_full_eval", "the engine has the weights in its own number format.", "it"),
-        ("bf16_full_eval", "the engine has the weights in its own number format.", "it"),
+        ("auto_find_batch_size", "gradients are sharded while they are computed, so no step can be undone.", "it"),
+        ("torch_compile", "DeepSpeed's hooks and a compiled graph exclude each other.", "it, its backend and its mode"),
+        ("fp16_full_eval", "the engine keeps the weights in its own number format.", "it"),
+        ("bf16_full_eval", "the engine keeps the weights in its own number format.", "it"),
     ):
         if getattr(args, name):
             raise ConfigError(
-                f"is not served together with deepspeed: {why}", field=name, value=True, remedy=f"Remove {remedy}."
+                f"This is not supported together with deepspeed: {why}",
+                field=name,
+                value=True,
+                remedy=f"Remove {remedy}.",
             )
 
 
@@ -168,11 +175,11 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
         if key == "train_batch_size" and not args.global_batch_size:
             shown = f"{micro} x {accumulation} x {data_parallel_size}"
             argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
-            raise refused(key, written, f"contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
+            raise refused(key, written, f"This contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
         raise refused(
             key,
             written,
-            f"contradicts {keys.BATCH_KEYS[key]} = {value}.",
+            f"This contradicts {keys.BATCH_KEYS[key]} = {value}.",
             f"Remove it, and give {keys.BATCH_KEYS[key]}.",
         )
 
@@ -188,14 +195,17 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
         raise refused(
             "zero_optimization.stage",
             stage,
-            "divides nothing." if stage == 0 else "is no stage of ZeRO.",
+            "Stage 0 shards nothing." if stage == 0 else "ZeRO has no such stage.",
             "Give 1, 2 or 3. To replicate the model, remove deepspeed and start several processes.",
         )
     zero = {name: value for name, value in given.items() if name in (*keys.ZERO_AUTO, *keys.ZERO_PASSED)}
     for name, value in zero.items():
         if value == AUTO and name not in keys.ZERO_AUTO:
             raise refused(
-                f"zero_optimization.{name}", AUTO, "does not follow from anything.", "Write a value, or remove it."
+                f"zero_optimization.{name}",
+                AUTO,
+                "No value follows from the model or the arguments here.",
+                "Write a value, or remove it.",
             )
     zero["stage"] = int(stage)
     given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))
@@ -207,7 +217,7 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> dict[str, Any]:
-    """The section `name`, or what an old file's truth value meant by it; empty when nothing is moved."""
+    """The section `name`, or its equivalent of an old file's truth value; empty when nothing is offloaded."""
     key = f"zero_optimization.{name}"
     offload = part_of({key: given.get(name)}, key)
     if given.get(legacy):
@@ -220,17 +230,19 @@ def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> di
     if device in ("none", None):
         return {}
     if device not in ("cpu", "nvme"):
-        raise refused(f"{key}.device", device, "is no place to move to.", "Give cpu, nvme or none.")
+        raise refused(f"{key}.device", device, "Nothing can be offloaded to this device.", "Give cpu, nvme or none.")
     least = 3 if name == "offload_param" or device == "nvme" else 1
     if stage < least:
         raise refused(
             f"{key}.device",
             device,
-            f"needs stage {least}, and zero_optimization.stage is {stage}.",
+            f"This needs stage {least}, and zero_optimization.stage is {stage}.",
             f"Give stage {least}, or remove the section.",
         )
     if device == "nvme" and not offload.get("nvme_path"):
-        raise refused(f"{key}.nvme_path", offload.get("nvme_path"), "is missing.", "Name a folder on the drive.")
+        raise refused(
+            f"{key}.nvme_path", offload.get("nvme_path"), "The path is missing.", "Name a folder on the drive."
+        )
     return offload
 
 
@@ -245,53 +257,55 @@ def _precision(
     args: ArgumentGroups, config: Mapping[str, Any], resolved: dict[str, Any]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     if "bfloat16" in config and "bf16" in config:
-        raise refused("bfloat16", None, "is the old name of bf16, which is there too.", "Keep bf16.")
+        raise refused("bfloat16", None, "This is the old name of bf16, which is there too.", "Keep bf16.")
     written = {"bf16": part_of(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": part_of(config, "fp16")}
     sections: dict[str, dict[str, Any]] = {}
     for name, section in written.items():
         asked = section.get("enabled", AUTO if not section else False)
         if asked != AUTO and not isinstance(asked, bool):
-            raise refused(f"{name}.enabled", asked, "is neither true nor false.", 'Write true, false or "auto".')
+            raise refused(f"{name}.enabled", asked, "This is neither true nor false.", 'Write true, false or "auto".')
         if asked is False and getattr(args, name):
             raise contradiction(f"{name}.enabled", False, name, True)
         if asked is True or (asked == AUTO and getattr(args, name)):
             sections[name] = {**section, "enabled": True}
             resolved[name] = True
     if len(sections) == 2:
-        raise refused("fp16.enabled", True, "and bf16 are both on.", "Keep one number format.")
+        raise refused("fp16.enabled", True, "fp16 and bf16 are both on.", "Keep one number format.")
     for name, section in sections.items():
         _check_format(name, section)
     if "fp16" in sections and args.use_cpu:
-        raise refused("fp16.enabled", True, "is not served on the CPU.", "Use bf16, or neither.")
+        raise refused("fp16.enabled", True, "fp16 is not supported on the CPU.", "Use bf16, or neither.")
     return next(iter(sections), "fp32"), sections
 
 
 def _check_format(name: str, section: dict[str, Any]) -> None:
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if section.get(key):
-            raise refused(f"{name}.{key}", True, "keeps too few digits to resume exactly.", "Remove it.")
+            raise refused(f"{name}.{key}", True, "This format keeps too few digits to resume exactly.", "Remove it.")
     if section.get("check_grad_overflow") is False:
         raise refused(
-            f"{name}.check_grad_overflow", False, "would step on gradients that are not finite.", "Remove it."
+            f"{name}.check_grad_overflow", False, "Training would step on gradients that are not finite.", "Remove it."
         )
     if name == "bf16":
         section["check_grad_overflow"] = True
-    section.pop("auto_cast", None)  # inputs are always brought to the model's format
+    section.pop("auto_cast", None)  # inputs are always cast to the model's format
 
 
 # -- optimizer and schedule --------------------------------------------------------------------------------------------
 
 
 def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str, Any], *, offloaded: Any) -> bool:
-    """Note the optimizer of the file in `resolved`; whether DeepSpeed's compiled one is asked for."""
+    """Record the file's optimizer in `resolved`; return whether the file asks for DeepSpeed's compiled one."""
     if not section:
         return False
     kind = str(section.get("type", "")).lower()
     if kind in keys.REFUSED_OPTIMIZERS:
-        raise refused("optimizer.type", section["type"], "is not served.", keys.REFUSED_OPTIMIZERS[kind])
+        raise refused(
+            "optimizer.type", section["type"], "This optimizer is not supported.", keys.REFUSED_OPTIMIZERS[kind]
+        )
     if kind not in keys.OPTIMIZERS:
         remedy = suggestion(kind, keys.OPTIMIZERS)
-        raise refused("optimizer.type", section.get("type"), "is no optimizer that ZeRO can cut up.", remedy)
+        raise refused("optimizer.type", section.get("type"), "ZeRO cannot shard an optimizer of this name.", remedy)
     params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
@@ -317,10 +331,13 @@ _PARAMS = ("lr", "weight_decay", "eps", "betas", "bias_correction", "fp32_optimi
 
 
 def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str, Any]) -> None:
-    """Settings of the optimizer that have no argument of their own go into optim_args."""
+    """Put the settings of the optimizer that have no argument of their own into optim_args."""
     if "max_grad_norm" in params:
         raise refused(
-            "optimizer.params.max_grad_norm", params["max_grad_norm"], "has another place.", "Give gradient_clipping."
+            "optimizer.params.max_grad_norm",
+            params["max_grad_norm"],
+            "This setting has another place.",
+            "Give gradient_clipping.",
         )
     text = ",".join(f"{key}={value}" for key, value in sorted(params.items()) if value != AUTO)
     if not text:
@@ -334,7 +351,7 @@ def _check_optimizer_name(args: ArgumentGroups, resolved: Mapping[str, Any]) -> 
     name = str(resolved.get("optim", args.optim))
     if name not in keys.ELEMENTWISE:
         raise ConfigError(
-            "cannot be divided by ZeRO: it is not an update of every element by itself.",
+            "ZeRO cannot shard this optimizer, because it does not update each element by itself.",
             field="optim",
             value=name,
             remedy=f"Choose one of: {', '.join(keys.ELEMENTWISE)}.",
@@ -349,7 +366,7 @@ def _schedule(
     kind = str(section.get("type"))
     if kind not in keys.SCHEDULES:
         remedy = suggestion(kind, keys.SCHEDULES)
-        raise refused("scheduler.type", section.get("type"), "is no schedule of DeepSpeed's.", remedy)
+        raise refused("scheduler.type", section.get("type"), "DeepSpeed has no schedule of this name.", remedy)
     equivalent = keys.SCHEDULES[kind]
     if is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
         raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
@@ -366,7 +383,12 @@ def _schedule(
         resolved["lr_scheduler_type"] = equivalent
     for key, value in params.items():
         if value == AUTO and key not in AUTOMATIC:
-            raise refused(f"scheduler.params.{key}", AUTO, "does not follow from anything.", "Write a value.")
+            raise refused(
+                f"scheduler.params.{key}",
+                AUTO,
+                "No value follows from the model or the arguments here.",
+                "Write a value.",
+            )
     return kind, params
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's configuration and the arguments both say: one value, taken from whichever says it."""
+"""Resolve the settings that both DeepSpeed's configuration and the arguments can give."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ REMEDY = 'Remove one of them, or write "auto" in the file.'
 
 
 def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of the configuration, a copy; empty when it is not there. ConfigError when it is no mapping."""
+    """Return a copy of a part of the configuration, empty when it is absent. Raises ConfigError for anything else."""
     value = config.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise refused(name, value, "must be a section.", 'Write {"name": value, …}.')
+        raise refused(name, value, "This must be a section.", 'Write {"name": value, …}.')
     return dict(value)
 
 
 def check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: Mapping[str, str]) -> None:
-    """Raise ConfigError for a key that is unknown, or known and not served."""
+    """Raise ConfigError for a key that is unknown, or known and not supported."""
     for key, value in given.items():
         if key in refused_keys and asks(value):
-            raise refused(prefix + key, value, "is not served.", refused_keys[key])
+            raise refused(prefix + key, value, "This setting is not supported.", refused_keys[key])
         if key not in known and key not in refused_keys:
-            raise refused(prefix + str(key), None, "is no setting of DeepSpeed's.", suggestion(str(key), known))
+            raise refused(prefix + str(key), None, "DeepSpeed has no such setting.", suggestion(str(key), known))
 
 
 def asks(value: Any) -> bool:
-    """Whether a refused key asks for anything: switched off it may stay."""
+    """Return whether the value of a refused key asks for anything; a key that is switched off may stay."""
     if isinstance(value, Mapping):
         return bool(value.get("enabled", bool(value)))
     return bool(value)
 
 
 def refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
-    """The refusal of a key's value."""
+    """Return the error about a key's value."""
     return ConfigError(message, field=f"deepspeed.{key}", value=value, remedy=remedy)
 
 
 def is_given(args: ArgumentGroups, name: str) -> bool:
-    """Whether an argument is not left at its default."""
+    """Return whether an argument is given, that is, not at its default."""
     return bool(getattr(args, name) != field_map(args)[name].default)
 
 
@@ -62,9 +62,19 @@ def resolve_setting(
     prefix: str = "",
     index: int | None = None,
 ) -> Any:
-    """The value that `given[key]` and the argument agree on; noted in `resolved` when the file says it. None: neither.
+    """Return the number that the file gives for an argument, and record it in `resolved`; None when it gives none.
 
-    `index`: the argument is one of the values of a list.
+    Args:
+        args: coerced arguments.
+        given: a section of the file.
+        key: the setting in that section.
+        argument: the argument that means the same.
+        resolved: argument -> value that the file decides; extended here.
+        prefix: the section's name with a dot, for errors.
+        index: position of the number, when the setting is a list.
+
+    Raises:
+        ConfigError: the setting is not a number, or contradicts the argument.
     """
     written = given.get(key)
     if isinstance(written, list | tuple) and index is not None:
@@ -80,11 +90,11 @@ def resolve_setting(
 
 
 def check_number(key: str, value: Any) -> None:
-    """Raise ConfigError unless it is a number."""
+    """Raise ConfigError unless `value` is a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refused(key, value, "is no number.", 'Write a number, or "auto".')
+        raise refused(key, value, "This is not a number.", 'Write a number, or "auto".')
 
 
 def contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:
-    """The refusal of a value that an argument, or another key, contradicts."""
-    return refused(key, written, f"contradicts {argument} = {current}.", REMEDY)
+    """Return the error about a value that contradicts an argument or another key."""
+    return refused(key, written, f"This contradicts {argument} = {current}.", REMEDY)

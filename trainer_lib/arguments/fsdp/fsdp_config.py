@@ -100,7 +100,7 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
         reading.say("offload", True, by="fsdp")
     for key, value in values.items():
         if key not in KEYS:
-            raise ConfigError("is not one of its settings.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
+            raise ConfigError("There is no such setting.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
         if value is not None:
             KEYS[key](reading, key, value)
     _choose_parts(reading, asked=FSDPOption.AUTO_WRAP in words)
@@ -116,7 +116,9 @@ def _unprefixed(config: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).removeprefix("fsdp_")
         if name in values and values[name] != value:
             raise ConfigError(
-                f"is given twice: {values[name]!r} and {value!r}.", field=f"{FIELD}.{name}", remedy="Keep one."
+                f"The setting is given twice: {values[name]!r} and {value!r}.",
+                field=f"{FIELD}.{name}",
+                remedy="Keep one.",
             )
         values[name] = value
     return values
@@ -143,7 +145,7 @@ def _choose_parts(reading: Reading, *, asked: bool) -> None:
     classes, size = values.get("wrap_classes"), values.get("min_num_params")
     if classes and size:
         raise ConfigError(
-            "cannot be used together with transformer_layer_cls_to_wrap: the model is cut by class or by size.",
+            "This cannot be used together with transformer_layer_cls_to_wrap: layers are wrapped by class or by size.",
             field=f"{FIELD}.min_num_params",
             value=size,
             remedy="Keep one of them.",
@@ -159,7 +161,7 @@ def _choose_parts(reading: Reading, *, asked: bool) -> None:
         )
     if policy is not None and wanted is not None and policy != wanted:
         raise ConfigError(
-            f"contradicts {'auto_wrap' if asked and not (classes or size) else 'what is to be wrapped'}.",
+            f"This contradicts {'auto_wrap' if asked and not (classes or size) else 'the layers to wrap'}.",
             field=f"{FIELD}.auto_wrap_policy",
             value=policy,
             remedy="Remove it: the policy follows from the other settings.",
@@ -173,7 +175,7 @@ def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
     asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     if values.get("param_dtype") == "float16" and not args.fp16:
         raise ConfigError(
-            "needs a loss scaler.",
+            "float16 needs a loss scaler.",
             field=f"{FIELD}.mixed_precision",
             value="float16",
             remedy="Set fp16=True, or use bf16.",
@@ -205,25 +207,28 @@ def _check(settings: FsdpSettings, args: FsdpArguments) -> None:
     _check_parts(settings, args)
     for name, (why, remedy) in _UNSERVED.items():
         if getattr(args, name, False):
-            raise ConfigError(f"cannot be served with fsdp: {why}", field=name, value=True, remedy=remedy)
+            raise ConfigError(f"This is not supported together with fsdp: {why}", field=name, value=True, remedy=remedy)
     for part, why in _UNSHARDABLE.items():
         if part in str(args.optim):
             raise ConfigError(
-                f"cannot be used with fsdp. {why}", field="optim", value=str(args.optim), remedy="Use adamw_torch."
+                f"This optimizer cannot be used together with fsdp. {why}",
+                field="optim",
+                value=str(args.optim),
+                remedy="Use adamw_torch.",
             )
 
 
 def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
     if settings.cpu_ram_efficient_loading and not settings.sync_module_states:
         raise ConfigError(
-            "contradicts cpu_ram_efficient_loading: the values of the other processes come from the first.",
+            "This contradicts cpu_ram_efficient_loading: the values of the other processes come from the first.",
             field=f"{FIELD}.sync_module_states",
             value=False,
             remedy="Remove it.",
         )
     if settings.hybrid_group is not None and "hybrid" not in settings.mode:
         raise ConfigError(
-            f"has no effect on {settings.mode}.",
+            f"This has no effect on {settings.mode}.",
             field=f"{FIELD}.hybrid_group_size",
             value=settings.hybrid_group,
             remedy="Remove it, or give fsdp = hybrid_shard.",
@@ -232,14 +237,14 @@ def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
         return
     if args.gradient_checkpointing:
         raise ConfigError(
-            "cannot be on together with gradient_checkpointing: both compute the same activations again.",
+            "This cannot be on together with gradient_checkpointing: both compute the same activations again.",
             field=f"{FIELD}.activation_checkpointing",
             value=True,
             remedy="Keep activation_checkpointing, which saves a gathering.",
         )
     if settings.wrap == "whole":
         raise ConfigError(
-            "needs parts of the model whose activations are computed again.",
+            "This needs wrapped layers whose activations are recomputed.",
             field=f"{FIELD}.activation_checkpointing",
             value=True,
             remedy="Add auto_wrap to fsdp, or give gradient_checkpointing instead.",

@@ -14,9 +14,9 @@ from trainer_lib.suggestions import suggestion
 _log = logging.getLogger(__name__)
 FIELD = "fsdp_config"
 MODES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""In the order of torch's numbers, which begin at 1."""
+"""The modes in the order of torch's numbers, which start at 1."""
 
-#: The same mode, with the parameters kept between forward and backward.
+#: Mode -> the mode that differs only in keeping the parameters between forward and backward pass.
 _KEPT = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
 _FORMATS = {
     **dict.fromkeys(("fp32", "float32"), "float32"),
@@ -27,15 +27,22 @@ _FORMATS = {
 
 @dataclass
 class Reading:
-    """Settings in the making, and who said what, for contradictions."""
+    """Settings that are being read, with the key that set each, which an error about a contradiction names.
+
+    Attributes:
+        values: settings by name.
+        said: name of a setting -> the key that set it.
+    """
 
     values: dict[str, Any]
     said: dict[str, str] = field(default_factory=dict)
 
     def say(self, name: str, value: Any, *, by: str) -> None:
-        """Set `name`, unless something said otherwise."""
+        """Set `name` on behalf of the key `by`. Raises ConfigError when another key set another value."""
         if name in self.said and self.values[name] != value:
-            raise ConfigError(f"contradicts {self.said[name]}.", field=by, value=value, remedy="Keep one of the two.")
+            raise ConfigError(
+                f"This contradicts {self.said[name]}.", field=by, value=value, remedy="Keep one of the two."
+            )
         self.values[name] = value
         self.said.setdefault(name, by)
 
@@ -44,7 +51,7 @@ _Reader = Callable[[Reading, str, Any], None]
 
 
 def _flag(name: str) -> _Reader:
-    """A setting that is on or off."""
+    """Read a setting that is on or off."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
         reading.say(name, coerce(value, bool, field=f"{FIELD}.{key}"), by=f"{FIELD}.{key}")
@@ -53,7 +60,7 @@ def _flag(name: str) -> _Reader:
 
 
 def _always(default: bool, why: str) -> _Reader:
-    """A setting that FSDP's second version has no switch for, and whose other value would change no number."""
+    """Read a setting that FSDP's second version has no switch for, and whose other value would change no result."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
         if coerce(value, bool, field=f"{FIELD}.{key}") is not default:
@@ -63,11 +70,13 @@ def _always(default: bool, why: str) -> _Reader:
 
 
 def _refused(why: str, remedy: str) -> _Reader:
-    """A setting that cannot be served, unless it is off."""
+    """Refuse a setting that is not supported, unless it is off."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
         if value not in (False, "false", "False", 0, "", {}, []):
-            raise ConfigError(f"cannot be served: {why}", field=f"{FIELD}.{key}", value=value, remedy=remedy)
+            raise ConfigError(
+                f"This setting is not supported: {why}", field=f"{FIELD}.{key}", value=value, remedy=remedy
+            )
 
     return read
 
@@ -76,18 +85,18 @@ def _choice(key: str, value: Any, options: Mapping[str, Any]) -> Any:
     word = str(value).strip().lower()
     if word not in options:
         raise ConfigError(
-            "is not one of the choices.", field=f"{FIELD}.{key}", value=value, remedy=suggestion(word, options)
+            "This is not one of the choices.", field=f"{FIELD}.{key}", value=value, remedy=suggestion(word, options)
         )
     return options[word]
 
 
 def _sharding(reading: Reading, key: str, value: Any) -> None:
-    """``sharding_strategy``: a name or a number of torch's; it is `fsdp` in other words."""
+    """Read ``sharding_strategy``, torch's name or number of a mode, which must agree with `fsdp`."""
     numbers = {str(number): name for number, name in enumerate(MODES, 1)}
     mode = _choice(key, value, {**numbers, **{name: name for name in MODES}})
     if mode != reading.values["mode"]:
         raise ConfigError(
-            f"contradicts fsdp = {reading.values['mode']}.",
+            f"This contradicts fsdp = {reading.values['mode']}.",
             field=f"{FIELD}.{key}",
             value=value,
             remedy="Keep one of the two.",
@@ -95,7 +104,7 @@ def _sharding(reading: Reading, key: str, value: Any) -> None:
 
 
 def _reshard(reading: Reading, key: str, value: Any) -> None:
-    """``reshard_after_forward``: on or off, or (accelerate's first version) a mode's name or number."""
+    """Read ``reshard_after_forward``: on or off, or in accelerate's first version a mode's name or number."""
     if isinstance(value, str) and value.strip().lower() not in ("true", "false", "yes", "no", "on", "off"):
         _sharding(reading, key, value)
         return
@@ -104,7 +113,7 @@ def _reshard(reading: Reading, key: str, value: Any) -> None:
         reading.values["mode"] = _KEPT.get(mode, mode)
     elif mode in _KEPT.values():
         raise ConfigError(
-            f"contradicts fsdp = {mode}, which keeps the parameters until the backward.",
+            f"This contradicts fsdp = {mode}, which keeps the parameters until the backward pass.",
             field=f"{FIELD}.{key}",
             value=value,
             remedy=f"Remove it, or give fsdp = {next(one for one, kept in _KEPT.items() if kept == mode)}.",
@@ -117,12 +126,12 @@ def _policy(reading: Reading, key: str, value: Any) -> None:
 
 
 def _names(name: str) -> _Reader:
-    """A list of names, or one text of them with commas."""
+    """Read a list of names, or one text of names separated by commas."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
-            raise ConfigError("is no list of names.", field=f"{FIELD}.{key}", value=value, remedy="Give names.")
+            raise ConfigError("This is not a list of names.", field=f"{FIELD}.{key}", value=value, remedy="Give names.")
         reading.say(name, tuple(part.strip() for part in parts if part.strip()), by=f"{FIELD}.{key}")
 
     return read
@@ -132,14 +141,16 @@ def _count(name: str) -> _Reader:
     def read(reading: Reading, key: str, value: Any) -> None:
         count = coerce(value, int, field=f"{FIELD}.{key}")
         if count < 0:
-            raise ConfigError("must be at least 0.", field=f"{FIELD}.{key}", value=count, remedy="Give a number.")
+            raise ConfigError(
+                "The number must be at least 0.", field=f"{FIELD}.{key}", value=count, remedy="Give a number."
+            )
         reading.say(name, count or None, by=f"{FIELD}.{key}")
 
     return read
 
 
 def _prefetch(reading: Reading, key: str, value: Any) -> None:
-    # backward_post gathers the next part once this one's gradients are there, as gathering on demand does.
+    # backward_post gathers the next layers when the gradients of these are there, as gathering on demand does.
     options = {"backward_pre": True, "1": True, "backward_post": False, "backward_pos": False, "2": False}
     reading.say("backward_prefetch", _choice(key, value, options | {"no_prefetch": False, "3": False}), by=key)
 
@@ -150,13 +161,19 @@ def _state_dict(reading: Reading, key: str, value: Any) -> None:
 
 
 def sharded_checkpoints(value: Any, *, field: str) -> bool:
-    """Whether a state_dict_type says that every process writes its own part. Raises ConfigError for what is none."""
+    """Return whether a state_dict_type asks every process to write its own part of a checkpoint.
+
+    Raises:
+        ConfigError: it is not a type that any number of processes can load. The error names `field`.
+    """
     options = {"full_state_dict": False, "sharded_state_dict": True}
     word = str(value).strip().lower()
     if word not in options:
         local = word == "local_state_dict"
         raise ConfigError(
-            "cannot be served: such pieces fit one number of processes only." if local else "is no way of saving.",
+            "Local pieces are not supported: they fit one number of processes only."
+            if local
+            else "No state dict type has this name.",
             field=field,
             value=value,
             remedy="Give SHARDED_STATE_DICT, which any number of processes loads, or FULL_STATE_DICT.",
@@ -167,7 +184,7 @@ def sharded_checkpoints(value: Any, *, field: str) -> bool:
 def _version(reading: Reading, key: str, value: Any) -> None:
     if coerce(value, int, field=f"{FIELD}.{key}") != 2:
         raise ConfigError(
-            "is not served: FSDP is torch's second version (fully_shard), which has all modes of the first.",
+            "Only torch's second version of FSDP (fully_shard) is supported; it has all modes of the first.",
             field=f"{FIELD}.{key}",
             value=value,
             remedy="Remove it.",
@@ -178,11 +195,11 @@ def _precision(reading: Reading, key: str, value: Any) -> None:
     where = f"{FIELD}.{key}"
     parts = {"param_dtype": value, "reduce_dtype": value} if isinstance(value, str) else value
     if not isinstance(parts, Mapping):
-        raise ConfigError("is no mapping.", field=where, value=value, remedy='Give {"param_dtype": "bf16"}.')
+        raise ConfigError("This is not a mapping.", field=where, value=value, remedy='Give {"param_dtype": "bf16"}.')
     for name, given in parts.items():
         if name not in ("param_dtype", "reduce_dtype"):
             raise ConfigError(
-                "is not one of its settings: buffers keep their own format, outputs that of the computation.",
+                "There is no such setting: buffers keep their own format, outputs that of the computation.",
                 field=where,
                 value=name,
                 remedy="Give param_dtype and reduce_dtype.",
@@ -194,7 +211,7 @@ def _precision(reading: Reading, key: str, value: Any) -> None:
 
 _XLA = _refused("XLA devices are not.", "Remove it; on TPUs use the transformers Trainer with torch_xla.")
 
-#: Every key that is known, without ``fsdp_``, and how it is read.
+#: Key without the prefix ``fsdp_`` -> the function that reads it.
 KEYS: Mapping[str, _Reader] = {
     "sharding_strategy": _sharding,
     "reshard_after_forward": _reshard,
