@@ -1,1 +1,1 @@
-"""Data on its way to the model: order, loading, collation, shards. Import the submodule you need."""
+"""Order, loading, collation and storage of samples. Import the submodule you need."""

@@ -1,4 +1,4 @@
-"""Files of remote stores on this machine: kept by their digest, in a private folder of bounded size."""
+"""Local copies of files of remote stores, named by their digest, in a private folder of bounded size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DEFAULT_BYTES = 50 * 1024**3
 
 
 class FileCache:
-    """A folder of files named by their SHA-256: two pipelines that use the same bytes share them.
+    """A folder of files named by their SHA-256, so that pipelines share equal files.
 
     Args:
-        folder: where; created with mode 0700.
-        max_bytes: once more is kept, the files used longest ago go.
+        folder: the folder; created with mode 0700.
+        max_bytes: size from which the least recently used files are removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -27,13 +27,16 @@ class FileCache:
 
     @classmethod
     def default(cls) -> FileCache:
-        """``$TRAINFLOW_CACHE_DIR``, else ``$XDG_CACHE_HOME/trainflow/files``; bounded by ``$TRAINFLOW_CACHE_BYTES``."""
+        """The user's cache: ``$TRAINFLOW_CACHE_DIR``, or ``$XDG_CACHE_HOME/trainflow/files``.
+
+        ``$TRAINFLOW_CACHE_BYTES`` sets its size.
+        """
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = Path(os.environ.get("TRAINFLOW_CACHE_DIR") or home / "trainflow" / "files")
         return cls(folder, int(os.environ.get("TRAINFLOW_CACHE_BYTES") or DEFAULT_BYTES))
 
     def fetch(self, store: Store, entry: FileEntry) -> Path:
-        """A local copy of `entry`, downloaded (its digest checked) unless it is there. Ranks download it once."""
+        """The path of a local copy of `entry`; a missing one is downloaded once per machine, its digest verified."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / entry.sha256
         with self._lock():
@@ -42,7 +45,7 @@ class FileCache:
                 partial = path.with_suffix(".partial")
                 store.download(entry.path, partial, expect=entry)
                 partial.replace(path)
-            os.utime(path)  # marks the use; a mapped file that is evicted stays readable until it is closed
+            os.utime(path)  # marks the use; a mapped file that is removed stays readable until it is closed
         return path
 
     def _make_room(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""Collators: lists of samples become batches of tensors.
+"""Collators turn a list of samples into a batch of tensors.
 
-`default_data_collator` needs no tokenizer. The others take anything with a `pad` method (a `transformers` tokenizer,
-say): ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``.
+`default_data_collator` needs no tokenizer. The others need an object with a `pad` method, such as a tokenizer of
+`transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from trainer_lib.errors import ConfigError, DataError
 
 DataCollator = Callable[[list[Any]], Any]
-#: While one of our loaders collates: a 64-bit seed per sample of the batch, for collators that draw per sample.
+#: A 64-bit seed per sample of the batch, set while our loaders collate, for collators that draw random numbers.
 seeds_of_samples: ContextVar[Sequence[int] | None] = ContextVar("seeds_of_samples", default=None)
 _INT64 = 0x7FFFFFFFFFFFFFFF
-_MASKING = 0x6D61736B  # sets a sample's mask apart from what its dataset drew
+_MASKING = 0x6D61736B  # separates the random numbers of a sample's mask from those of its dataset
 IGNORED = -100  # the label that losses and metrics skip
 
 
@@ -31,22 +31,23 @@ class Pads(Protocol):
 
     @property
     def pad(self) -> Callable[..., Mapping[str, Any]]:
-        """Makes one padded batch of tensors from a list of samples."""
+        """Pads a list of samples to a batch of tensors ``[batch, sequence]``."""
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:
-    """Stack samples column by column; no padding.
+    """Stack samples column by column, without padding: values ``[…]`` become a tensor ``[batch, …]``.
 
-    A sample is a mapping, an object with attributes, or a dataclass-like row. ``label`` (a number) and ``label_ids``
-    (a list) become ``labels``; strings and None columns are left out. Tensors and arrays keep their dtype, Python
-    integers become int64 and floats float32.
+    A sample is a mapping, or an object whose attributes are the columns. ``label`` (a number) and ``label_ids`` (a
+    list) become ``labels``. Columns of text, bytes or None are left out. Tensors and arrays keep their dtype; Python
+    integers become int64, and floats float32.
 
-    Raises DataError naming the column when samples have different shapes.
+    Raises:
+        DataError: samples differ in the shape of a column, which is named.
     """
     if return_tensors != "pt":
-        raise DataError("Only torch tensors are made here.", field="return_tensors", value=return_tensors)
-    # Samples of one dataset are of one kind: asking each whether it is a Mapping would cost more than stacking them.
-    rows = features if isinstance(features[0], Mapping) else [_columns(row) for row in features]
+        raise DataError("Only torch tensors can be returned.", field="return_tensors", value=return_tensors)
+    # Only the first sample is tested: a test for Mapping costs more than stacking a sample, and all are of one kind.
+    rows = features if isinstance(features[0], Mapping) else [_read_columns(row) for row in features]
     first, batch = rows[0], {}
     for name, example in first.items():
         if name in ("label", "label_ids") or example is None or isinstance(example, str | bytes):
@@ -59,7 +60,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
     return batch
 
 
-def _columns(row: Any) -> Mapping[str, Any]:
+def _read_columns(row: Any) -> Mapping[str, Any]:
     if not hasattr(row, "__dict__"):
         raise DataError(
             "A sample has no named columns.",
@@ -85,13 +86,13 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor:
             field=name,
             remedy="Pad them, or give a data_collator that does.",
         ) from error
-    # Python floats (and NumPy float64 scalars) carry no intent of double precision.
+    # A Python float does not ask for double precision.
     return stacked.float() if stacked.dtype == torch.float64 else stacked
 
 
 @dataclass
 class DataCollatorWithPadding:
-    """Pad the samples' inputs to the longest of the batch (or as `padding` says) with the tokenizer's own `pad`."""
+    """Pads inputs to the longest sample of the batch, or as `padding` says, with the tokenizer's `pad`."""
 
     tokenizer: Pads
     padding: bool | str = True
@@ -100,7 +101,7 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        """One batch; ``label`` / ``label_ids`` become ``labels``."""
+        """The batch: tensors ``[batch, sequence]``; ``label`` or ``label_ids`` becomes ``labels`` ``[batch, …]``."""
         batch = dict(
             self.tokenizer.pad(
                 features,
@@ -118,9 +119,9 @@ class DataCollatorWithPadding:
 
 @dataclass
 class DataCollatorForSeq2Seq:
-    """Pad inputs with the tokenizer and labels with -100 on the tokenizer's padding side.
+    """Pads inputs with the tokenizer, and labels with -100 on the tokenizer's padding side.
 
-    With a `model` that has ``prepare_decoder_input_ids_from_labels``, ``decoder_input_ids`` are added.
+    A `model` with ``prepare_decoder_input_ids_from_labels`` also adds ``decoder_input_ids``.
     """
 
     tokenizer: Pads
@@ -132,7 +133,7 @@ class DataCollatorForSeq2Seq:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
-        """One batch."""
+        """The batch: inputs ``[batch, sequence]``, ``labels`` and ``decoder_input_ids`` ``[batch, targets]``."""
         label_name = "label" if "label" in features[0] else "labels"
         labels = [row[label_name] for row in features] if features[0].get(label_name) is not None else None
         inputs = [{name: value for name, value in row.items() if name != label_name} for row in features]
@@ -169,16 +170,18 @@ class DataCollatorForSeq2Seq:
 
 @dataclass
 class DataCollatorForLanguageModeling:
-    """Batches for language models: labels are a copy of the inputs, or masked-language-model targets.
+    """Batches for language models: causal targets, or masked ones with `mlm`.
 
-    With `mlm`, `mlm_probability` of the tokens are targets: 80 % of them are replaced by the mask token, 10 % by a
-    random token, 10 % kept (https://arxiv.org/abs/1810.04805). Without, every token that is not padding is a target.
-    Needs ``pad_token_id``, and with `mlm` also ``mask_token_id``, ``all_special_ids`` and ``__len__``.
+    With `mlm`, the share `mlm_probability` of the tokens are targets. Of these, 80 % are replaced by the mask token and
+    10 % by a random token, and 10 % are kept (Devlin et al. 2018, https://arxiv.org/abs/1810.04805). Without `mlm`,
+    every token that is not padding is a target. The tokenizer needs ``pad_token_id``, and with `mlm` also
+    ``mask_token_id``, ``all_special_ids`` and ``__len__``.
 
-    In our loaders a sample's mask follows from (seed, epoch, sample) alone: another micro-batch, number of workers or
-    of processes masks the same tokens. Elsewhere it follows from `seed`, or from torch's generator when that is None.
+    In our loaders a sample's mask depends only on (seed, epoch, sample), so neither the micro-batch nor the number of
+    workers or processes changes it. Elsewhere it depends on `seed`, or on torch's generator when `seed` is None.
 
-    Raises ConfigError for a tokenizer without mask token and for shares outside [0, 1].
+    Raises:
+        ConfigError: the tokenizer has no mask token, or a share is outside [0, 1].
     """
 
     tokenizer: Any
@@ -195,7 +198,10 @@ class DataCollatorForLanguageModeling:
         self._generator: torch.Generator | None = None
         if self.whole_word_mask:
             raise ConfigError(
-                "is not served.", field="whole_word_mask", value=True, remedy="Mask in the dataset, or subclass this."
+                "Masking whole words is not supported.",
+                field="whole_word_mask",
+                value=True,
+                remedy="Mask in the dataset, or subclass this.",
             )
         if not self.mlm:
             return
@@ -211,10 +217,12 @@ class DataCollatorForLanguageModeling:
             ("mask_replace_prob + random_replace_prob", replaced),
         ):
             if value is None or not 0 <= value <= 1 + 1e-9:
-                raise ConfigError("is no share.", field=name, value=str(value), remedy="Give a number from 0 to 1.")
+                raise ConfigError(
+                    "The share must be from 0 to 1.", field=name, value=str(value), remedy="Give a number from 0 to 1."
+                )
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """One batch with ``input_ids`` and ``labels``, both ``[batch, seq]``."""
+        """The batch, with ``input_ids`` and ``labels`` ``[batch, sequence]``; labels that are not targets are -100."""
         rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
         batch = dict(
             self.tokenizer.pad(rows, return_tensors=self.return_tensors, pad_to_multiple_of=self.pad_to_multiple_of)
@@ -233,21 +241,22 @@ class DataCollatorForLanguageModeling:
     def _mask(
         self, inputs: torch.Tensor, special: torch.Tensor | None, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masked inputs and labels ``[batch, sequence]``, from inputs and special-token mask of that shape."""
         labels, inputs = inputs.clone(), inputs.clone()
         kept = special.bool() if special is not None else torch.isin(inputs, self._special_ids())
-        chance, replacement, word = self._draws(inputs.shape, lengths)
+        chance, replacement, word = self._draw_numbers(inputs.shape, lengths)
         targets = (chance < (self.mlm_probability or 0.0)) & ~kept
         labels[~targets] = IGNORED
         inputs[targets & (replacement < self.mask_replace_prob)] = self.tokenizer.mask_token_id
-        randomised = targets & (replacement >= self.mask_replace_prob)
-        randomised &= replacement < self.mask_replace_prob + self.random_replace_prob
+        randomized = targets & (replacement >= self.mask_replace_prob)
+        randomized &= replacement < self.mask_replace_prob + self.random_replace_prob
         words = (word * len(self.tokenizer)).to(inputs.dtype).clamp(max=len(self.tokenizer) - 1)
-        inputs[randomised] = words[randomised]
+        inputs[randomized] = words[randomized]
         return inputs, labels
 
-    def _draws(self, shape: torch.Size, lengths: Sequence[int]) -> torch.Tensor:
-        """Three uniform numbers per token, ``[3, batch, seq]``: each row's own where samples have seeds."""
-        draws = torch.ones(3, *shape)  # padding: never below a share
+    def _draw_numbers(self, shape: torch.Size, lengths: Sequence[int]) -> torch.Tensor:
+        """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has numbers of its own."""
+        draws = torch.ones(3, *shape)  # 1 at padding, which is above every share
         left = getattr(self.tokenizer, "padding_side", "right") == "left"
         seeds = seeds_of_samples.get()
         generator = torch.Generator() if seeds is not None else self._own_generator()

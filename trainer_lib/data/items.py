@@ -1,6 +1,6 @@
-"""How much a batch holds: samples, and target items (what losses are means over).
+"""Counts the samples and the target items of a batch; a loss is a mean over target items.
 
-Items are target tokens (labels that are not -100) for integer labels, samples for all others.
+For integer labels, items are target tokens (labels that are not -100). For all other labels they are samples.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from trainer_lib.data.collators import IGNORED
 
-# For isinstance: a dict is known at once, while Mapping alone looks into its registry, at 0.3 µs a question.
+# For isinstance: dict is tested first and fast; Mapping alone searches its registry, in 0.3 µs.
 MAPPINGS = (dict, Mapping)
-_FEW = 64  # labels that Python counts faster than NumPy
+_FEW = 64  # up to so many labels, Python counts faster than NumPy
 
 
 def batch_size_of(batch: Any) -> int | None:
-    """Samples in a batch: the first dimension of the first tensor found in it; None when there is none."""
+    """Samples in a batch: the first dimension of its first tensor ``[batch, …]``; None without a tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
     parts = batch.values() if isinstance(batch, MAPPINGS) else batch if isinstance(batch, list | tuple) else ()
@@ -30,10 +30,11 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool) -> int:
-    """Target items of one micro-batch. Labels on the CPU are counted without a torch call, others wait for the device.
+    """The number of target items of one micro-batch.
 
-    A model that shifts its labels itself never predicts the first one; labels already shifted (`shift_labels`) are
-    counted whole.
+    Labels ``[batch]`` or ``[batch, sequence]`` on the CPU are counted without a torch call; for others the host waits
+    for the device. A model that shifts its labels itself (`shifts`) never predicts the first one of a sequence. Labels
+    under `shift_labels` are shifted already and counted whole.
     """
     labels = None
     if isinstance(batch, MAPPINGS):

@@ -174,11 +174,14 @@ def test_padding_is_never_a_target(side: str) -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"mlm_probability": 1.5}, "mlm_probability = 1.5: is no share"),
-        ({"mlm_probability": None}, "mlm_probability = None: is no share"),
-        ({"mask_replace_prob": -0.1}, "mask_replace_prob = -0.1: is no share"),
-        ({"random_replace_prob": 0.5}, r"mask_replace_prob \+ random_replace_prob = 1.3: is no share"),
-        ({"whole_word_mask": True}, "whole_word_mask = True: is not served"),
+        ({"mlm_probability": 1.5}, "mlm_probability = 1.5: The share must be from 0 to 1"),
+        ({"mlm_probability": None}, "mlm_probability = None: The share must be from 0 to 1"),
+        ({"mask_replace_prob": -0.1}, "mask_replace_prob = -0.1: The share must be from 0 to 1"),
+        (
+            {"random_replace_prob": 0.5},
+            r"mask_replace_prob \+ random_replace_prob = 1.3: The share must be from 0 to 1",
+        ),
+        ({"whole_word_mask": True}, "whole_word_mask = True: Masking whole words is not supported"),
     ],
 )
 def test_impossible_masking_is_refused(given: Any, expected: str) -> None:
