@@ -152,7 +152,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"kind": 1}, "wrong type"),
         ({"meta": []}, "wrong type"),
         ({"extra": 1}, "unexpected or missing fields"),
-        ({"files": {}}, "no files"),
+        ({"files": {}}, "no list of files"),
         ({"files": [1]}, "malformed file entry"),
         (entry(path="../../etc/passwd"), "'..'"),
         (entry(path="/etc/passwd"), "absolute"),

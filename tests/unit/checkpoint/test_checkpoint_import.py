@@ -321,7 +321,7 @@ def test_what_is_there_already_is_not_overwritten(small: tuple[Path, Any], tmp_p
     import_here(small[0] / "checkpoint-6", tmp_path)
     with pytest.raises(ConfigError, match="step 6 already"):
         import_here(small[0] / "checkpoint-6", tmp_path)
-    with pytest.raises(ConfigError, match="trainflow's own already"):
+    with pytest.raises(ConfigError, match="already a checkpoint of trainflow"):
         import_here(tmp_path / "checkpoint-6", tmp_path / "other")
 
 

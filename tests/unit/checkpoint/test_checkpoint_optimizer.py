@@ -234,7 +234,7 @@ def test_state_for_a_stranger_is_refused() -> None:
     param = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([param], lr=1)
     optimizer.state[nn.Parameter(torch.ones(1))] = {"x": 1}
-    with pytest.raises(ConfigError, match="not among its parameters"):
+    with pytest.raises(ConfigError, match="not one of its parameters"):
         snapshot_optimizer(optimizer, {"w": param})
 
 

@@ -1,8 +1,9 @@
-"""Which parameter stands where in an optimizer's state, when only positions were saved.
+"""Find the parameter names of an optimizer's state in which parameters are only numbered.
 
-torch numbers parameters through the groups, in the order in which the optimizer got them: the model's own order. A file
-of weights has names, but safetensors sorts them. So the model itself decides, where it can be built; else names are
-given to positions only if exactly one way of doing so fits the shapes, and the order where the file kept it.
+torch numbers parameters through the groups, in the order in which the optimizer got them, which is the model's order. A
+file of weights has names, but safetensors sorts them. If the model can be built, its order decides (`choose_names`).
+Otherwise names are assigned to numbers only if exactly one assignment fits the shapes, and the order if the file kept
+it (`derive_names`): a wrong assignment would train on silently.
 """
 
 from __future__ import annotations
@@ -16,26 +17,38 @@ from torch import Tensor
 from trainer_lib.errors import ConfigError
 
 Names = list[list[str]]
+"""Parameter names by group, in the order of the group's numbers."""
 Shape = tuple[int, ...]
 
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq", "acc_delta")
 _STATES = 100_000
+"""The most partial assignments that are followed before the search gives up."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in an optimizer's state: its number, and its shape where the state tells it."""
+    """A parameter's place in an optimizer's state.
+
+    Attributes:
+        number: the parameter's number.
+        shape: the parameter's shape; None when its state holds no tensor of that shape.
+    """
 
     number: int
     shape: Shape | None
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a parameter of that shape may stand here."""
+        """Whether a parameter of that shape may be the one with this number."""
         return self.shape is None or self.shape == shape
 
 
 def list_slots(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
-    """The places of each group, in order."""
+    """List the slots of each group, in order.
+
+    Args:
+        state: number → state of that parameter.
+        groups: the parameter groups; ``params`` lists numbers.
+    """
     return [[Slot(number, _shape(state.get(number, {}))) for number in group["params"]] for group in groups]
 
 
@@ -47,15 +60,15 @@ def _shape(values: Mapping[str, Any]) -> Shape | None:
 
 
 def choose_names(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Shape]) -> Names:
-    """The one candidate that fits the places: as many names in each group, in the shapes that the state has.
+    """Choose the one candidate that fits the slots: as many names in each group, in the shapes of the state.
 
     Args:
-        candidates: ways in which the model's parameters may have been divided, names in the model's order.
-        slots: the places.
-        shapes: of the model's parameters.
+        candidates: ways in which the model's parameters may have been divided into groups, in the model's order.
+        slots: the slots of each group.
+        shapes: the shapes of the model's parameters by name.
 
     Raises:
-        ConfigError: none fits (another model), or several that differ do.
+        ConfigError: no candidate fits (another model), or several different ones fit.
     """
     fitting: list[Names] = []
     for names in candidates:
@@ -67,12 +80,12 @@ def choose_names(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], s
     if not fitting:
         offered = " or ".join(str([len(group) for group in names]) for names in candidates)
         raise _refused(
-            f"The optimizer's groups have {sizes} parameters; the model's would be {offered}, or have other shapes.",
+            f"The optimizer's groups have {sizes} parameters; the model's would have {offered}, or other shapes.",
             "Give the model as it was trained (--model), with the same parameters frozen.",
         )
     raise _refused(
         f"The model's parameters fit the optimizer's groups of {sizes} in more than one way.",
-        "The division is not one that the transformers Trainer makes by itself; train on from the weights.",
+        "The transformers Trainer does not make these groups by itself; train on from the weights.",
     )
 
 
@@ -86,35 +99,35 @@ def _fits(names: Names, slots: Sequence[Sequence[Slot]], shapes: Mapping[str, Sh
 def derive_names(
     tensors: Mapping[str, Tensor], slots: Sequence[Sequence[Slot]], *, in_order: bool, decays: Callable[[str], bool]
 ) -> Names:
-    """Names for the places without the model, from the weights alone.
+    """Derive the names from the weights alone, without the model.
 
     Args:
-        tensors: the weights; what is no parameter (buffers), or frozen, is among them.
-        slots: the places.
+        tensors: the weights: name → tensor, including buffers and frozen parameters, which have no slot.
+        slots: the slots of each group.
         in_order: whether `tensors` are in the model's order.
-        decays: whether a name may stand in the first of two groups.
+        decays: whether a name may be in the first of two groups, the one with weight decay.
 
     Raises:
-        ConfigError: no way fits, or several do.
+        ConfigError: no assignment fits, or several do.
     """
     weights = _distinct(tensors)
-    may = [decays, _anything] if len(slots) == 2 else [_anything] * len(slots)
+    may = [decays, _accept_any] if len(slots) == 2 else [_accept_any] * len(slots)
     ways = _ways_in_order(weights, slots, may) if in_order else _ways_by_shape(weights, slots, may)
     if len(ways) == 1:
         return ways[0]
     raise _refused(
-        "It cannot be told which parameter the optimizer's numbers stand for: "
-        + ("no names of the weights fit them." if not ways else "several names of the weights would fit one number."),
+        "The names of the parameters that the optimizer numbers cannot be found: "
+        + ("no names of the weights fit." if not ways else "several names of the weights fit one number."),
         "Give the model: --model FILE.py:FUNCTION, a function of yours that returns it as it was trained.",
     )
 
 
-def _anything(name: str) -> bool:
+def _accept_any(name: str) -> bool:
     return True
 
 
 def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """Shapes of what may be a parameter; of tied weights the first name."""
+    """Names and shapes of the tensors that may be parameters; tied weights by their first name."""
     seen: set[tuple[int, Shape]] = set()
     found = {}
     for name, tensor in tensors.items():
@@ -128,18 +141,21 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
 def _ways_by_shape(
     weights: Mapping[str, Shape], slots: Sequence[Sequence[Slot]], may: Sequence[Callable[[str], bool]]
 ) -> list[Names]:
-    """At most two ways: each place has exactly one name that fits it and no other place, or there are many ways."""
+    """Assign names by shape alone: no way, one way, or two that stand for many.
+
+    One way exists if every slot is left with exactly one name.
+    """
     fitting = [
         [[name for name, shape in weights.items() if slot.fits(shape) and allowed(name)] for slot in group]
         for group, allowed in zip(slots, may, strict=True)
     ]
     taken: set[str] = set()
-    # A place with one possible name takes it; that may leave another place with one, and so on.
+    # A slot with one possible name takes it, which may leave another slot with one, and so on.
     while True:
-        settled = {options[0] for group in fitting for options in group if len(options) == 1}
-        if settled == taken:
+        decided = {options[0] for group in fitting for options in group if len(options) == 1}
+        if decided == taken:
             break
-        taken = settled
+        taken = decided
         for group in fitting:
             for place, options in enumerate(group):
                 if len(options) > 1:
@@ -154,13 +170,15 @@ def _ways_by_shape(
 def _ways_in_order(
     weights: Mapping[str, Shape], slots: Sequence[Sequence[Slot]], may: Sequence[Callable[[str], bool]]
 ) -> list[Names]:
-    """At most two ways of dealing the names, in their order, to the groups, each filled from its first place on.
+    """Assign names to the groups in their order: no way, one way, or two that stand for many.
 
-    A name may also be left over: a buffer, or frozen.
+    Each group is filled from its first slot on; a name may also be left over (a buffer, a frozen parameter). Dynamic
+    programming over the number of filled slots per group: two ways per state are enough to see that a way is not the
+    only one.
     """
     spare = len(weights) - sum(len(group) for group in slots)
     start = tuple(0 for _ in slots)
-    reached: dict[tuple[int, ...], list[tuple[int, ...]]] = {start: [()]}  # filled places -> up to two ways there
+    reached: dict[tuple[int, ...], list[tuple[int, ...]]] = {start: [()]}  # filled slots -> up to two ways there
     for number, (name, shape) in enumerate(weights.items()):
         following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for filled, ways in reached.items():
@@ -170,14 +188,14 @@ def _ways_in_order(
                 if filled[place] < len(group) and group[filled[place]].fits(shape) and may[place](name)
             ]
             if number - sum(filled) < spare:
-                choices.append(-1)
+                choices.append(-1)  # left over
             for place in choices:
                 after = tuple(count + (index == place) for index, count in enumerate(filled))
                 known = following.setdefault(after, [])
                 known.extend((*way, place) for way in ways[: 2 - len(known)])
         reached = following
         if len(reached) > _STATES:
-            return [[], []]
+            return [[], []]  # too many to follow, so certainly not only one
     ways = reached.get(tuple(len(group) for group in slots), [])
     listed = list(weights)
     return [

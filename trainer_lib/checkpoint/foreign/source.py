@@ -1,9 +1,9 @@
-"""A checkpoint of the transformers Trainer as one of ours: what is in its folder, and the same in our format.
+"""Import a checkpoint of the transformers Trainer: read its folder, and convert the parts to our format.
 
 ::
 
     model.safetensors (or shards and their index, or pytorch_model.bin)   weights
-    optimizer.pt scheduler.pt scaler.pt rng_state*.pth                    read by `torch_files`, which runs nothing
+    optimizer.pt scheduler.pt scaler.pt rng_state*.pth                    read by `torch_files`, which executes nothing
     trainer_state.json                                                    step, epoch, log, best metric
     config.json, the tokenizer's files                                    copied
     training_args.bin                                                     a pickle of a class: left out, never opened
@@ -34,6 +34,7 @@ from trainer_lib.storage import Store
 
 _JSON_LIMIT = 512 * 2**20
 _FILE_LIMIT = 256 * 2**20
+"""The largest JSON file and the largest copied file that are read, in bytes."""
 _SHARD = re.compile(r"[\w.-]{1,200}\.(safetensors|bin)")
 _RNG = re.compile(r"rng_state(?:_(\d{1,6}))?\.pth")
 _COPIED = (
@@ -46,18 +47,18 @@ _READ = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt", "mod
 
 @dataclass
 class Source:
-    """What a folder holds.
+    """The content of a transformers Trainer's checkpoint.
 
     Attributes:
-        url: where it is.
-        tensors: its weights, by the names in the file.
-        in_order: whether they stand in the model's order (pytorch_model.bin keeps it).
-        adapter: whether they are a peft adapter's.
-        optimizer, scheduler, scaler: `state_dict()`s.
-        rngs: random state per rank, as `capture_rng` gives it; empty when there is none.
+        url: the folder.
+        tensors: the weights: name → tensor on the CPU, in its saved shape and dtype.
+        in_order: whether the weights are in the model's order, which pytorch_model.bin keeps.
+        adapter: whether the weights are those of a peft adapter.
+        optimizer, scheduler, scaler: `state_dict()`s as torch makes them.
+        rngs: random states by rank, as `capture_rng` returns them; empty when a rank's are missing.
         state: trainer_state.json.
-        files: what is copied, name → bytes.
-        left_out: names of files that were not opened.
+        files: the files to copy, name → bytes.
+        left_out: names of the files that were not opened.
     """
 
     url: str
@@ -74,25 +75,27 @@ class Source:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """config.json, when there is one."""
-        return _object(self.files["config.json"], f"{self.url}/config.json") if "config.json" in self.files else None
+        """The content of config.json; None when there is none."""
+        return (
+            _parse_object(self.files["config.json"], f"{self.url}/config.json") if "config.json" in self.files else None
+        )
 
 
 def read_source(store: Store) -> Source:
-    """Read a ``checkpoint-N/`` of the transformers Trainer, all of it, before anything is written.
+    """Read a ``checkpoint-N/`` of the transformers Trainer whole, before anything is written.
 
     Raises:
-        ConfigError: it is something else, or not whole; says what, and what to do.
-        DamagedError: a file is not what it should be; says which, and why.
-        StorageError: it cannot be read.
+        ConfigError: the folder is something else, or incomplete; the message says what, and what to do.
+        DamagedError: a file is not what it should be; the message says which, and why.
+        StorageError: the store cannot be read.
     """
     names = _check_kind(store)
     where = f"{store.url}/"
-    state = TrainerState.from_dict(_object(_read(store, "trainer_state.json"), f"{where}trainer_state.json"))
-    optimizer = _mapping(read_torch_file(store, "optimizer.pt"), f"{where}optimizer.pt")
-    scheduler = _mapping(read_torch_file(store, "scheduler.pt"), f"{where}scheduler.pt")
+    state = TrainerState.from_dict(_parse_object(_read(store, "trainer_state.json"), f"{where}trainer_state.json"))
+    optimizer = _require_mapping(read_torch_file(store, "optimizer.pt"), f"{where}optimizer.pt")
+    scheduler = _require_mapping(read_torch_file(store, "scheduler.pt"), f"{where}scheduler.pt")
     has_scaler = "scaler.pt" in names
-    scaler = _mapping(read_torch_file(store, "scaler.pt"), f"{where}scaler.pt") if has_scaler else None
+    scaler = _require_mapping(read_torch_file(store, "scaler.pt"), f"{where}scaler.pt") if has_scaler else None
     rngs, rng_files = _read_rngs(store, names)
     tensors, weight_files = _read_weights(store, names)
     copied = {name for name in names if _is_copied(name)}
@@ -113,10 +116,11 @@ def read_source(store: Store) -> Source:
 
 
 def derive_position(state: TrainerState) -> dict[str, Any]:
-    """Where in the data the run stood: whole epochs, and optimizer steps of the next.
+    """Derive the position in the data: whole epochs, and optimizer steps of the epoch after them.
 
-    Steps per epoch U were not saved, but ``epoch`` was, to the micro-batch: after k steps of epoch e the global step is
-    ``eU + k`` and the fraction at most ``k/U`` and more than ``(k-1)/U``, which leaves one whole number for U.
+    The file states the global step s and the epoch E, a fraction that counts micro-batches, but not the steps per epoch
+    U. With M micro-batches per epoch and A per step, U = ceil(M / A). After k steps of epoch e, s = e * U + k and
+    E = e + k * A / M, which lies in [e + k / U, e + k / (U - 1)). Hence U - 1 < s / E <= U.
 
     Raises:
         DamagedError: step and epoch contradict each other.
@@ -135,11 +139,14 @@ def derive_position(state: TrainerState) -> dict[str, Any]:
 
 
 def convert_optimizer(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> OptimizerSnapshot:
-    """An optimizer's ``state_dict()`` by parameter name; groups without parameters are left out.
+    """Convert an optimizer's ``state_dict()`` to a snapshot by parameter name; groups without parameters are left out.
 
     Args:
-        optimizer: as torch makes it, parameters numbered through the groups.
-        names: of each group's parameters, in order.
+        optimizer: a ``state_dict()``, which numbers the parameters through the groups.
+        names: the names of each group's parameters, in order.
+
+    Raises:
+        ConfigError: a value is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -160,10 +167,11 @@ def convert_optimizer(optimizer: Mapping[str, Any], names: Sequence[Sequence[str
 
 
 def convert_scheduler(scheduler: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """A schedule's ``state_dict()`` for the groups that have parameters; functions are made anew, not restored."""
+    """Convert a schedule's ``state_dict()`` to the groups that have parameters; its functions are not restored."""
     kept = [place for place, called in enumerate(names) if called]
     state = {}
     for key, value in scheduler.items():
+        # A list as long as the groups has one value per group (base_lrs, lr_lambdas, ...).
         per_group = isinstance(value, list) and len(value) == len(names)
         state[key] = [value[place] for place in kept] if per_group else value
     if "lr_lambdas" in state:
@@ -175,14 +183,16 @@ def convert_scheduler(scheduler: Mapping[str, Any], names: Sequence[Sequence[str
 
 
 def _check_kind(store: Store) -> set[str]:
-    """Names of the folder's files, once it is sure that it is what can be imported."""
+    """Check that the folder can be imported; returns the names of its files."""
     if store.exists(COMMIT):
-        raise _not_this(store, "It is trainflow's own already.", "Resume from it, or copy the folder.")
+        raise _refuse_folder(
+            store, "The folder is already a checkpoint of trainflow.", "Resume from it, or copy the folder."
+        )
     known = recognise_folder(store)
     if known is None or known.kind != TRANSFORMERS:
         what = f"There is {known.what}" if known else "There is no checkpoint"
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
-        raise _not_this(store, f"{what}.", remedy)
+        raise _refuse_folder(store, f"{what}.", remedy)
     names = {info.path for info in store.list()}
     folders = {name.partition("/")[0] for name in names}
     links = [name for name in store.children() if name not in folders and not store.children(name)]
@@ -193,15 +203,19 @@ def _check_kind(store: Store) -> set[str]:
             remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
         )
     if "trainer_state.json" not in names:
-        raise _not_this(store, "It has no trainer_state.json: step and schedule are unknown.", "Use a whole one.")
+        raise _refuse_folder(
+            store, "The folder has no trainer_state.json, so its step is unknown.", "Name a complete checkpoint."
+        )
     for name in ("optimizer.pt", "scheduler.pt"):
         if name not in names:
-            remedy = "Load its weights (from_pretrained) and start anew: there is nothing else to go on from."
-            raise _not_this(store, f"It has no {name}: only the model was saved (save_only_model).", remedy)
+            remedy = "Load its weights (from_pretrained) and start a new training."
+            raise _refuse_folder(
+                store, f"The folder has no {name}: only the model was saved (save_only_model).", remedy
+            )
     return names
 
 
-def _not_this(store: Store, message: str, remedy: str) -> ConfigError:
+def _refuse_folder(store: Store, message: str, remedy: str) -> ConfigError:
     return ConfigError(message, field="source", value=store.url, remedy=remedy)
 
 
@@ -214,17 +228,17 @@ def _read(store: Store, name: str) -> bytes:
     return store.read_bytes(name, limit=_JSON_LIMIT)
 
 
-def _object(data: bytes, where: str) -> dict[str, Any]:
+def _parse_object(data: bytes, where: str) -> dict[str, Any]:
     try:
         record = parse_json(data)
     except ValueError as error:
         raise refuse_file(where, f"it is not JSON ({str(error)[:80]})") from error
-    return _mapping(record, where)
+    return _require_mapping(record, where)
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def _require_mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise refuse_file(where, "it holds no dictionary")
+        raise refuse_file(where, "it does not hold a dictionary")
     return value
 
 
@@ -232,21 +246,23 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
 
 
 def _read_weights(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
-    """Tensors by name, and the files they came from."""
+    """Read the weights: name → tensor, and the names of the files that hold them."""
     for whole in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
         if whole in names:
             return _read_tensors(store, whole), {whole}
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if index in names:
             return _read_shards(store, index, names)
-    raise _not_this(store, "It has no weights.", "Name a folder with model.safetensors or pytorch_model.bin.")
+    raise _refuse_folder(
+        store, "The folder has no weights.", "Name a folder with model.safetensors or pytorch_model.bin."
+    )
 
 
 def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
     if name.endswith(".safetensors"):
         return read_safetensors(store, name)
     where = f"{store.url}/{name}"
-    tensors = _mapping(read_torch_file(store, name), where)
+    tensors = _require_mapping(read_torch_file(store, name), where)
     if not all(isinstance(value, Tensor) for value in tensors.values()):
         raise refuse_file(where, "it holds more than tensors")
     return tensors
@@ -254,7 +270,7 @@ def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
 
 def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
     where = f"{store.url}/{index}"
-    weight_map = _mapping(_object(_read(store, index), where).get("weight_map"), where)
+    weight_map = _require_mapping(_parse_object(_read(store, index), where).get("weight_map"), where)
     for shard in weight_map.values():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
             raise refuse_file(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
@@ -274,15 +290,15 @@ def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, T
 
 
 def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
-    """An optimizer's ``state_dict()``, parameters numbered from 0 through its groups."""
+    """Check that this is an optimizer's ``state_dict()``, its parameters numbered from 0 through its groups."""
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
-        raise refuse_file(where, "it holds no optimizer's state")
+        raise refuse_file(where, "it does not hold an optimizer's state")
     numbers: list[Any] = []
     for group in groups:
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, list):
-            raise refuse_file(where, "a group in it names no parameters")
+            raise refuse_file(where, "a group in it lists no parameters")
         numbers += members
     if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
         raise refuse_file(where, "it does not number its parameters from 0 on")
@@ -292,16 +308,16 @@ def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_rngs(store: Store, names: set[str]) -> tuple[list[dict[str, Any]], set[str]]:
-    """Random states by rank, and the files they came from; none when a rank's is missing."""
+    """Read the random states by rank, and the names of their files; none when a rank's are missing."""
     ranks = {int(match.group(1) or 0): name for name in names if (match := _RNG.fullmatch(name))}
     if sorted(ranks) != list(range(len(ranks))):
         return [], set()
     return [
-        _rng(read_torch_file(store, ranks[rank]), rank, f"{store.url}/{ranks[rank]}") for rank in sorted(ranks)
+        _convert_rng(read_torch_file(store, ranks[rank]), rank, f"{store.url}/{ranks[rank]}") for rank in sorted(ranks)
     ], set(ranks.values())
 
 
-def _rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
+def _convert_rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
     try:
         version, words, gauss = saved["python"]
         kind, keys, place, has_gauss, cached = saved["numpy"]
@@ -314,5 +330,5 @@ def _rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
             devices = saved["cuda"] if isinstance(saved["cuda"], list) else [saved["cuda"]]
             state["cuda"] = encode_state(devices[rank % len(devices)])
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
-        raise refuse_file(where, f"it holds no random states ({type(error).__name__}: {error})") from error
+        raise refuse_file(where, f"it does not hold random states ({type(error).__name__}: {error})") from error
     return state

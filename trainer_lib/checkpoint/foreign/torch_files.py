@@ -1,12 +1,13 @@
 """Files that `torch.save` wrote, read without unpickling them.
 
-Such a file is a ZIP archive: ``data.pkl``, a pickle, and the bytes of each tensor's storage. A pickle is a program that
-may import and call anything. Here it is not executed but interpreted: its instructions only put numbers, texts, lists
-and dictionaries together, and what it asks to import is taken as a word. Half a dozen words are understood (a tensor
-over a storage, an array of NumPy, an ordered dictionary); any other is refused by its name. Archives that unpack to
-more than they are, tensors that reach beyond their bytes, and the formats from before torch 1.6 are refused as well.
+Such a file is a ZIP archive of ``data.pkl``, a pickle, and the bytes of each tensor's storage. A pickle is a program
+that may import and call anything. Here it is not executed but interpreted: its instructions only build numbers, texts,
+lists and dictionaries, and what it asks to import is kept as a word. A handful of words are understood (a tensor over a
+storage, a NumPy array, an ordered dictionary); any other is refused by its name. Archives that unpack to more bytes
+than they have, tensors that reach beyond their bytes, and formats from before torch 1.6 are refused as well.
 
-Used by `trainflow checkpoints import` alone: our own checkpoints hold no such file.
+The instructions are those of the standard library's ``pickletools``. Only `trainflow checkpoints import` uses this
+module: checkpoints of trainflow hold no such file.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from torch import Tensor
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.storage import Store
 
-_PROGRAM_LIMIT = 128 * 2**20
-_RECORDS = 2_000_000
-_SMALLEST = 22  # bytes: an archive's end
-_VALUES = 2_000_000
-_DEPTH = 64
-_DIMENSIONS = 64
+_PROGRAM_LIMIT = 128 * 2**20  # bytes of data.pkl
+_RECORDS = 2_000_000  # files in the archive
+_SMALLEST = 22  # bytes of the record that ends an archive
+_VALUES = 2_000_000  # values in the result
+_DEPTH = 64  # levels of nesting in the result
+_DIMENSIONS = 64  # torch's own limit
 
 _DTYPES = {
     "DoubleStorage": torch.float64,
@@ -51,30 +52,31 @@ _NUMPY = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 
 
 def read_torch_file(store: Store, rel: str) -> Any:
-    """What a file holds, as dicts with text or number keys, lists, tuples, numbers, texts and tensors on the CPU.
+    """Read a file's value: dicts with text or number keys, lists, tuples, numbers, texts, and tensors on the CPU.
 
-    NumPy arrays become tensors.
+    Tensors keep their saved shape and dtype; NumPy arrays become tensors.
 
     Raises:
-        DamagedError: it is not what `torch.save` writes, or asks for something that is not understood; says what.
-        StorageError: it cannot be read.
+        DamagedError: the file is not what `torch.save` writes, or asks for something that is not understood; the
+            message says what.
+        StorageError: the file cannot be read.
     """
     where = f"{store.url}/{rel}"
     size = store.size(rel)
     with store.open_read(rel) as stream:
         try:
             if size < _SMALLEST or not zipfile.is_zipfile(stream):
-                raise refuse_file(where, "it is no ZIP archive, as torch writes since version 1.6")
+                raise refuse_file(where, "it is not a ZIP archive, which torch writes since version 1.6")
             stream.seek(0)
             with zipfile.ZipFile(stream) as archive:
                 program = _program(archive, size, where)
                 folder = program.filename.removesuffix("data.pkl")
-                value = _Interpreter(archive, folder, where).run(archive.read(program))
-            return _Plain(where).value(value, 0)
+                value = _Interpreter(archive, folder, where).interpret(archive.read(program))
+            return _Plain(where).copy_value(value, 0)
         except StorageError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
                 raise
-            raise refuse_file(where, "its records lie outside of it") from error
+            raise refuse_file(where, "its records lie outside of it") from error  # a seek before the file's first byte
         except MemoryError:
             raise refuse_file(where, "it asks for more memory than there is") from None
         except Exception as error:  # the many ways in which an archive or a program can be wrong
@@ -83,16 +85,21 @@ def read_torch_file(store: Store, rel: str) -> Any:
 
 
 def refuse_file(where: str, reason: str) -> DamagedError:
-    """The failure for a file that cannot be imported."""
+    """The error for a file that cannot be imported.
+
+    Args:
+        where: the file's URL.
+        reason: what is wrong, a clause ("it is compressed").
+    """
     return DamagedError(
         f"The file is refused: {reason}.",
         field=where,
-        remedy="Nothing was imported. If you trust the file, load it with the program that wrote it and save it anew.",
+        remedy="Nothing was imported. If you trust the file, load it with the program that wrote it and save it again.",
     )
 
 
 def _program(archive: zipfile.ZipFile, size: int, where: str) -> zipfile.ZipInfo:
-    """The pickle's record, once the archive is known to be one that torch writes."""
+    """Check that the archive is one that torch writes; returns the record of its pickle."""
     records = archive.infolist()
     programs = [record for record in records if record.filename.rpartition("/")[2] == "data.pkl"]
     if len(records) > _RECORDS or len({each.filename for each in records}) != len(records) or len(programs) != 1:
@@ -100,7 +107,7 @@ def _program(archive: zipfile.ZipFile, size: int, where: str) -> zipfile.ZipInfo
     if any(record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 for record in records):
         raise refuse_file(where, "it is compressed, which torch never does")
     if sum(record.file_size for record in records) > size or programs[0].file_size > _PROGRAM_LIMIT:
-        raise refuse_file(where, "it would unpack to more than it is")
+        raise refuse_file(where, "it would unpack to more bytes than it has")
     order = programs[0].filename.removesuffix("data.pkl") + "byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
         raise refuse_file(where, "it was written on a big-endian machine")
@@ -109,14 +116,14 @@ def _program(archive: zipfile.ZipFile, size: int, where: str) -> zipfile.ZipInfo
 
 @dataclass(frozen=True)
 class _Word:
-    """Something that the program would import: ``module name``."""
+    """A thing that the program would import, as the text ``module name``."""
 
     text: str
 
 
 @dataclass
 class _Made:
-    """A NumPy type or array under construction: `text` for a type, `state` once it is known."""
+    """A NumPy type or array under construction: `text` names a type, `state` is set by BUILD."""
 
     kind: str
     text: str = ""
@@ -125,7 +132,15 @@ class _Made:
 
 @dataclass
 class _Interpreter:
-    """Carries a pickle's instructions out on plain values. Whatever is no plain value is refused."""
+    """Interprets a pickle's instructions on plain values, and refuses any other.
+
+    Attributes:
+        archive: the ZIP archive, for the bytes of storages.
+        folder: the archive's folder, with a slash at its end.
+        where: the file's URL, for messages.
+        stack, marks, memo: the pickle machine's state.
+        storages: the storages that were read, as uint8 tensors `[bytes]`.
+    """
 
     archive: zipfile.ZipFile
     folder: str
@@ -135,8 +150,8 @@ class _Interpreter:
     memo: dict[Any, Any] = field(default_factory=dict)
     storages: dict[str, Tensor] = field(default_factory=dict)
 
-    def run(self, program: bytes) -> Any:
-        """The value that the program makes."""
+    def interpret(self, program: bytes) -> Any:
+        """Interpret a program; returns the value that it builds."""
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
                 return self.stack.pop()
@@ -152,23 +167,23 @@ class _Interpreter:
         """Put a value on the stack."""
         self.stack.append(value)
 
-    def since_mark(self) -> list[Any]:
-        """The values above the last mark, taken off."""
+    def pop_since_mark(self) -> list[Any]:
+        """Pop the values above the last mark."""
         start = self.marks.pop()
         values = self.stack[start:]
         del self.stack[start:]
         return values
 
-    def last(self, count: int) -> tuple[Any, ...]:
-        """The last values, taken off."""
+    def pop_last(self, count: int) -> tuple[Any, ...]:
+        """Pop the last values."""
         if count > len(self.stack):
             raise ValueError("the stack is empty")
         values = tuple(self.stack[len(self.stack) - count :])
         del self.stack[len(self.stack) - count :]
         return values
 
-    def word(self, text: str) -> None:
-        """GLOBAL: what would be imported is only noted, if it is known at all."""
+    def push_word(self, text: str) -> None:
+        """GLOBAL: keep what would be imported as a word, if it is a known one."""
         known = text in _CALLS or text.startswith("torch ") or text in ("numpy ndarray", "torch.storage UntypedStorage")
         if not known:
             raise refuse_file(
@@ -176,17 +191,17 @@ class _Interpreter:
             )
         self.push(_Word(text))
 
-    def call(self) -> None:
-        """REDUCE: one of the things that are understood."""
-        function, arguments = self.last(2)
+    def call_word(self) -> None:
+        """REDUCE: build one of the things that are understood."""
+        function, arguments = self.pop_last(2)
         make = _CALLS.get(function.text) if isinstance(function, _Word) else None
         if make is None:
             named = function.text.replace(" ", ".") if isinstance(function, _Word) else type(function).__name__
             raise refuse_file(self.where, f"loading it would call {named[:80]!r}, which can run code")
         self.push(make(*arguments))
 
-    def build(self) -> None:
-        """BUILD: the state of an array or of a number's type; attributes of a dictionary are not wanted."""
+    def set_state(self) -> None:
+        """BUILD: set the state of an array or of a number's type; attributes of a dictionary are ignored."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, _Made):
@@ -194,8 +209,8 @@ class _Interpreter:
         elif not isinstance(target, dict):
             raise refuse_file(self.where, f"loading it would set the state of a {type(target).__name__}")
 
-    def storage(self) -> None:
-        """BINPERSID: the bytes of a storage, as a flat tensor."""
+    def push_storage(self) -> None:
+        """BINPERSID: read a storage's bytes, as a flat tensor of its dtype."""
         _, kind, key, _, count = self.stack.pop()
         dtype = _DTYPES[kind.text.rpartition(" ")[2]]
         if key not in self.storages:
@@ -214,16 +229,16 @@ class _Interpreter:
         self.push(flat.view(dtype))
 
     def put_items(self, pairs: list[Any]) -> None:
-        """SETITEM, SETITEMS."""
+        """SETITEM, SETITEMS: set keys of the dictionary on the stack."""
         target = self.stack[-1]
         if not isinstance(target, dict) or len(pairs) % 2:
-            raise ValueError("items are set in something that is no dictionary")
+            raise ValueError("items are set in something that is not a dictionary")
         target.update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def extend(self, values: list[Any]) -> None:
-        """APPEND, APPENDS."""
+        """APPEND, APPENDS: extend the list on the stack."""
         if not isinstance(self.stack[-1], list):
-            raise ValueError("something that is no list is appended to")
+            raise ValueError("something that is not a list is appended to")
         self.stack[-1].extend(values)
 
 
@@ -240,23 +255,23 @@ _ACTIONS: dict[str, _Action] = {
     "EMPTY_LIST": lambda machine, _: machine.push([]),
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),
     "MARK": lambda machine, _: machine.marks.append(len(machine.stack)),
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.since_mark())),
-    "TUPLE1": lambda machine, _: machine.push(machine.last(1)),
-    "TUPLE2": lambda machine, _: machine.push(machine.last(2)),
-    "TUPLE3": lambda machine, _: machine.push(machine.last(3)),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_since_mark())),
+    "TUPLE1": lambda machine, _: machine.push(machine.pop_last(1)),
+    "TUPLE2": lambda machine, _: machine.push(machine.pop_last(2)),
+    "TUPLE3": lambda machine, _: machine.push(machine.pop_last(3)),
     "BINPUT": lambda machine, key: machine.memo.__setitem__(key, machine.stack[-1]),
     "LONG_BINPUT": lambda machine, key: machine.memo.__setitem__(key, machine.stack[-1]),
     "MEMOIZE": lambda machine, _: machine.memo.__setitem__(len(machine.memo), machine.stack[-1]),
     "BINGET": lambda machine, key: machine.push(machine.memo[key]),
     "LONG_BINGET": lambda machine, key: machine.push(machine.memo[key]),
-    "SETITEM": lambda machine, _: machine.put_items(list(machine.last(2))),
-    "SETITEMS": lambda machine, _: machine.put_items(machine.since_mark()),
-    "APPEND": lambda machine, _: machine.extend(list(machine.last(1))),
-    "APPENDS": lambda machine, _: machine.extend(machine.since_mark()),
-    "GLOBAL": lambda machine, text: machine.word(text),
-    "REDUCE": lambda machine, _: machine.call(),
-    "BUILD": lambda machine, _: machine.build(),
-    "BINPERSID": lambda machine, _: machine.storage(),
+    "SETITEM": lambda machine, _: machine.put_items(list(machine.pop_last(2))),
+    "SETITEMS": lambda machine, _: machine.put_items(machine.pop_since_mark()),
+    "APPEND": lambda machine, _: machine.extend(list(machine.pop_last(1))),
+    "APPENDS": lambda machine, _: machine.extend(machine.pop_since_mark()),
+    "GLOBAL": lambda machine, text: machine.push_word(text),
+    "REDUCE": lambda machine, _: machine.call_word(),
+    "BUILD": lambda machine, _: machine.set_state(),
+    "BINPERSID": lambda machine, _: machine.push_storage(),
 }
 
 
@@ -264,7 +279,7 @@ _ACTIONS: dict[str, _Action] = {
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-    """A view of a storage, inside its bounds and no larger than it."""
+    """A view of a storage `[values]` with the given shape and stride; inside its bounds, and not larger than it."""
     numbers = [offset, *shape, *stride]
     if len(shape) != len(stride) or len(shape) > _DIMENSIONS or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError("a tensor's shape is malformed")
@@ -276,7 +291,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tens
 
 
 def _array(made: _Made) -> Any:
-    """A NumPy array's tensor: ``(version, shape, type, is Fortran, bytes)``."""
+    """The tensor of a NumPy array, whose state is ``(version, shape, type, is Fortran, bytes)``."""
     _, shape, kind, fortran, data = made.state
     dtype = _number_type(kind)
     values = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")
@@ -314,14 +329,21 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 class _Plain:
-    """Copies what was made into plain containers; the program may have let one object stand in many places."""
+    """Copies the result into plain containers, within bounds.
+
+    A program may put one object into many places, so that a small file grows without end when it is copied.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._left = _VALUES
 
-    def value(self, value: Any, depth: int) -> Any:
-        """A plain copy. DamagedError when it is too large, too deep, or something else."""
+    def copy_value(self, value: Any, depth: int) -> Any:
+        """Copy a value.
+
+        Raises:
+            DamagedError: the value is too large, nested too deeply, or something other than plain values.
+        """
         self._left -= 1
         if self._left < 0 or depth > _DEPTH:
             raise refuse_file(self._where, f"it holds more than {_VALUES:,} values, or nests them deeper than {_DEPTH}")
@@ -330,8 +352,8 @@ class _Plain:
         if isinstance(value, _Made) and value.kind == "array":
             return _array(value)
         if isinstance(value, list | tuple):
-            items = [self.value(item, depth + 1) for item in value]
+            items = [self.copy_value(item, depth + 1) for item in value]
             return items if isinstance(value, list) else tuple(items)
         if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-            return {key: self.value(item, depth + 1) for key, item in value.items()}
+            return {key: self.copy_value(item, depth + 1) for key, item in value.items()}
         raise refuse_file(self._where, f"it holds a {type(value).__name__.strip('_')}")
