@@ -81,7 +81,7 @@ class Commit:
 def content_digest(files: Iterable[FileEntry]) -> str:
     """SHA-256 (hexadecimal) over one line ``path NUL size NUL sha256`` per file, sorted by path.
 
-    Folders with equal files have equal digests, whoever wrote them and when.
+    Folders with equal files have equal digests, no matter when or where they were written.
     """
     digest = hashlib.sha256()
     for entry in sorted(files, key=lambda entry: entry.path):

@@ -66,7 +66,7 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
     Folders without a valid commit, and those set aside, are left out. The files themselves are not verified.
     """
     found = []
-    for _, name in _named(root):
+    for name in _list_names(root):
         try:
             info = read_checkpoint_info(root, name)
         except DamagedError:
@@ -96,7 +96,7 @@ def find_newest_intact(
     Raises:
         StorageError: the store cannot be read. That says nothing about a checkpoint, so no older one is returned.
     """
-    for _, name in _named(root):
+    for name in _list_names(root):
         problems = []
         try:
             info = read_checkpoint_info(root, name)
@@ -206,7 +206,7 @@ def list_uncommitted(root: Store) -> list[str]:
     Checkpoints that were set aside, and those that another program wrote, are not in the list.
     """
     found = []
-    for _, name in _named(root):
+    for name in _list_names(root):
         names = root.child(name).children()
         if COMMIT not in names and DAMAGED not in names and not is_foreign(names):
             found.append(name)
@@ -215,7 +215,7 @@ def list_uncommitted(root: Store) -> list[str]:
 
 def list_foreign(root: Store) -> list[str]:
     """List the folders named like a checkpoint that another program wrote, newest step first."""
-    return [name for _, name in _named(root) if is_foreign(root.child(name).children())]
+    return [name for name in _list_names(root) if is_foreign(root.child(name).children())]
 
 
 def is_link(root: Store, name: str) -> bool:
@@ -237,12 +237,13 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return infos[0].url if infos else None
 
 
-def _named(root: Store) -> Iterator[tuple[int, str]]:
+def _list_names(root: Store) -> list[str]:
+    """List the folders that are named like a checkpoint, newest step first, links left out."""
     # A link may lead out of the folder: what is behind it is not ours to use, still less to delete.
     steps = [
         (step, name) for name in root.children() if (step := parse_step(name)) is not None and not is_link(root, name)
     ]
-    yield from sorted(steps, reverse=True)
+    return [name for _, name in sorted(steps, reverse=True)]
 
 
 def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:

@@ -43,7 +43,7 @@ _JSON_LIMIT = 64 * 2**20
 _GROWING_LIMIT = 512 * 2**20
 """The limit for the trainer's state, which grows with every log, and for the index over the shards."""
 _RANK_LIMIT = 1_000_000
-_NOT_COMMITTED = "There is no committed checkpoint there."
+_NOT_COMMITTED = "The folder holds no committed checkpoint"
 _HOW_TO_LIST = (
     "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows the checkpoints that were."
 )
@@ -74,14 +74,14 @@ class Checkpoint:
         self.commit = info.commit
         self._store = store
         self._entries = {entry.path: entry for entry in info.commit.files}
-        self.world_size = self._world_size()
-        self.scheduler: dict[str, Any] | None = from_json(self._json(layout.SCHEDULER))
-        self.scaler: dict[str, Any] | None = from_json(self._json(layout.SCALER))
-        self.data: dict[str, Any] = self._json(layout.DATA) or {}
-        if problem := _position_problem(self.data):
+        self.world_size = self._read_world_size()
+        self.scheduler: dict[str, Any] | None = from_json(self._read_json(layout.SCHEDULER))
+        self.scaler: dict[str, Any] | None = from_json(self._read_json(layout.SCALER))
+        self.data: dict[str, Any] = self._read_json(layout.DATA) or {}
+        if problem := _find_position_problem(self.data):
             raise damaged_file(f"{self.url}/{layout.DATA}", problem)
-        self.trainer_state: dict[str, Any] = self._json(layout.TRAINER_STATE) or {}
-        self.training_args: dict[str, Any] = self._json(layout.TRAINING_ARGS) or {}
+        self.trainer_state: dict[str, Any] = self._read_json(layout.TRAINER_STATE) or {}
+        self.training_args: dict[str, Any] = self._read_json(layout.TRAINING_ARGS) or {}
 
     @property
     def has_optimizer(self) -> bool:
@@ -93,6 +93,10 @@ class Checkpoint:
         """Whether every rank wrote its own rows of the tensors; any rank can read just the rows that it needs."""
         return layout.SHARD_INDEX in self._entries
 
+    def has_rng(self, rank: int) -> bool:
+        """Whether the checkpoint has a random state of a rank."""
+        return layout.rng_file(rank) in self._entries
+
     def read_model(self) -> Mapping[str, Tensor]:
         """Read the model: name → tensor on the CPU, in its saved shape and dtype; tied names share one tensor.
 
@@ -101,7 +105,7 @@ class Checkpoint:
         Raises:
             DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.
         """
-        return self._tensors("model", layout.MODEL)
+        return self._read_tensors("model", layout.MODEL)
 
     def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
         """Read the optimizer's state; None when only the model was saved.
@@ -112,26 +116,17 @@ class Checkpoint:
         Raises:
             DamagedError: a file is not as it was committed, or is not an optimizer's state.
         """
-        record = self._json(layout.OPTIMIZER)
+        record = self._read_json(layout.OPTIMIZER)
         if record is None:
             return None
-        problem = _optimizer_problem(record)
+        problem = _find_optimizer_problem(record)
         if problem:
             raise self._damaged(layout.OPTIMIZER, problem)
 
         def read() -> Mapping[str, Tensor]:
-            return self._tensors("optimizer", layout.OPTIMIZER_TENSORS)
+            return self._read_tensors("optimizer", layout.OPTIMIZER_TENSORS)
 
         return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
-
-    def _tensors(self, group: str, file: str) -> Mapping[str, Tensor]:
-        if self.is_sharded:
-            return ShardedTensors(self._store, group, self._json(layout.SHARD_INDEX), self._entries)
-        return read_safetensors(self._store, file, expect=self._entry(file))
-
-    def has_rng(self, rank: int) -> bool:
-        """Whether the checkpoint has a random state of a rank."""
-        return layout.rng_file(rank) in self._entries
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
         """Read a rank's extra tensors (of callbacks, of `past_index`): name → tensor on the CPU; empty when none.
@@ -140,7 +135,7 @@ class Checkpoint:
             DamagedError: the file is not as it was committed.
         """
         name = layout.extra_file(rank)
-        return read_safetensors(self._store, name, expect=self._entry(name)) if name in self._entries else {}
+        return read_safetensors(self._store, name, expect=self._require_entry(name)) if name in self._entries else {}
 
     def read_rng(self, rank: int) -> dict[str, Any]:
         """Read the random states of a rank.
@@ -149,7 +144,7 @@ class Checkpoint:
             ConfigError: the saved run had no such rank.
             DamagedError: the file is not as it was committed.
         """
-        state = self._json(layout.rng_file(rank))
+        state = self._read_json(layout.rng_file(rank))
         if state is None:
             raise ConfigError(
                 f"The checkpoint has no random state of rank {rank}.",
@@ -165,7 +160,7 @@ class Checkpoint:
         Raises:
             DamagedError: the commit does not list it, or it is not as it was committed.
         """
-        entry = self._entry(name)
+        entry = self._require_entry(name)
         data = self._store.read_if_exists(name, limit=entry.size)
         if data is None:
             raise self._damaged(name, "it is missing")
@@ -189,19 +184,24 @@ class Checkpoint:
                 raise
             raise self._damaged(name, f"it cannot be used ({type(error).__name__}: {error})") from error
 
-    def _world_size(self) -> int:
+    def _read_tensors(self, group: str, file: str) -> Mapping[str, Tensor]:
+        if self.is_sharded:
+            return ShardedTensors(self._store, group, self._read_json(layout.SHARD_INDEX), self._entries)
+        return read_safetensors(self._store, file, expect=self._require_entry(file))
+
+    def _read_world_size(self) -> int:
         count = self.commit.meta.get("world_size", 1)
         if type(count) is not int or not 0 < count <= _RANK_LIMIT:
             raise self._damaged(COMMIT, f"it states a world size of {str(count)[:40]}")
         return count
 
-    def _entry(self, name: str) -> FileEntry:
+    def _require_entry(self, name: str) -> FileEntry:
         entry = self._entries.get(name)
         if entry is None:
             raise self._damaged(name, "the commit does not list it")
         return entry
 
-    def _json(self, name: str) -> dict[str, Any] | None:
+    def _read_json(self, name: str) -> dict[str, Any] | None:
         if name not in self._entries:
             return None
         limit = _GROWING_LIMIT if name in (layout.TRAINER_STATE, layout.SHARD_INDEX) else _JSON_LIMIT
@@ -243,7 +243,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     if info is None:
         known = recognise_folder(store)
         raise ConfigError(
-            f"There is no committed checkpoint there, but {known.what}." if known else _NOT_COMMITTED,
+            f"{_NOT_COMMITTED}, but {known.what}." if known else f"{_NOT_COMMITTED}.",
             field="resume_from_checkpoint",
             value=store.url,
             remedy=known.remedy if known else _HOW_TO_LIST,
@@ -256,7 +256,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     return kind(store, info)
 
 
-def _position_problem(data: dict[str, Any]) -> str | None:
+def _find_position_problem(data: dict[str, Any]) -> str | None:
     for name in ("epoch", "step_in_epoch", "position", "samples_seen"):
         value = data.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**62:
@@ -267,7 +267,7 @@ def _position_problem(data: dict[str, Any]) -> str | None:
     return None
 
 
-def _optimizer_problem(record: dict[str, Any]) -> str | None:
+def _find_optimizer_problem(record: dict[str, Any]) -> str | None:
     groups, scalars = record.get("groups"), record.get("scalars")
     if not isinstance(groups, list) or not isinstance(scalars, dict):
         return "it has no groups"

@@ -322,7 +322,7 @@ FOREIGN = {
     "fsdp": (["pytorch_model_fsdp_0/.metadata", "trainer_state.json"], "torch.distributed", "merge-weights"),
     "accelerate": (["random_states_0.pkl", "model.safetensors"], "another trainer", "safetensors"),
     "lightning": (["epoch=1.ckpt"], "another trainer", "safetensors"),
-    "weights": (["pytorch_model.bin"], "weights only", "start training anew"),
+    "weights": (["pytorch_model.bin"], "weights only", "start a new training"),
     "pickles": (["state.pkl"], "folder with pickles", "any code"),
 }
 

@@ -54,8 +54,8 @@ def deep() -> bytes:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "nothing": (lambda: b"", "no ZIP"),
-    "no archive": (lambda: b"\x80\x02}q\x00.", "no ZIP"),
+    "nothing": (lambda: b"", "not a ZIP"),
+    "no archive": (lambda: b"\x80\x02}q\x00.", "not a ZIP"),
     "compressed": (lambda: rezipped(saved({"a": torch.zeros(10**6)}), compression=zipfile.ZIP_DEFLATED), "compressed"),
     "two programs": (lambda: rezipped(saved({}), more="x/data.pkl"), "records"),
     "big-endian": (lambda: rezipped(saved({})).replace(b"little", b"bigend"), "cannot be read|big-endian"),
@@ -164,8 +164,8 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "numbers that are text": ("optimizer.pt", {"state": {}, "param_groups": [{"params": ["a"]}]}, "from 0 on"),
     "a group without members": ("optimizer.pt", {"state": {}, "param_groups": [{}]}, "lists no parameters"),
     "state by name": ("optimizer.pt", {"state": {"a": {}}, "param_groups": [{"params": [0]}]}, "by parameter"),
-    "a list": ("scheduler.pt", [1], "no dictionary"),
-    "no random states": ("rng_state.pth", {"python": 1}, "no random states"),
+    "a list": ("scheduler.pt", [1], "not hold a dictionary"),
+    "no random states": ("rng_state.pth", {"python": 1}, "not hold random states"),
     "weights that are numbers": ("pytorch_model.bin", {"a": 1}, "more than tensors"),
     "deep": ("trainer_state.json", b"[" * 10**5, "not JSON"),
 }
@@ -193,7 +193,7 @@ def test_a_file_of_another_shape_stops_the_import(kind: str, peers: Path, tmp_pa
         ({"a": ["one.bin"]}, "not in the folder"),
         ({"a": "one.bin", "b": "one.bin", "c": "one.bin"}, "no file holds 'c'"),
         ({"a": "one.bin"}, "elsewhere"),
-        ([], "no dictionary"),
+        ([], "not hold a dictionary"),
     ],
 )
 def test_an_index_that_leads_elsewhere_stops_the_import(
