@@ -26,7 +26,6 @@ STILL_WORDED = {
     "flows/spec",
     "tasks",
     "tasks/stage",
-    "tests/support",
     "trainer_lib",
     "trainer_lib/arguments",
     "trainer_lib/arguments/deepspeed",
@@ -158,21 +157,23 @@ def test_public_functions_of_tensors_say_their_shapes() -> None:
     _check(found, STILL_SHAPELESS, "say the shape of each tensor in the docstring, as in `[batch, sequence]`")
 
 
+def _imports(module: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
 def test_no_private_module_is_imported_from_another_package() -> None:
     found = []
     for path in sources("flows", "tasks", "trainer_lib"):
-        package = relative(path.parent).replace("/", ".")
-        for node in ast.walk(tree(path)):
-            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom):
-                modules += [f"{node.module}.{alias.name}" for alias in node.names]
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            for name in modules:
-                parent, _, last = name.rpartition(".")
-                private = last.startswith("_") and not last.startswith("__") and _file(parent, last).exists()
-                if private and parent != package:
-                    found.append(f"{relative(path)}:{node.lineno}: {name}")
+        for line, name in _imports(tree(path)):
+            package, _, module = name.rpartition(".")
+            private = module.startswith("_") and not module.startswith("__") and _file(package, module).exists()
+            if private and package != relative(path.parent).replace("/", "."):
+                found.append(f"{relative(path)}:{line}: {name}")
     assert found == []
 
 

@@ -31,7 +31,7 @@ DEADLINE_S = 600.0
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, after which committed step, and how the pipeline got over it."""
+    """What was killed, after which committed step, and how the pipeline recovered."""
 
     victim: str
     after_step: int
@@ -41,7 +41,7 @@ class Kill:
 
 
 class Pipeline:
-    """`trainflow run SPEC overrides…` on one storage folder, as a process somebody may kill."""
+    """`trainflow run SPEC overrides…` on one storage folder, as a process that may be killed."""
 
     def __init__(self, spec: str, storage: Path, overrides: Sequence[str], log: Path) -> None:
         self.storage = storage
@@ -57,20 +57,20 @@ class Pipeline:
             )
 
     def take_prepared_data(self, other: Pipeline) -> None:
-        """Begin where `other` had its data prepared: only training is to be killed."""
+        """Start from the data that `other` prepared, so that only training can be killed."""
         shutil.copytree(other.storage / "stages" / "prepare-data", self.storage / "stages" / "prepare-data")
 
     def finish(self) -> int:
-        """Run to the end; the exit code."""
+        """Run to the end and return the exit code."""
         return int(self.start().wait(timeout=DEADLINE_S))
 
     def newest_step(self) -> int:
-        """The newest committed step; 0 before the first."""
+        """Return the newest committed step; 0 before the first."""
         commits = self.storage.glob("stages/train/*/checkpoints/checkpoint-*/COMMIT.json")
         return max((int(commit.parent.name.removeprefix("checkpoint-")) for commit in commits), default=0)
 
     def model_digest(self) -> str:
-        """sha256 of the exported weights; there must be exactly one committed train stage."""
+        """Return the SHA-256 of the exported weights; exactly one train stage must be committed."""
         [model] = self.storage.glob("stages/train/*/model/model.safetensors")
         if not (model.parent.parent / "COMMIT.json").exists():
             raise AssertionError(f"{model}: the train stage is not committed")

@@ -48,11 +48,11 @@ class Running:
 
     @property
     def output(self) -> str:
-        """Everything printed so far."""
+        """Return everything printed so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, timeout: float = 90) -> str:
-        """Wait until `text` has been printed; the line it is in."""
+        """Wait until `text` has been printed, and return its line."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             for line in self.output.splitlines():
@@ -64,7 +64,7 @@ class Running:
         raise AssertionError(f"{text!r} was not printed (exit code {self.process.poll()}):\n{self.output}")
 
     def stop(self, number: int = signal.SIGINT, timeout: float = 60) -> int:
-        """Send a signal and wait; the exit code."""
+        """Send a signal, wait, and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
 

@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Every row, by section; a line of a table that is no row is a mistake."""
+    """Return every row, by section. A line of a table that cannot be read as a row is a mistake."""
     found, section = [], ""
     for line in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):

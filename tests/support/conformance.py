@@ -33,7 +33,7 @@ from trainer_lib.storage import Store, s3
 
 
 def state(step: int, *, large: bool = False) -> Snapshot:
-    """A small checkpoint, the same each time for a step; a large one has a file of three parts on S3."""
+    """Build a small checkpoint, equal at each call for a step; a large one has a file of three parts on S3."""
     with torch.random.fork_rng():
         torch.manual_seed(step)
         saved = untrained(step)
@@ -44,22 +44,22 @@ def state(step: int, *, large: bool = False) -> Snapshot:
 
 
 def save(root: Store, snapshot: Snapshot) -> CheckpointInfo:
-    """Save one, alone."""
+    """Save a snapshot from one process."""
     return save_checkpoint(root, snapshot, SingleProcess())
 
 
 def faulty(root: Store) -> Store:
-    """The same folder behind the plan of faults."""
+    """Put the plan of faults in front of a folder."""
     return Store(root.url, FaultyBackend(root._backend))
 
 
 def damage(what: str) -> None:
-    """Nothing that was committed may ever be damaged."""
+    """Fail the test: nothing that was committed may be damaged."""
     raise AssertionError(what)
 
 
 def check_holds(root: Store, snapshot: Snapshot) -> None:
-    """The checkpoint is there, and every tensor and number is what was saved."""
+    """Load the checkpoint and compare every tensor and number with what was saved."""
     loaded = load_checkpoint(root, f"checkpoint-{snapshot.step}", SingleProcess())
     found = loaded.read_model()
     assert found.keys() == snapshot.model.keys()
@@ -91,7 +91,7 @@ def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, r
 
 
 def check_again(root: Store, attempted: Snapshot) -> None:
-    """The same save works now, and leaves nothing of the failed one; afterwards the checkpoint is removed."""
+    """Save again: it works, and nothing of the failed save is left. Then remove the checkpoint."""
     info = save(root, attempted)
     store = root.child(info.name)
     assert [file.path for file in store.list()] == sorted([*(entry.path for entry in info.commit.files), "COMMIT.json"])
@@ -102,7 +102,7 @@ def check_again(root: Store, attempted: Snapshot) -> None:
 
 
 def unfinished_uploads(root: Store) -> list[str]:
-    """On S3, the keys of uploads nobody completed or withdrew."""
+    """Return the keys of uploads that were neither completed nor withdrawn; only S3 has any."""
     if not root.url.startswith("s3://"):
         return []
     uploads = root._backend.fs.list_multipart_uploads(root.url.split("/")[2])  # type: ignore[attr-defined]
@@ -124,12 +124,12 @@ class Victims:
         self._process.communicate()
 
     def fork(self) -> int:
-        """A new one, waiting; its process id."""
+        """Fork a process that waits to save; return its process id."""
         self._say("fork")
         return int(self._answer())
 
     def run(self, at: int) -> int:
-        """Let it save; on a disk it is killed at write number `at` (0: not at all). Its exit code, 0 if it lived."""
+        """Let it save, and return its exit code. On a disk it is killed at write number `at` (0: never)."""
         self._say(str(at))
         return int(self._answer())
 
@@ -265,7 +265,7 @@ def _victim(url: str, ready: int) -> None:
 
 
 def _serve(url: str) -> None:
-    """Fork victims as long as somebody asks: a line to fork, a line to start."""
+    """Fork victims on request: one line of standard input forks, the next one starts it."""
     torch.set_num_threads(1)
     if url.startswith("s3://"):
         import fsspec

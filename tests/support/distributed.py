@@ -30,13 +30,13 @@ _context.set_forkserver_preload(["torch", "torch._dynamo", "trainer_lib.trainer"
 
 
 class RemoteFailure(AssertionError):
-    """A child failed with something that cannot be carried over, died, or hung."""
+    """A child died, hung, or failed with an error that cannot be sent to the parent."""
 
 
 def run_distributed(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """`fn(*args)` on every rank of a fresh world; the results in rank order.
+    """Run `fn(*args)` on every rank of a new process group and return the results in rank order.
 
     `fn` is a module-level function; arguments and results are pickled (they are the test's own). The environment has
     RANK, WORLD_SIZE and so on set as torchrun sets them, but forming the group is left to `fn`

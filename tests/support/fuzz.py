@@ -216,12 +216,12 @@ def _in_program(rng: random.Random, program: bytearray) -> bytearray:
 
 
 class TooSlow(BaseException):
-    """One input took longer than `SECONDS`. No Exception, so that no reader takes it for one of its own."""
+    """One input took longer than `SECONDS`. A BaseException, so that no reader catches it as one of its own."""
 
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """A block with no more than `MEMORY` beyond what the process has now (on Linux)."""
+    """Allow a block at most `MEMORY` beyond what the process has now (on Linux)."""
     statm = Path("/proc/self/statm")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if statm.exists():
@@ -241,7 +241,7 @@ def limits() -> Iterator[None]:
 
 
 def attempt(read: Callable[[bytes], object], data: bytes) -> str | None:
-    """How reading went: None when it gave a value, ``refused``, or the traceback of what must not happen."""
+    """Read once. Returns None for a value, ``refused``, or the traceback of an error that must not happen."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         read(data)
@@ -257,7 +257,7 @@ def attempt(read: Callable[[bytes], object], data: bytes) -> str | None:
 
 
 def fuzz(targets: Mapping[str, Target], seed: int, *, seconds: float = 0.0, cases: int = 0) -> Outcome:
-    """Run until the time is over, or each target has had so many cases. The inputs depend on the seed alone."""
+    """Run until the time is over or each target has had its number of cases. The inputs depend on the seed alone."""
     outcome = Outcome(dict.fromkeys(targets, 0), dict.fromkeys(targets, 0))
     turns = {name: random.Random(f"{seed}/{name}") for name in targets}
     spent = dict.fromkeys(targets, 0.0)
@@ -286,7 +286,7 @@ def _one(name: str, target: Target, rng: random.Random, outcome: Outcome) -> Non
 
 
 def main() -> int:
-    """Fuzz, print what was done as JSON, keep what broke."""
+    """Fuzz, print a summary as JSON, and keep the inputs that broke a reader."""
     from tests.support.fuzz_targets import targets
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,4 +1,4 @@
-"""What `fuzz` feeds: every reader of a checkpoint's bytes, around one real checkpoint of each kind."""
+"""The targets of `fuzz`: every reader of a checkpoint's bytes, around one real checkpoint of each kind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Read = Callable[[bytes], object]
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """All of them; their files lie below `folder`."""
+    """Return every target; their files lie below `folder`."""
     save(Store.open(folder / "run"), 2)
     whole = folder / "run" / "checkpoint-2"
     found = {
@@ -99,7 +99,7 @@ def _commit(folder: Path, whole: Path) -> Read:
 
 
 def _in_commit(rng: Any, data: bytes) -> bytes:
-    """Half of the time the seal is made right again, so that what it protects is reached."""
+    """Repair the digest half of the time, so that the fuzzer reaches what it protects."""
     changed = in_json(rng, data)
     if rng.random() < 0.5:
         return changed
@@ -115,7 +115,7 @@ def _in_commit(rng: Any, data: bytes) -> bytes:
 
 
 def _marks(folder: Path) -> Read:
-    """Who writes, who reads, who holds: small records beside a checkpoint."""
+    """The records of writers, readers and leases beside a checkpoint."""
     (folder / "lease").mkdir(parents=True)
     store = Store.open(folder)
 
@@ -128,7 +128,7 @@ def _marks(folder: Path) -> Read:
 
 
 def _sharded(folder: Path) -> tuple[Read, bytes]:
-    """The index of a checkpoint whose tensors every rank wrote its rows of."""
+    """The index of a sharded checkpoint, in which every rank wrote its rows."""
     store, entries, shards = Store.open(folder), {}, []
     for rank in range(2):
         values = {f"model/{number}": torch.randn(3, 4) for number in range(3)}
@@ -149,7 +149,7 @@ def _sharded(folder: Path) -> tuple[Read, bytes]:
 
 
 def _loaded(folder: Path, whole: Path, name: str) -> Read:
-    """A checkpoint with one file in another shape, committed as if it were right; all that a resume takes up of it."""
+    """Everything that a resume reads of a checkpoint in which one file was changed and committed again."""
     shutil.copytree(whole, folder)
     store = Store.open(folder)
     commit = read_commit(store)

@@ -1,4 +1,4 @@
-"""Holding up a checkpoint's writing from outside, so that what happens meanwhile is no matter of luck."""
+"""Stop the writing of a checkpoint at a known point, so that a test decides what happens meanwhile."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Gate:
     """Between claiming a checkpoint's folder and its first file: `before(step)` is called in the thread that writes.
 
     Attributes:
-        begun: set whenever a save has reached the gate.
+        started: set whenever a save has reached the gate.
         passing, most: saves between gate and last file now, and at most.
         steps: the saves that came through.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.passing = self.most = 0
         self.steps: list[int] = []
         self.threads: list[str] = []
@@ -37,7 +37,7 @@ class Gate:
         self.passing += 1
         self.most = max(self.most, self.passing)
         self.threads.append(threading.current_thread().name)
-        self.begun.set()
+        self.started.set()
         try:
             self._before(snapshot.step)
             self.steps.append(snapshot.step)

@@ -1,4 +1,4 @@
-"""Checkpoints and files that somebody made to do harm."""
+"""Checkpoints and files crafted to do harm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Evil:
 
 
 def with_file(folder: Store, name: str, data: bytes) -> None:
-    """Put other bytes in place of a committed file, and commit them as if they were right."""
+    """Replace a committed file by other bytes and commit the folder again."""
     commit = read_commit(folder)
     assert commit is not None
     others = [entry for entry in commit.files if entry.path != name]
@@ -40,7 +40,7 @@ def with_file(folder: Store, name: str, data: bytes) -> None:
 
 
 def safetensors(header: dict[str, Any] | bytes, payload: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file with that header; `length` is what it says of it."""
+    """Build a safetensors file with this header; `length` replaces the length that the file states."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + payload
 
@@ -74,7 +74,7 @@ def saved(value: Any) -> bytes:
 
 @contextmanager
 def bounded(megabytes: int, seconds: float = 20.0) -> Iterator[None]:
-    """A block that gets no more memory than so much beyond what the process has, and is done in time."""
+    """Allow a block so many bytes beyond what the process has, and so many seconds."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if pages:

@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def peer_run(folder: Path, model: Any, rows: list[Any], **given: Any) -> Any:
-    """Train with the Trainer of transformers; checkpoints every `save_steps`. The trainer."""
+    """Train with the Trainer of transformers, which saves every `save_steps`, and return it."""
     from transformers import Trainer, TrainingArguments
 
     quiet: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "dataloader_pin_memory": False}
@@ -47,5 +47,5 @@ def import_here(source: Path | str, destination: Path | str, model: str | None =
 
 
 def losses(trainer: Any) -> list[float]:
-    """The losses a trainer of either kind has logged, its predecessor's included."""
+    """Return the losses that a trainer of either kind has logged, those before a resume included."""
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]

@@ -17,7 +17,7 @@ from tests.support.repository import ROOT
 from trainer_lib.records import to_record
 from trainer_lib.requests import RecipeFile, Request, read_request
 
-# A recipe that needs no torch: it says that it is there, leaves a grandchild in a session of its own, and waits.
+# A recipe without torch: it writes a file when it is ready, leaves a grandchild in a session of its own, and waits.
 WAITING_RECIPE = """
 import os, subprocess, sys, time
 from pathlib import Path
@@ -45,7 +45,7 @@ def build_model(options, data):
 
 
 def request(folder: Path, recipe: str = WAITING_RECIPE, verb: str = "prepare", **fields: Any) -> Any:
-    """A request for a recipe written into `folder`."""
+    """Write a recipe into `folder` and return a request for it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.py").write_text(recipe)
     given = {"output": str(folder / "out"), "recipe": RecipeFile(str(folder / "recipe.py"), str(folder)), **fields}
@@ -68,7 +68,7 @@ class Owner:
         self._seen: set[psutil.Process] = set()
 
     def tree(self) -> list[psutil.Process]:
-        """Every process below the owner, now or at an earlier call."""
+        """Return the living processes below the owner, those of earlier calls included."""
         if self.process.is_running():
             self._seen |= set(self.process.children(recursive=True))
         return [process for process in self._seen if _alive(process)]
@@ -80,21 +80,21 @@ class Owner:
         return found[0]
 
     def wait_for(self, *files: Path, timeout: float = 60.0) -> None:
-        """Until the workers have written all `files`."""
+        """Wait until the workers have written all `files`."""
         wait_until(lambda: all(file.exists() for file in files), timeout)
         self.tree()
 
     def gone(self, timeout: float = 20.0) -> list[psutil.Process]:
-        """Those of the tree that are still alive after `timeout` seconds: none, if all is well."""
+        """Return the processes of the tree that are still alive after `timeout` seconds: an empty list if all ended."""
         return list(psutil.wait_procs([*self.tree(), self.process], timeout=timeout)[1])
 
     def outcome(self) -> dict[str, Any]:
-        """How `launch` ended: its result, or the record of what it raised."""
+        """Return how `launch` ended: its result, or the record of the error that it raised."""
         value: dict[str, Any] = json.loads(self._outcome.read_text())
         return value
 
     def close(self) -> None:
-        """End whatever a failed test left."""
+        """End what a failed test left."""
         for process in [*self.tree(), self.process]:
             if process.is_running():
                 process.kill()

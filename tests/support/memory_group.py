@@ -1,4 +1,4 @@
-"""A control group of the kernel with little memory: what outgrows it is killed by the kernel itself."""
+"""A control group with little memory: the kernel kills the process that outgrows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMITS = ("memory.limit_in_bytes", "memory.max")  # version 1, version 2
 
 
 def available() -> bool:
-    """Whether groups can be made here."""
+    """Return whether this machine allows memory groups."""
     try:
         with limited(1 << 30):
             return True

@@ -80,7 +80,7 @@ class Watch:
 
 
 class Sabotage(TrainerCallback):
-    """Does at a save everything that nobody may."""
+    """Does everything that is forbidden, at the first save."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

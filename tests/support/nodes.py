@@ -42,7 +42,7 @@ class Network:
         return ["nsenter", "-t", str(self._pids[node]), "-U", "--preserve-credentials", "-n", *command]
 
     def cut(self) -> None:
-        """Pull the wire: every packet between the two vanishes from now on."""
+        """Cut the wire: from now on every packet between the two is dropped."""
         subprocess.run(self.inside(1, ["ip", "link", "set", "wire1", "down"]), check=True)
 
 
@@ -86,15 +86,15 @@ class Follower:
             )
 
     def output(self) -> str:
-        """Everything printed so far."""
+        """Return everything printed so far."""
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Its exit code."""
+        """Wait for its end and return the exit code."""
         return self.process.wait(timeout)
 
     def kill_all(self) -> None:
-        """The machine is gone: its owner, guard, agent and workers at once."""
+        """Kill the machine: its owner, guard, agent and workers at once."""
         import psutil
 
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -112,7 +112,7 @@ class Follower:
 
 
 def wait_for_text(file: Path, text: str, timeout: float = 60.0) -> None:
-    """Until the file holds it."""
+    """Wait until the file holds the text."""
     deadline = time.monotonic() + timeout
     while not file.exists() or text not in file.read_text(errors="replace"):
         assert time.monotonic() < deadline, f"{text!r} is not in {file}"

@@ -16,7 +16,7 @@ SURFACE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "trai
 
 
 def spied(called: set[str], names: list[str]) -> type[Trainer]:
-    """A subclass that overrides each of `names` with a method that notes its name and does what the Trainer does."""
+    """Build a subclass that overrides each of `names` with a method that records its name and calls the Trainer's."""
 
     def spying(name: str, method: Any) -> Any:
         def spy(*args: Any, **kwargs: Any) -> Any:

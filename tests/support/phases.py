@@ -1,4 +1,4 @@
-"""Getting a signal from outside at a known moment: a process says that it has come to a phase, and waits for it.
+"""A signal at a known moment: a process reports that it has reached a phase, and waits there for the signal.
 
 The test's process watches a folder (`Signaller`); a process under test calls `Phase.reached` where the signal should
 arrive, which writes its pid there and goes on once the signal was sent. It works in any thread: the signal itself is
@@ -27,7 +27,7 @@ class Phase:
         self.was_reached = False
 
     def reached(self, *_: Any) -> None:
-        """This is it."""
+        """Report that the phase is reached and wait for the signal."""
         if self.was_reached or os.environ.get("RANK", "0") != str(self._rank):
             return
         self.was_reached = True
@@ -42,7 +42,7 @@ class Phase:
 
 
 class Signaller:
-    """Sends a signal, once per folder below `root`, to the process that says it has come to its phase."""
+    """Sends a signal, once per folder below `root`, to the process that reports its phase."""
 
     def __init__(self, root: Path, number: signal.Signals = signal.SIGTERM) -> None:
         self._root = root

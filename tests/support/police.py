@@ -48,7 +48,7 @@ THREADS_ALLOWED = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What was there at one moment."""
+    """What the process owned at one moment."""
 
     env: dict[str, str]
     threads: frozenset[int]
@@ -58,7 +58,7 @@ class Scene:
 
     @classmethod
     def look(cls, watched: tuple[Path, ...]) -> Scene:
-        """Take in the process's surroundings; `watched` folders are listed one level deep."""
+        """Record what the process owns now; `watched` folders are listed one level deep."""
         return cls(
             env=dict(os.environ),
             threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
@@ -69,7 +69,7 @@ class Scene:
 
 
 def session_processes() -> Iterator[psutil.Process]:
-    """Every living process but this one that was started under this test session."""
+    """Return every living process that this test session started, this one excepted."""
     return (process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process))
 
 
@@ -82,13 +82,13 @@ def _is_ours(process: psutil.Process) -> bool:
 
 
 def _is_multiprocessing_helper(process: psutil.Process) -> bool:
-    """One resource tracker and one fork server per process, ended at its exit; what the server forked is no helper."""
+    """Recognise the resource tracker and the fork server of this process; what the server forked is not a helper."""
     command = " ".join(process.cmdline())
     return "resource_tracker" in command or ("multiprocessing.forkserver" in command and process.ppid() == os.getpid())
 
 
 def leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:
-    """What is different now, one line each. Processes are ended and a group destroyed, for the next test's sake."""
+    """Return what differs now, one line each, and end leaked processes and process groups for the next test."""
     return [
         *_env_leaks(before),
         *_process_leaks(before),

@@ -26,7 +26,7 @@ App = Callable[[dict[str, Any], StartResponse], Iterable[bytes]]
 
 
 class AtomicConditions:
-    """S3 decides conditional puts atomically; moto looks and then writes. One at a time, the two are the same."""
+    """Lets one request through at a time: S3 decides conditional puts atomically, moto checks and then writes."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -125,10 +125,10 @@ class Quiet(WSGIRequestHandler):
     """No line per request."""
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def log(self, type: str, message: str, *args: object) -> None:
-        """Nor of connections that were cut."""
+        """Log no connections that were cut."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A Trainer to search with: a classifier made anew for every trial, evaluated twice per training."""
+"""A Trainer to search with: a new classifier for every trial, evaluated twice per training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny sequence-to-sequence task and models for it: one of transformers, and one that owes nothing to it."""
+"""A tiny sequence-to-sequence task and models for it: one of transformers, and one without transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAD, END, WORDS = 0, 1, 12
 
 
 class Tokens:
-    """As little of a tokenizer as collator and Trainer need."""
+    """The part of a tokenizer that collator and Trainer need."""
 
     pad_token_id: int | None = PAD
     eos_token_id: int | None = END
@@ -39,7 +39,7 @@ def rows(count: int, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def t5(**changes: Any) -> Any:
-    """A T5 of some thousand weights, always the same ones."""
+    """Build a T5 of some thousand weights, equal at each call."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)

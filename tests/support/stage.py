@@ -1,4 +1,4 @@
-"""A stage that needs nothing: its work counts itself and fails as told."""
+"""A stage without dependencies, whose work counts its attempts and fails on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Work = Callable[[StageAttempt], StageOutput]
 
 @dataclass(frozen=True)
 class ToyFacts(StageFacts, stage="toy"):
-    """A stage of one's own may state facts."""
+    """Facts of a stage that the product does not know."""
 
     note: str = ""
 
@@ -32,7 +32,7 @@ def in_storage(storage: str, *force: str) -> StageContext:
 
 
 class Toy:
-    """Work that counts itself, writes two files, and fails as told."""
+    """Work that counts its attempts, writes two files, and fails with the given errors first."""
 
     def __init__(self, *failures: BaseException) -> None:
         self.failures = list(failures)

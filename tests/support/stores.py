@@ -64,7 +64,7 @@ def any_url(request: pytest.FixtureRequest, tmp_path: Path, s3_server: S3Server)
 
 @pytest.fixture
 def any_store(any_url: str) -> Store:
-    """The same as a `Store`."""
+    """`any_url`, opened."""
     from trainer_lib.storage import Store
 
     return Store.open(any_url)

@@ -1,4 +1,4 @@
-"""A project small enough to be read: a recipe and a spec that need no torch to be looked at, and seconds to be run."""
+"""A small project: a recipe and a spec that are read without torch and run in seconds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ tracking: {enabled: false}
 
 
 def project(folder: Path, *, recipe: str = RECIPE, spec: str = SPEC) -> Path:
-    """Write a project into `folder`; the path of its spec."""
+    """Write a project into `folder` and return the path of its spec."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pyproject.toml").write_text("[project]\nname = 'toy'\n")
     (folder / "recipe.py").write_text(textwrap.dedent(recipe))

@@ -63,7 +63,7 @@ class StopAt(TrainerCallback):
 
 
 def preempted_at(trainer: Trainer) -> int:
-    """Train until stopped; the step that was committed."""
+    """Train until the run is stopped, and return the step that was committed."""
     try:
         trainer.train()
     except Preempted as stop:
@@ -73,7 +73,7 @@ def preempted_at(trainer: Trainer) -> int:
 
 
 def logged(trainer: Trainer) -> list[dict[str, Any]]:
-    """The log history without what depends on the clock."""
+    """Return the log history without the entries that depend on the clock."""
     return [
         {name: value for name, value in entry.items() if not name.endswith(TIMES)}
         for entry in trainer.state.log_history
@@ -81,7 +81,7 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def final_state(trainer: Trainer) -> dict[str, Any]:
-    """Everything that two equal runs share, bit for bit: weights, optimizer, schedule, scaler, random numbers, logs."""
+    """Return what two equal runs share, bit for bit: weights, optimizer, schedule, scaler, generators, logs."""
     assert trainer.optimizer is not None
     optimizer = snapshot_optimizer(trainer.optimizer, dict(trainer.model.named_parameters()))
     tensors = {f"model/{name}": value for name, value in trainer.model.state_dict().items()}
@@ -100,7 +100,7 @@ def final_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Equal at atol=0, naming the first difference."""
+    """Compare at atol=0 and name the first difference."""
     assert one["tensors"].keys() == other["tensors"].keys()
     for name, value in one["tensors"].items():
         assert torch.equal(value, other["tensors"][name]), f"{name} differs"

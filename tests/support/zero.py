@@ -1,4 +1,4 @@
-"""ZeRO in tests: small configurations, and models with what DeepSpeed stumbles over."""
+"""Small ZeRO configurations, and a model with everything that DeepSpeed finds hard."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Awkward(nn.Module):
 
 
 class StopAfter(TrainerCallback):
-    """Saves and ends training after a step, as somebody would who goes on elsewhere."""
+    """Saves and ends training after a step, as a user does who continues on another machine."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step

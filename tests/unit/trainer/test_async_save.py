@@ -260,7 +260,7 @@ def test_whatever_ends_training_the_save_under_way_is_finished_and_told(
     gate = Gate(monkeypatch, until(raised))
 
     def fail() -> None:
-        assert gate.begun.wait(30)
+        assert gate.started.wait(30)
         threading.Timer(0.1, raised.set).start()
         raise how
 
@@ -281,7 +281,7 @@ def test_who_does_not_want_to_wait_is_told_that_it_does_not_count(
             os.kill(os.getpid(), signal.SIGINT)
 
     def fail() -> None:
-        assert gate.begun.wait(30)
+        assert gate.started.wait(30)
         threading.Timer(0.1, interrupt).start()
         raise ValueError("mine")
 
@@ -311,7 +311,7 @@ def test_a_save_that_fails_while_training_ends_is_told_beside_the_reason(
     gate = Gate(monkeypatch, before)
 
     def fail() -> None:
-        assert gate.begun.wait(30)
+        assert gate.started.wait(30)
         raised.set()
         raise ValueError("mine")
 
