@@ -99,6 +99,10 @@ class TrainerState:
         is_hyper_param_search, trial_name, trial_params: the hyperparameter search that this run belongs to.
         stateful_callbacks: states by class name (a list of states if there are several of a class). The constructor
             also takes the callbacks themselves.
+
+    Attributes:
+        num_samples_seen: samples that all processes trained on, those before a resume included; set when training ends.
+            It is not a field: transformers reads trainer_state.json too, and refuses fields that it does not know.
     """
 
     epoch: float = 0
@@ -124,6 +128,7 @@ class TrainerState:
 
     def __post_init__(self) -> None:
         self.log_history = [] if self.log_history is None else self.log_history
+        self.num_samples_seen = 0
         if not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = collect_callback_states(self.stateful_callbacks or ())
 

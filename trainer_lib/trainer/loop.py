@@ -374,6 +374,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin)
     def _finalize_training(self, trial: Any, run: TrainingRun) -> TrainOutput:
         """The best model if asked for, the metrics of the run, `on_train_end`."""
         run.history.collect(self.state.global_step)
+        self.state.num_samples_seen = run.samples
         self._settle_saves(self.model_wrapped, trial)
         if self.args.load_best_model_at_end:
             self._load_best_model()

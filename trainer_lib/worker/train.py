@@ -7,7 +7,6 @@ from typing import Any
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
@@ -53,7 +52,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             files=tuple(_exported(work, output, args)),
             metrics={name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
             global_step=trainer.state.global_step,
-            global_samples=_samples(trainer.state.global_step, len(train_set), args, work.world_size),
+            global_samples=trainer.state.num_samples_seen,
             world_size=work.world_size,
             resumed_from=events.resumed_from,
             checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
@@ -79,11 +78,3 @@ def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) 
 
 def _write_json(store: Store, name: str, value: Any) -> None:
     store.write_bytes(name, json.dumps(value, indent=2, sort_keys=True).encode())
-
-
-def _samples(steps: int, rows: int, args: TrainingArguments, world_size: int) -> int:
-    """Samples seen after `steps`: the last batch of an epoch may be smaller, or dropped."""
-    batch = total_batch_size(args, data_parallel_size=world_size)
-    per_epoch = max(1, rows // batch if args.dataloader_drop_last else -(-rows // batch))
-    epochs, rest = divmod(steps, per_epoch)
-    return epochs * min(rows, per_epoch * batch) + rest * batch

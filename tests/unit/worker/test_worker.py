@@ -77,6 +77,16 @@ def test_a_finished_training_run_again_takes_no_step_and_gives_the_same(
     assert again.files == first.files
 
 
+def test_samples_are_counted_also_when_the_batch_changes_between_attempts(
+    tmp_path: Path, prepared_data: PreparedData
+) -> None:
+    output = str(tmp_path / "train")
+    first = tiny.run(tiny.train_request(tmp_path, prepared_data, output, max_steps=6), kind="in_process")
+    smaller = {"global_batch_size": 4, "per_device_train_batch_size": 4, "allow_global_batch_change": True}
+    again = tiny.run(tiny.train_request(tmp_path, prepared_data, output, max_steps=12, **smaller), kind="in_process")
+    assert (first.global_samples, again.global_step, again.global_samples) == (6 * 8, 12, 6 * 8 + 6 * 4)
+
+
 def test_exported_bytes_do_not_depend_on_where_they_lie_or_how_it_was_logged(
     tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:
