@@ -19,7 +19,15 @@ from functools import cached_property
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from tasks.configs import EvaluateConfig, PredictConfig, PrepareConfig, PublishConfig, TrainConfig
+from tasks.configs import (
+    EvaluateConfig,
+    KeyedSettings,
+    PredictConfig,
+    PrepareConfig,
+    PublishConfig,
+    StageSettings,
+    TrainConfig,
+)
 from tasks.stage.sources import memory
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
@@ -31,18 +39,10 @@ if TYPE_CHECKING:
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
-SCHEMAS = {"prepare-data": 1, "train": 1, "evaluate": 1, "predict": 1, "push-to-hub": 1}
-"""Per stage: raised when what it writes changes shape, so that older results are not taken for current ones."""
+SCHEMAS = {"prepare-data": 1, "train": 1, "evaluate": 2, "predict": 2, "push-to-hub": 2}
+"""Per stage: raised when what it writes, or what its key holds, changes shape: older results are then not used."""
 
 _PACKAGES = ("torch", "numpy")
-
-# Arguments that can change what evaluate and predict put out. Batch size and workers cannot.
-_EVALUATION_FIELDS = (
-    *("seed", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32", "full_determinism", "remove_unused_columns"),
-    *("label_names", "label_smoothing_factor", "prediction_loss_only", "include_for_metrics", "batch_eval_metrics"),
-    *("eval_do_concat_batches", "past_index", "length_column_name", "torch_compile", "torch_compile_backend"),
-    *("predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config"),
-)
 
 
 @dataclass(frozen=True)
@@ -129,71 +129,34 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
 
 
 def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
-    """prepare-data: options, sources, the recipe."""
-    return stage_key(
-        "prepare-data",
-        {
-            "options": config.options,
-            "shard_rows": config.shard_rows,
-            "allow_nan": config.allow_nan,
-            "sources": context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage)),
-            "recipe": _recipe_files(config.recipe, context),
-        },
-    )
+    """The key of prepare-data: its settings, with the contents of its sources and of the recipe."""
+    sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
+    return stage_key("prepare-data", settings_fields(config, sources=sources, recipe=_recipe_files(config, context)))
 
 
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
-    """train: model and arguments, the recipe, versions, and the content of the prepared data."""
+    """The key of train: its settings, the recipe, versions, and the content of the prepared data."""
     from trainer_lib.arguments import evaluation_matters, numeric_fields
 
     args = context.resolver.arguments(config.args, prefix="train.args")
     launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
-    return stage_key(
-        "train",
-        {
-            "model": config.model,
-            "options": config.options,
-            "args": numeric_fields(args, data_parallel_size=launch.world_size),
-            "train_split": config.train_split,
-            "eval_split": config.eval_split if evaluation_matters(args) else None,
-            "data": data.content_digest,
-            "recipe": _recipe_files(config.recipe, context),
-            "versions": versions(),
-        },
+    settings = settings_fields(
+        config,
+        selects=evaluation_matters(args),
+        args=numeric_fields(args, data_parallel_size=launch.world_size),
+        recipe=_recipe_files(config, context),
     )
+    return stage_key("train", {**settings, "data": data.content_digest, "versions": versions()})
 
 
 def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
-    """evaluate: splits and options, the recipe, versions, and the contents of data and model."""
-    return stage_key(
-        "evaluate",
-        {
-            "splits": config.splits,
-            "options": config.options,
-            "args": _evaluation_fields(config.args, context, "evaluate.args"),
-            "data": data.content_digest,
-            "model": model.content_digest,
-            "recipe": _recipe_files(config.recipe, context),
-            "versions": versions(),
-        },
-    )
+    """The key of evaluate: its settings, the recipe, versions, and the contents of data and model."""
+    return stage_key("evaluate", _inference_fields("evaluate", config, context, data, model))
 
 
 def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
-    """predict: split and options, the recipe, versions, and the contents of data and model."""
-    return stage_key(
-        "predict",
-        {
-            "split": config.split,
-            "rows_per_file": config.rows_per_file,
-            "options": config.options,
-            "args": _evaluation_fields(config.args, context, "predict.args"),
-            "data": data.content_digest,
-            "model": model.content_digest,
-            "recipe": _recipe_files(config.recipe, context),
-            "versions": versions(),
-        },
-    )
+    """The key of predict: its settings, the recipe, versions, and the contents of data and model."""
+    return stage_key("predict", _inference_fields("predict", config, context, data, model))
 
 
 def publish_key(
@@ -203,22 +166,24 @@ def publish_key(
     model: StageManifest,
     evaluation: StageManifest | None = None,
 ) -> StageKey:
-    """push-to-hub: the target, what the card says, and the content digests and keys of the stages it stands on.
+    """The key of push-to-hub: its settings, and the contents and keys of the stages that it publishes.
 
     Raises:
         ConfigError: the target's address is malformed.
     """
     inputs = [data, model, *([] if evaluation is None else [evaluation])]
     target = parse_target(config.to, revision=config.revision) if config.to else None
-    card = {key: getattr(config, key) for key in ("title", "description", "license", "tags", "base_model")}
+    settings = settings_fields(
+        config,
+        # A folder below the storage goes by its name: no absolute path, which may move.
+        to=target.url if target else f"hub/{context.name}",
+        revision=target.revision if target else config.revision,
+    )
     return stage_key(
         "push-to-hub",
         {
+            **settings,
             "name": context.name,
-            # A folder below the storage goes by its name: no absolute path, which may move.
-            "to": target.url if target else f"hub/{context.name}",
-            "revision": target.revision if target else config.revision,
-            "card": card,
             "inputs": {one.stage: one.content_digest for one in inputs},
             "stage_keys": {one.stage: one.key for one in inputs},
             "versions": versions(),
@@ -226,13 +191,35 @@ def publish_key(
     )
 
 
-def _recipe_files(recipe: str | None, context: StageContext) -> dict[str, str]:
-    return context.resolver.closure(recipe or context.recipe, context.root).files
+def settings_fields(config: KeyedSettings, *, selects: bool = False, **resolved: Any) -> dict[str, Any]:
+    """The settings of a stage that belong in its key: those that are declared to affect the result.
+
+    Args:
+        selects: evaluations decide which weights come out. Otherwise a setting that affects the selection counts as
+            unset.
+        resolved: by name, what counts in place of a setting as it is written (the content of a file, not its path).
+    """
+    declared = {name: affects for name, affects in type(config).affects().items() if affects != "nothing"}
+    values = {name: resolved.get(name, getattr(config, name)) for name in declared}
+    return {name: value if declared[name] == "result" or selects else None for name, value in values.items()}
 
 
-def _evaluation_fields(args: Mapping[str, Any], context: StageContext, prefix: str) -> dict[str, Any]:
-    every = context.resolver.arguments(args, prefix=prefix).to_dict()
-    return {name: every[name] for name in _EVALUATION_FIELDS if name in every}
+def _inference_fields(
+    stage: str,
+    config: EvaluateConfig | PredictConfig,
+    context: StageContext,
+    data: StageManifest,
+    model: StageManifest,
+) -> dict[str, Any]:
+    from trainer_lib.arguments import evaluation_fields
+
+    args = evaluation_fields(context.resolver.arguments(config.args, prefix=f"{stage}.args"))
+    settings = settings_fields(config, args=args, recipe=_recipe_files(config, context))
+    return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
+
+
+def _recipe_files(config: StageSettings, context: StageContext) -> dict[str, str]:
+    return context.resolver.closure(config.recipe or context.recipe, context.root).files
 
 
 def _plain(value: Any) -> Any:

@@ -129,8 +129,8 @@ def test_the_key_says_what_differs_and_holds_no_path(storage: str) -> None:
     key = publish_key(PublishConfig(), _context(storage), **inputs)
     assert storage not in json.dumps(key.fields)
     changed = publish_key(PublishConfig(license="mit"), _context(storage), **inputs)
-    assert changed.fields["card"] != key.fields["card"]
-    assert {name for name in key.fields if key.fields[name] != changed.fields[name]} == {"card"}
+    assert changed.fields["license"] != key.fields["license"]
+    assert {name for name in key.fields if key.fields[name] != changed.fields[name]} == {"license"}
     private = publish_key(PublishConfig(private=False), _context(storage), **inputs)
     assert private.digest == key.digest  # says who may read it, not what it is
 

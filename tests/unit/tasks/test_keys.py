@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, PrepareConfig, TrainConfig
+from tasks.configs import (
+    EvaluateConfig,
+    KeyedSettings,
+    LaunchSettings,
+    PredictConfig,
+    PrepareConfig,
+    PublishConfig,
+    TrainConfig,
+)
 from tasks.stage import keys as _keys
 from tasks.stage.context import StageContext
 from tasks.stage.keys import Difference, differences, stage_key
@@ -40,6 +49,83 @@ def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Pa
     keys = [_keys.prepare_key(PrepareConfig(sources=[recipe]), at(recipe)) for recipe in recipes]
     assert keys[0].digest == keys[1].digest
     assert str(tmp_path) not in json.dumps(keys[0].fields)
+
+
+CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
+    PrepareConfig: {
+        "recipe": "OTHER",
+        "options": {"x": 1},
+        "retries": 0,
+        "sources": ["RECIPE"],
+        "shard_rows": 7,
+        "allow_nan": True,
+        "launch": LaunchSettings(threads=1),
+    },
+    TrainConfig: {
+        "recipe": "OTHER",
+        "options": {"x": 1},
+        "retries": 0,
+        "model": {"width": 3},
+        "args": {"seed": 7},
+        "launch": LaunchSettings(threads=1, max_restarts=2),
+        "train_split": "other",
+        "eval_split": "test",
+    },
+    EvaluateConfig: {
+        "recipe": "OTHER",
+        "options": {"x": 1},
+        "retries": 0,
+        "enabled": False,
+        "splits": ["train"],
+        "args": {"eval_use_gather_object": True},
+        "launch": LaunchSettings(threads=1),
+    },
+    PredictConfig: {
+        "recipe": "OTHER",
+        "options": {"x": 1},
+        "retries": 0,
+        "enabled": False,
+        "split": "train",
+        "rows_per_file": 7,
+        "args": {"eval_use_gather_object": True},
+        "launch": LaunchSettings(threads=1),
+    },
+    PublishConfig: {
+        "enabled": False,
+        "to": "hf://org/model",
+        "private": False,
+        "revision": "v2",
+        "title": "Digits",
+        "description": "What it is for.",
+        "license": "mit",
+        "tags": ["a"],
+        "base_model": "org/base",
+        "retries": 0,
+    },
+}
+"""A changed value of every setting of every stage. OTHER and RECIPE stand for files of the test's project."""
+KEY_OF: dict[type[KeyedSettings], tuple[Callable[..., _keys.StageKey], tuple[StageManifest, ...]]] = {
+    PrepareConfig: (_keys.prepare_key, ()),
+    TrainConfig: (_keys.train_key, (DATA,)),
+    EvaluateConfig: (_keys.evaluate_key, (DATA, MODEL)),
+    PredictConfig: (_keys.predict_key, (DATA, MODEL)),
+    PublishConfig: (_keys.publish_key, (DATA, MODEL)),
+}
+
+
+@pytest.mark.parametrize("cls", CHANGED, ids=lambda cls: cls.__name__)
+def test_each_setting_is_part_of_the_key_as_it_declares(cls: type[KeyedSettings], recipe: str) -> None:
+    other = Path(recipe).with_name("other.py")
+    other.write_text("def prepare(options, out): return {}\ndef build_model(options, data): return None\n")
+    key, inputs = KEY_OF[cls]
+    before = key(cls(), at(recipe), *inputs).digest
+    assert cls.affects().keys() == cls.model_fields.keys() == CHANGED[cls].keys()
+    for name, affects in cls.affects().items():
+        value = CHANGED[cls][name]
+        value = {"OTHER": str(other)}.get(value, value) if isinstance(value, str) else value
+        value = [recipe] if value == ["RECIPE"] else value
+        after = key(cls(**{name: value}), at(recipe), *inputs).digest
+        assert (after != before) == (affects == "result"), name
 
 
 @pytest.mark.parametrize(
