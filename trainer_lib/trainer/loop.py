@@ -388,8 +388,7 @@ class LoopMixin(PublishingMixin, ResumingMixin, PreparingMixin, EvaluationMixin)
             num_steps=steps,
             num_tokens=tokens if self.args.include_tokens_per_second else None,
         )
-        metrics["total_flos"] = self.state.total_flos
-        metrics["train_loss"] = run.history.mean_loss()
+        metrics |= {"total_flos": self.state.total_flos, "train_loss": run.history.mean_loss()}
         if run.history.nonfinite_steps:
             metrics["nonfinite_steps"] = run.history.nonfinite_steps
         self.is_in_train = False
