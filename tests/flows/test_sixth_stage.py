@@ -1,0 +1,170 @@
+"""A sixth stage is one row of the stage table, one task and one verb: all are in this file, nothing else changes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from flows import stages
+from flows.cli import presentation
+from flows.plan import Plan, explain
+from flows.results import PipelineResult
+from flows.stages import Stage
+from tasks.configs import Launch, LaunchSettings, StageSettings
+from tasks.stage import manifest as _manifests
+from tasks.stage import progress
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, StageFacts
+from tasks.stage.keys import StageKey, stage_key
+from tasks.stage.manifest import StageManifest
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from tasks.stage.task import stage_task
+from tasks.stage.worker import common_fields, launch_request
+from tasks.tracking import RunHandle, set_tags
+from tests.support.runs import ran, reason, run, spec_of
+from trainer_lib.requests import Request
+from trainer_lib.storage import FileEntry, Store
+
+# -- the verb: what the worker does -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CountResult:
+    """The file written, and the number of rows in it."""
+
+    files: tuple[FileEntry, ...]
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountRequest(Request[CountResult], verb="count_rows", result=CountResult):
+    """Write down how many rows each split has."""
+
+    rows: dict[str, int]
+
+
+def count_in_worker(work: Any) -> CountResult:
+    request = work.request
+    work.events.emit("progress", step=1, max_steps=1, message="counting")
+    file = Store.open(request.output).write_bytes("rows.txt", repr(request.rows).encode())
+    return CountResult((file,), sum(request.rows.values()))
+
+
+# -- the task ---------------------------------------------------------------------------------------------------------
+
+
+class CountConfig(StageSettings):
+    """Settings of the sixth stage."""
+
+    enabled: bool = True
+    launch: Launch = LaunchSettings(kind="in_process")
+
+
+@dataclass(frozen=True)
+class CountFacts(StageFacts, stage="count-all-rows"):
+    """The number of rows of all splits."""
+
+    rows: int
+
+
+def count_key(config: CountConfig, context: StageContext, data: StageManifest) -> StageKey:
+    recipe = context.resolver.closure(context.recipe, context.root).files
+    return stage_key("count-all-rows", {"options": config.options, "data": data.content_digest, "recipe": recipe})
+
+
+@stage_task("count-all-rows")
+def count_all_rows(
+    config: CountConfig, context: StageContext, data: StageManifest[PrepareFacts]
+) -> StageManifest[CountFacts]:
+    def work(attempt: StageAttempt) -> StageOutput:
+        rows = {name: split.rows for name, split in data.facts.splits.items()}
+        request = CountRequest(**common_fields(config, context, attempt), rows=rows)
+        result = launch_request(request, config.launch, context, attempt)
+        return StageOutput(list(result.files), metrics={"counted": result.rows}, facts=CountFacts(result.rows))
+
+    return run_stage(count_key(config, context, data), context, work, retries=config.retries)
+
+
+def track_count(handle: RunHandle, manifest: StageManifest[CountFacts], ran: bool) -> None:
+    set_tags(handle, {"rows": str(manifest.facts.rows)})
+
+
+# -- the row ----------------------------------------------------------------------------------------------------------
+
+ROW = Stage(
+    name="count-all-rows",
+    section="count",
+    config=lambda spec: CountConfig(options=spec.prepare.options),
+    task=f"{__name__}:count_all_rows",
+    key=count_key,
+    inputs={"data": "prepare-data"},
+    places=lambda manifest: {"rows": f"{manifest.url}/rows.txt"},
+    track=track_count,
+)
+
+
+@pytest.fixture
+def six_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = stages.TABLE[:2], stages.TABLE[2:]
+    monkeypatch.setattr(stages, "TABLE", (*before, ROW, *after))
+    verb = ModuleType("trainer_lib.worker.count_rows")
+    verb.run = count_in_worker  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, verb.__name__, verb)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[count_in_worker.__module__])
+
+
+def tags_of(result: PipelineResult) -> dict[str, Any]:
+    from mlflow import MlflowClient
+
+    found = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id or "")
+    return {**found.data.tags, **found.data.metrics}
+
+
+@pytest.mark.usefixtures("six_stages")
+def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> None:
+    planned = {each.stage: each for each in explain(spec_of(folder))}
+    assert list(planned) == ["prepare-data", "train", "count-all-rows", "evaluate", "predict", "push-to-hub"]
+    assert (planned["count-all-rows"].hit, planned["count-all-rows"].reason) == (False, "never run before")
+
+    events: list[dict[str, Any]] = []
+    with progress.subscribe(events.append):
+        first = run(folder, "tracking.enabled=true")
+    first.raise_for_error()
+    assert ran(first) == {"count-all-rows"}, "the other five are committed"
+    shown = [event for event in events if event["stage"] == "count-all-rows"]
+    assert [event["status"] for event in shown if event["event"] == "stage"] == ["started", "committed"]
+    assert [event["message"] for event in shown if event["event"] == "progress"] == ["counting"]
+
+    outcome = first.outcome("count-all-rows")
+    assert outcome is not None
+    place = outcome.places["rows"]
+    assert Path(place).read_text() == "{'train': 64, 'test': 16}"
+    assert any("rows.txt" in line.plain for line in presentation.summary(first, ["trainflow", "ui"]))
+    page = Path(first.report_url or "").read_text()
+    assert all(text in page for text in ("count-all-rows", "rows.txt", "counted"))
+    tracked = tags_of(first)
+    assert (tracked["rows"], tracked["counted"]) == ("80", 80.0)
+    assert tracked["trainflow.count-all-rows"] == (outcome.manifest or {})["key"][:16]
+
+    _manifests._verified.clear()  # as in a new process
+    again = run(folder, "tracking.enabled=true")
+    assert ran(again) == set()
+    assert reason(again, "count-all-rows").startswith("committed ")
+
+
+@pytest.mark.usefixtures("six_stages")
+def test_a_sixth_stage_is_chosen_forced_and_explained_like_the_others(folder: Path) -> None:
+    first = run(folder, only="count")
+    assert ran(first) == {"count-all-rows"}
+    assert ran(run(folder, force=["count-all-rows"])) == {"count-all-rows"}
+    changed = Plan.of(spec_of(folder, "prepare.options.rows=48")).reasons
+    assert changed["count-all-rows"].reason.startswith("prepare-data runs first")
+    (folder / "recipe.py").write_text((folder / "recipe.py").read_text() + "\nMORE = 1\n")
+    edited = Plan.of(spec_of(folder))
+    found = edited.key_of("count-all-rows", {"prepare-data": StageManifest("prepare-data", "", "", "d" * 64)})
+    assert set(found.fields) == {"schema", "options", "data", "recipe"}
