@@ -115,10 +115,7 @@ REPEATED_FREELY = {"__init__", "__main__", "base"}
 ROOMS_OF_VERBS = {"tasks", "trainer_lib/worker"}
 #: Names still found twice, with a note for the owner. The table only shrinks: a rename removes its line.
 STILL_REPEATED = {
-    "checks": "trainer/checks: goes with the flat Trainer",
     "devices": "launch/devices chooses GPUs: another name",
-    "evaluate": "trainer/evaluate: becomes the API file `evaluation`",
-    "nodes": "launch/nodes and trainer/nodes",
     "proof": "flows/cli/proof and worker/proof",
 }
 

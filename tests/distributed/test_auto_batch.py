@@ -88,8 +88,8 @@ class Watching(Trainer):
         self.equal: list[bool] = getattr(self, "equal", [])
         gradient = self.model.get_parameter("head.weight").grad
         assert gradient is not None
-        mean = self.comm.sum_tensor(gradient) / self.comm.world_size
-        self.equal.append(self.comm.sum_ints([int(torch.equal(mean, gradient))])[0] == 2)
+        mean = self._trainflow.comm.sum_tensor(gradient) / self._trainflow.comm.world_size
+        self.equal.append(self._trainflow.comm.sum_ints([int(torch.equal(mean, gradient))])[0] == 2)
         return loss
 
 
@@ -139,7 +139,7 @@ def _configured(folder: str, formed: bool) -> str:
     try:
         one = trainer(folder, ROWS, accelerator_config={"use_configured_state": True}, max_steps=1)
         one.train()
-        return f"{one.comm.world_size} ranks"
+        return f"{one._trainflow.comm.world_size} ranks"
     except ValueError as error:
         return str(error)
     finally:

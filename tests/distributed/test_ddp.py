@@ -30,7 +30,7 @@ def tokens(folder: str, **given: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     one = train_on_tokens(folder, **given)
     state = {name: value.numpy() for name, value in one.model.state_dict().items()}
-    return {"state": state, "logs": logged(one), "strategy": one.strategy.name}
+    return {"state": state, "logs": logged(one), "strategy": one._trainflow.engine.strategy.name}
 
 
 def close(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def reading(folder: str, stop: int | None) -> list[list[int]]:
     class Note(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             read = iter(data.read)  # micro-batch by micro-batch; a filler is one sample of weight zero
-            items = one._run.items  # type: ignore[union-attr]
+            items = one._trainflow.run.weights.items  # type: ignore[union-attr]
             taken = [rows if count else [] for count in items for rows in [list(itertools.islice(read, count or 1))]]
             steps.append(sorted(itertools.chain.from_iterable(taken)))
             data.read.clear()
@@ -202,10 +202,10 @@ def test_a_failure_on_one_rank_ends_the_others_with_a_typed_error(tmp_path: Path
 
 def unwritable(folder: str) -> str:
     one = trainer(folder, ROWS, max_steps=2, save_strategy="steps")
-    if one.comm.rank == 0:
+    if one._trainflow.comm.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         Path(folder).write_text("in the way")
-    one.comm.barrier()
+    one._trainflow.comm.barrier()
     try:
         one.train()
     except Exception as error:
@@ -232,7 +232,9 @@ def evaluated(folder: str, count: int) -> dict[str, Any]:
     predicted = one.predict(ROWS[:count])
     streamed = [
         (rows.tolist(), logits.shape)
-        for rows, logits in stream_predictions(one, ROWS, start=5 * one.comm.rank, stop=5 * one.comm.rank + 4)
+        for rows, logits in stream_predictions(
+            one, ROWS, start=5 * one._trainflow.comm.rank, stop=5 * one._trainflow.comm.rank + 4
+        )
     ]
     kept = None if predicted.predictions is None else predicted.predictions.tolist()
     measured = {"loss": found["eval_loss"], "accuracy": found["eval_accuracy"]}

@@ -40,8 +40,8 @@ def tokens(folder: str, **given: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     one = train_on_tokens(folder, **given)
     one.save_model(f"{folder}/exported")
-    held = one.strategy.held_bytes(one.model_wrapped) if given else None  # type: ignore[attr-defined]
-    exchanged = one.strategy.describe()
+    held = one._trainflow.engine.strategy.held_bytes(one.model_wrapped) if given else None  # type: ignore[attr-defined]
+    exchanged = one._trainflow.engine.strategy.describe()
     return {"logs": logged(one), "held": held, "strategy": exchanged, "wrapped": type(one.model_wrapped).__name__}
 
 

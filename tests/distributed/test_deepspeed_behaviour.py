@@ -117,7 +117,7 @@ def exchanges(folder: str) -> dict[str, int]:
             gradient_accumulation_steps=3,
             per_device_train_batch_size=2,
         )
-        settle = one.strategy.settle
+        settle = one._trainflow.engine.strategy.settle
 
         def counted(model: Any, optimizer: Any, settle: Any = settle, stage: int = stage, method: str = method) -> Any:
             engine, wrapped = settle(model, optimizer)
@@ -130,7 +130,7 @@ def exchanges(folder: str) -> dict[str, int]:
             setattr(engine.optimizer, method, call)
             return engine, wrapped
 
-        one.strategy.settle = counted  # type: ignore[method-assign]
+        one._trainflow.engine.strategy.settle = counted  # type: ignore[method-assign]
         one.train()
     return counts
 
@@ -156,7 +156,7 @@ def built(folder: str) -> dict[str, Any]:
         rows = ROWS if name == "plain" else [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in TOKENS]
         common: dict[str, Any] = {"max_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
         one = trainer(f"{folder}/{name}", rows, model_init=make, deepspeed=zero(3), **common)
-        whole = sum(one.strategy.numel(each) for each in one.model.parameters())
+        whole = sum(one._trainflow.engine.strategy.numel(each) for each in one.model.parameters())
         here = sum(each.numel() for each in one.model.parameters())
         counted = one.get_num_trainable_parameters()
         one.train()

@@ -65,7 +65,7 @@ def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dic
     torch.manual_seed(0)
     one = trainer(folder, TOKENS, model=model or Deep(), **{**RAGGED, **given})
     one.train()
-    state = one.strategy.model_state(one.model_wrapped)
+    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     entries = [entry for entry in one.state.log_history if "loss" in entry]
     return {
         "losses": [entry["loss"] for entry in entries],
@@ -73,7 +73,7 @@ def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dic
         "state": {name: value.numpy() for name, value in state.items() if not value.is_meta},
         "bytes": parameter_bytes(one.model),
         "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
-        "strategy": one.strategy.describe(),
+        "strategy": one._trainflow.engine.strategy.describe(),
     }
 
 
@@ -185,11 +185,11 @@ def divided(folder: str) -> dict[str, Any]:
         stale.step()
         trainer(f"{folder}/stale", TOKENS, model=other, optimizers=(stale, None), fsdp="full_shard", **RAGGED).train()
     # Without taking over the first rank's values, each keeps the rows of its own.
-    torch.manual_seed(one.comm.rank)
+    torch.manual_seed(one._trainflow.comm.rank)
     apart = trainer(f"{folder}/apart", TOKENS, model=(kept := Unseeded()), **UNSYNCHRONISED)
     apart.evaluate(TOKENS[:2])
     weight: Any = kept.head.weight
-    found["rows"] = (float(weight.to_local().mean()), one.comm.rank)
+    found["rows"] = (float(weight.to_local().mean()), one._trainflow.comm.rank)
     return found
 
 

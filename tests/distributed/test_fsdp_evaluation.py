@@ -62,7 +62,7 @@ def measured(folder: str, given: dict[str, Any]) -> dict[str, Any]:
 def alone_and_gathered(folder: str) -> list[Any]:
     """Streaming on one rank: served while the model is whole, refused afterwards; what the accelerator gathers."""
     one = trainer(folder, ROWS, model=Classifier(dropout=0.0), max_steps=1, **DIVIDED)
-    rank = one.comm.rank
+    rank = one._trainflow.comm.rank
     rows = [each.tolist() for each, _ in stream_predictions(one, ROWS, start=3 * rank, stop=3 * rank + 1 + rank)]
     one.train()
     with pytest.raises(ConfigError, match="none of them can predict by itself"):

@@ -38,7 +38,7 @@ def losses(one: Trainer) -> list[float]:
 
 
 def whole(one: Trainer) -> dict[str, torch.Tensor]:
-    state = one.strategy.model_state(one.model_wrapped)
+    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {name: value for name, value in state.items() if not value.is_meta}
 
 
@@ -171,7 +171,9 @@ def resumed(folder: str, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     other = trainer(f"{folder}/{kind}", RAGGED, model=MODELS[kind](), **RUN, **given)
     other.train(f"{folder}/{kind}/checkpoint-2")
     store = Store.open(f"{folder}/{kind}")
-    saved = {step: dict(load_checkpoint(store, f"checkpoint-{step}", one.comm).read_model()) for step in (2, 3)}
+    saved = {
+        step: dict(load_checkpoint(store, f"checkpoint-{step}", one._trainflow.comm).read_model()) for step in (2, 3)
+    }
     return {"best": whole(one), "resumed": whole(other), "saved": saved}
 
 

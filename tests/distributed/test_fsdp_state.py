@@ -39,7 +39,7 @@ class Halt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         read = iter(self.data.read)  # micro-batch by micro-batch; a filler is one sample of weight zero
-        items = self.trainer._run.items
+        items = self.trainer._trainflow.run.weights.items
         taken = [rows if count else [] for count in items for rows in [list(itertools.islice(read, count or 1))]]
         self.samples.append(sorted(itertools.chain.from_iterable(taken)))
         self.data.read.clear()
@@ -53,7 +53,7 @@ def part(folder: str, stop: int | None, given: dict[str, Any]) -> dict[str, Any]
     one = trainer(folder, data, model=Classifier(dropout=0.0), callbacks=[halt], **RUN, **given)
     halt.trainer = one
     one.train("auto")
-    state = one.strategy.model_state(one.model_wrapped)
+    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "samples": halt.samples,
         "losses": [entry["loss"] for entry in one.state.log_history if "loss" in entry],
@@ -184,12 +184,12 @@ def damaged(folder: str) -> list[int]:
     """Three saves; a byte of the newest one's second part changes; then on to step four."""
     one = trainer(folder, TOKENS, model=Deep(), max_steps=3, save_strategy="steps", save_steps=1, **SHARDED)
     one.train()
-    if one.comm.rank == 1:
+    if one._trainflow.comm.rank == 1:
         file = Path(folder) / "checkpoint-3" / "shards" / "rank-00001.safetensors"
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
         file.write_bytes(data)
-    one.comm.barrier()
+    one._trainflow.comm.barrier()
     other = trainer(folder, TOKENS, model=Deep(), max_steps=4, **LOGGED, **SHARDED)
     other.train(resume_from_checkpoint=True)
     return [entry["step"] for entry in other.state.log_history if "loss" in entry]

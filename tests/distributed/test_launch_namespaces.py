@@ -93,7 +93,8 @@ from tests.support.training import trainer
 
 one = trainer("out", classification_rows(16), max_steps=2, save_strategy="no", disable_tqdm=True)
 one.train()
-print("rank", one.comm.rank, "of", one.comm.world_size, "through", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+comm = one._trainflow.comm
+print("rank", comm.rank, "of", comm.world_size, "through", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 """
 
 

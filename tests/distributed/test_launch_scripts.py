@@ -24,8 +24,9 @@ from trainer_lib import ArgumentParser, Trainer, TrainingArguments
 (args,) = ArgumentParser(TrainingArguments).parse_args_into_dataclasses()
 trainer = Trainer(Classifier(), args, train_dataset=classification_rows(16))
 trainer.train()
-comm = trainer.comm
-seen = [comm.rank, comm.world_size, comm.local_rank, trainer.strategy.name, trainer.precision.name, args.fsdp or ""]
+comm, engine = trainer._trainflow.comm, trainer._trainflow.engine
+seen = [comm.rank, comm.world_size, comm.local_rank, engine.strategy.name, engine.precision.name]
+seen.append(trainer.args.fsdp or "")
 line = "seen " + json.dumps([*seen, trainer.state.global_step]) + chr(10)
 os.write(1, line.encode())  # at once: with python -u a print goes out in pieces, between those of the other process
 """

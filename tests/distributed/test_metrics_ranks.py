@@ -83,8 +83,8 @@ def _pushed(folder: str) -> tuple[Any, Any, bool]:
     one.train()
     url = one.push_to_hub("Once more", tags="mine")
     future = one.push_to_hub("And more", blocking=False)
-    one._trainflow_publisher.queue.wait(unless=lambda: False)
-    return url, one.comm.rank, future is None
+    one._trainflow.publisher.queue.wait(unless=lambda: False)
+    return url, one._trainflow.comm.rank, future is None
 
 
 def test_one_rank_pushes_and_every_rank_gets_the_url(tmp_path: Path) -> None:

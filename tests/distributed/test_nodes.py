@@ -36,13 +36,13 @@ def _stopped_and_resumed(folder: str, ranks_per_node: int, damaged: bool) -> tup
     stopped = trainer(disk / "out", ROWS, callbacks=[StopAt(5)], **given)
     step = preempted_at(stopped)
     assert step in (5, 6)  # several ranks learn of it a step later at most
-    stopped.comm.barrier()
-    if damaged and stopped.comm.rank == ranks_per_node:  # this machine's newest one is lost
+    stopped._trainflow.comm.barrier()
+    if damaged and stopped._trainflow.comm.rank == ranks_per_node:  # this machine's newest one is lost
         shutil.rmtree(disk / "out" / f"checkpoint-{step}")
-    stopped.comm.barrier()
+    stopped._trainflow.comm.barrier()
     resumed = trainer(disk / "out", ROWS, **given)
     seen: list[int] = []
-    begin = resumed._open_checkpoint
+    begin = resumed._trainflow.restore.open
 
     def note(url: str) -> Any:
         seen.append(int(url.rpartition("-")[2]))
@@ -102,7 +102,7 @@ def _exports(folder: str) -> list[str]:
     one = trainer(disk, ROWS, save_on_each_node=True, max_steps=1)
     one.train()
     one.save_model()
-    one.comm.barrier()
+    one._trainflow.comm.barrier()
     return sorted(path.name for path in disk.iterdir())
 
 

@@ -23,7 +23,7 @@ ROWS = classification_rows(26)  # a notebook's own data, made before, and found 
 def train(folder):
     one = trainer(folder, ROWS, max_steps=4, per_device_train_batch_size=2, save_strategy="no", disable_tqdm=True)
     one.train()
-    return {"world": one.comm.world_size, "loss": one.state.log_history[-1]["train_loss"]}
+    return {"world": one._trainflow.comm.world_size, "loss": one.state.log_history[-1]["train_loss"]}
 
 if __name__ == "__main__":
     print("here", notebook_launcher(train, (os.environ["OUT"],), num_processes=2))

@@ -39,8 +39,9 @@ class Recording(Trainer):
         return found
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        run = self._training_run()
-        if run.items[run.micro_step]:
+        run = self._trainflow.run
+        assert run is not None
+        if run.weights.items[run.weights.micro_step]:
             indices = (inputs["x"][:, 0] * COUNT).round().int().tolist()
             self.seen.setdefault(self.state.global_step + 1, []).extend(indices)
         return super().training_step(model, inputs, num_items_in_batch)

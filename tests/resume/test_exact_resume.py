@@ -93,7 +93,7 @@ def test_with_random_augmentation_in_the_data(workers: int, tmp_path: Path) -> N
 def test_in_mixed_precision_with_the_loss_scaler(precision: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {precision: True}
     whole = run(tmp_path / "whole", **given)
-    assert (whole.precision.scaler_state() is not None) == (precision == "fp16")
+    assert (whole._trainflow.engine.precision.scaler_state() is not None) == (precision == "fp16")
     assert_equal(final_state(whole), final_state(run(tmp_path / "cut", stop=5, **given)))
 
 
@@ -273,7 +273,7 @@ def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(tmp_path: Pat
     given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
     first = trainer(tmp_path, ROWS, **given)
     first.train()
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match="The folder holds checkpoints of an earlier run"):
         trainer(tmp_path, ROWS, **given).train()
     trainer(tmp_path, ROWS, **{**given, "num_train_epochs": 1}, overwrite_output_dir=True).train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]

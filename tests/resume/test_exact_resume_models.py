@@ -199,7 +199,7 @@ def test_memory_that_cannot_be_saved_is_told(tmp_path: Path, caplog: pytest.LogC
     trainer(
         tmp_path, ROWS, model=Odd(nested=False), past_index=2, save_strategy="steps", save_steps=2, max_steps=2
     ).train()
-    assert "The memory that past_index keeps is not saved" in caplog.text
+    assert "The memory of past_index is not saved" in caplog.text
 
 
 class ScheduleFree(torch.optim.Optimizer):

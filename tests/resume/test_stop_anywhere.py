@@ -163,7 +163,7 @@ def stopped_and_resumed(folder: str, kind: str, *, save_async: bool) -> tuple[in
             raise
     found = find_newest_intact(Store.open(out), on_damage=pytest.fail)
     assert found is not None and found.step == step, kind
-    one.comm.barrier()
+    one._trainflow.comm.barrier()
     compiling(None)
     resumed = fresh(out, kind, None, save_async=save_async)
     resumed.train("auto")

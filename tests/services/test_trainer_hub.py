@@ -17,10 +17,9 @@ from safetensors.torch import load
 from tests.support.hub_server import HubServer, Repo
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import TrainerCallback
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.trainer.publishing import PublishingMixin
 from trainer_lib.yaml_text import parse_yaml
 
 # huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
@@ -54,11 +53,11 @@ class Waiting(TrainerCallback):
 
     def __init__(self) -> None:
         self.begun: list[int] = []
-        self.trainer: PublishingMixin | None = None
+        self.trainer: Trainer | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.trainer is not None
-        self.trainer._trainflow_publisher.queue.wait(unless=lambda: False, poll_s=0.01)
+        self.trainer._trainflow.publisher.queue.wait(unless=lambda: False, poll_s=0.01)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun.append(state.global_step)
@@ -97,7 +96,7 @@ def test_without_blocking_a_future_has_the_url(hub: HubServer, tmp_path: Path) -
     gate.set()
     assert future.result(20).startswith(f"{hub.endpoint}/org/toy/tree/")
     assert "draft" in hub.repos["org/toy"].branches
-    assert one._trainflow_publisher.queue.wait(unless=lambda: False)
+    assert one._trainflow.publisher.queue.wait(unless=lambda: False)
 
 
 def test_hub_revision_private_and_a_name_from_output_dir(hub: HubServer, tmp_path: Path) -> None:
@@ -146,7 +145,7 @@ def test_each_strategy_pushes_what_it_says(strategy: str, hub: HubServer, tmp_pa
     files = newest(hub)
     assert {path.partition("/")[0] for path in files if "checkpoint" in path} == folders
     assert torch.equal(load(files["model.safetensors"])["head.weight"], one.model.state_dict()["head.weight"])
-    assert not one._trainflow_publisher.queue.is_busy  # awaited at the end
+    assert not one._trainflow.publisher.queue.is_busy  # awaited at the end
     assert not any(hub.token.encode() in data for data in files.values())
 
 
@@ -154,7 +153,7 @@ def test_last_checkpoint_on_the_hub_can_be_resumed_from(hub: HubServer, tmp_path
     given: dict[str, Any] = {"num_train_epochs": 2, "max_steps": -1, "save_steps": 2}
     stopped, _ = pushing(tmp_path / "a", hub, hub_strategy="checkpoint", callbacks=[StopAt(4)], **given)
     assert preempted_at(stopped) == 4
-    assert stopped._trainflow_publisher.queue.wait(unless=lambda: False)
+    assert stopped._trainflow.publisher.queue.wait(unless=lambda: False)
     local = snapshot_download("org/toy", local_dir=tmp_path / "back", endpoint=hub.endpoint, token=hub.token)
     settings: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "no"}
     resumed = trainer(tmp_path / "b", ROWS, **settings)

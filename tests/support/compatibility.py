@@ -20,7 +20,7 @@ from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.validation import REPORTERS
-from trainer_lib.trainer.facade import AcceleratorFacade
+from trainer_lib.trainer.accelerator import AcceleratorFacade
 
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
 _ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|")

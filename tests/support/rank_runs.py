@@ -33,7 +33,9 @@ def train_on_poisoned_rank(folder: str, **given: Any) -> str:
     try:
         one.train()
     except NonFiniteError as error:
-        state = one.strategy.checkpoint_tensors(one.strategy.local_state(one.model_wrapped))
+        state = one._trainflow.engine.strategy.checkpoint_tensors(
+            one._trainflow.engine.strategy.local_state(one.model_wrapped)
+        )
         assert all(bool(torch.isfinite(value).all()) for value in state.values() if not value.is_meta)
         return f"{error.step} {len(one.state.log_history)}"
     return "did not notice"

@@ -91,7 +91,7 @@ def final_state(trainer: Trainer) -> dict[str, Any]:
         "groups": optimizer.groups,
         "scalars": optimizer.scalars,
         "schedule": {k: v for k, v in trainer.lr_scheduler.state_dict().items() if k != "lr_lambdas"},
-        "scaler": trainer.precision.scaler_state(),
+        "scaler": trainer._trainflow.engine.precision.scaler_state(),
         "random": torch.get_rng_state().tolist(),
         "logs": logged(trainer),
         "best": (trainer.state.best_metric, trainer.state.best_global_step),

@@ -63,7 +63,7 @@ class StopAfter(TrainerCallback):
 def state_of(one: Trainer) -> dict[str, Any]:
     """Everything that two equal runs share; tensors are whole on rank 0 and absent elsewhere. Collective."""
     assert one.optimizer is not None
-    strategy, model = one.strategy, one.model_wrapped
+    strategy, model = one._trainflow.engine.strategy, one.model_wrapped
     optimizer = snapshot_optimizer(one.optimizer, strategy.named_parameters(model))
     tensors = {f"model/{name}": each for name, each in strategy.gathered(strategy.local_state(model)).items()}
     tensors |= {f"optimizer/{name}": value for name, value in strategy.gathered(optimizer.tensors).items()}

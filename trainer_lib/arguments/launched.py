@@ -15,6 +15,7 @@ by name with both values. Nothing else of this library reads these variables. To
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,8 +56,10 @@ class Said(NamedTuple):
     source: str
 
 
-def adopt(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> None:
-    """Bring what the launcher's environment says into `args`, and validate the whole.
+def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> TrainingArguments:
+    """The arguments with what the launcher's environment decides: a copy if it decides anything, else `args` itself.
+
+    Both are validated.
 
     Raises:
         ConfigError: an argument and the environment contradict each other (both values are named), or the environment
@@ -65,10 +68,12 @@ def adopt(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> 
     args.validate()
     said = list(implied(os.environ if environ is None else environ))
     if not said:
-        return
+        return args
+    args = copy.copy(args)
     for one in said:
         setattr(args, one.name, _merged(one, getattr(args, one.name), _default(args, one.name)))
     args.validate()
+    return args
 
 
 def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str = "") -> dict[str, Any]:

@@ -90,15 +90,13 @@ class EvaluationLoop:
         """
         hooks = self._hooks
         model = hooks.evaluation_model()
-        hooks.callback_handler.eval_dataloader = loader
         try:
             for micro, last in _mark_last(iterate_rounds(loader, self._comm)):
                 if not micro.real:
                     self._run_dummy_forward(model, loader, micro.batch)
                 # No variable holds the outputs: it would keep them alive while the next batch is computed.
                 self._gather(self._predict(model, micro.batch) if micro.real else None, last)
-                hooks.control = hooks.callback_handler.on_prediction_step(hooks.args, hooks.state, hooks.control)
-                hooks.check_stop()
+                hooks.end_prediction_step()
             return self._finish(prefix)
         finally:
             self._spool.close()

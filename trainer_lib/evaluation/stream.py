@@ -21,8 +21,21 @@ class _RangeHooks(EvaluationHooks, Protocol):
         """A loader of rows [start, stop) for this process alone."""
 
 
+class _Collaborators(Protocol):
+    @property
+    def evaluator(self) -> _RangeHooks:
+        """What evaluates for the Trainer."""
+
+
+class _Evaluates(Protocol):
+    """A Trainer."""
+
+    @property
+    def _trainflow(self) -> _Collaborators: ...
+
+
 def stream_predictions(
-    trainer: Any, dataset: Any, *, start: int, stop: int
+    trainer: _Evaluates, dataset: Any, *, start: int, stop: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
     """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
 
@@ -41,7 +54,7 @@ def stream_predictions(
             value=type(dataset).__name__,
             remedy="Give map-style data.",
         )
-    hooks: _RangeHooks = trainer
+    hooks = trainer._trainflow.evaluator
     model = hooks.evaluation_model(alone=True)
     loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
     for (first, end), batch in zip(loader.slices, loader, strict=True):

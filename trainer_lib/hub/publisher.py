@@ -58,7 +58,6 @@ class PublishingTrainer(Protocol):
     """The part of a Trainer that the Publisher reads and calls."""
 
     args: TrainingArguments
-    comm: Communicator
     state: TrainerState
     hub_model_id: str | None
 
@@ -90,10 +89,16 @@ class CheckpointPush:
 
 
 class Publisher:
-    """Owns a Trainer's pushes: the queue, the checkpoints that are being read, and the base model's licence."""
+    """Owns a Trainer's pushes: the queue, the checkpoints that are being read, and the base model's licence.
 
-    def __init__(self, trainer: PublishingTrainer) -> None:
+    Args:
+        trainer: its methods export the model and write the card.
+        comm: returns the ranks that train together.
+    """
+
+    def __init__(self, trainer: PublishingTrainer, *, comm: Callable[[], Communicator]) -> None:
         self._trainer = trainer
+        self._comm = comm
         self.queue = PushQueue()
         self._being_pushed: list[str] = []
         self._base_licence: tuple[str, str | None] | None = None
@@ -116,7 +121,7 @@ class Publisher:
         if not self._trainer.args.push_to_hub:
             return
         try:
-            run_on_all_ranks(self._trainer.comm, self._trainer.init_hf_repo)
+            run_on_all_ranks(self._comm(), self._trainer.init_hf_repo)
         except StorageError as error:
             _log.warning("The Hub cannot be reached; training starts and pushes later: %s", mask(str(error)))
 
@@ -213,7 +218,7 @@ class Publisher:
             content = self._exported_content(checkpoint)
             return self.queue.submit(lambda: self._publish(content, message, token, revision))
 
-        return run_on_all_ranks(self._trainer.comm, queue_push)
+        return run_on_all_ranks(self._comm(), queue_push)
 
     def wait_for_url(self, future: Future[str] | None) -> str:
         """Wait for a push that `push_export` queued; return its URL on every rank. Collective.
@@ -221,7 +226,7 @@ class Publisher:
         Raises:
             ConfigError: the target refuses the push. StorageError: it cannot be reached.
         """
-        comm = self._trainer.comm
+        comm = self._comm()
         url: str = comm.broadcast_json(run_on_all_ranks(comm, lambda: None if future is None else future.result()))
         return url
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from trainer_lib.arguments import TrainingArguments, compat
@@ -19,7 +20,6 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import BestRun, TrainOutput
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
-from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.vendors import ReporterCallback
 
@@ -28,23 +28,14 @@ _FIXED = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "use_cpu", "local_rank", "ddp_backend"),
     "ddp_timeout",
 )
-# What trials replace on the Trainer; `optimizer` and `lr_scheduler` go with the model.
-_RESTORED = ("model", "model_wrapped", "state", "control", "hp_name", "optimizer", "lr_scheduler")
 
 
 class SearchableTrainer(Protocol):
     """The part of a Trainer that trials use."""
 
     args: TrainingArguments
-    comm: Communicator
     model_init: Callable[..., Any] | None
     eval_dataset: Any
-    model: Any
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
-    state: TrainerState
-    control: TrainerControl
     callback_handler: CallbackHandler
     hp_space: Callable[[Any], Any] | None
     hp_name: Callable[[Any], str] | None
@@ -59,14 +50,22 @@ class SearchableTrainer(Protocol):
     def evaluate(self) -> dict[str, float]:
         """Metrics of the present model."""
 
-    def _set_up_process(self, args: TrainingArguments) -> None:
+    def _trainflow_set_up(self, args: TrainingArguments) -> None:
         """Use these arguments, and rebuild everything that was built from other ones."""
 
-    def _look_at_model(self) -> None:
-        """Read the facts of the present model."""
 
-    def _reset_optimizer(self) -> None:
-        """Forget the optimizer and schedule of the last training."""
+class TrainerParts(Protocol):
+    """What trials replace on a Trainer, through the owner of each part."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that train together."""
+
+    def restored(self) -> AbstractContextManager[None]:
+        """Afterwards model, optimizer, schedule, state and control are what they were."""
+
+    def release_model(self) -> None:
+        """Free the model and the optimizer of a trial."""
 
 
 class TrialRunner:
@@ -74,13 +73,19 @@ class TrialRunner:
 
     Args:
         trainer: trains and evaluates each trial.
+        parts: restores the Trainer.
         takes_trial: whether a `model_init` takes the trial.
     """
 
-    def __init__(self, trainer: SearchableTrainer, *, takes_trial: Callable[[Callable[..., Any]], bool]) -> None:
+    def __init__(
+        self, trainer: SearchableTrainer, parts: TrainerParts, *, takes_trial: Callable[[Callable[..., Any]], bool]
+    ) -> None:
         self._trainer = trainer
+        self._parts = parts
         self._takes_trial = takes_trial
         self._current: TrialRun | None = None
+        trainer.hp_name = trainer.hp_space = trainer.compute_objective = None
+        trainer.hp_search_backend = trainer.objective = trainer._trial = None
 
     @property
     def args(self) -> TrainingArguments:
@@ -90,7 +95,7 @@ class TrialRunner:
     @property
     def comm(self) -> Communicator:
         """The ranks that train together."""
-        return self._trainer.comm
+        return self._parts.comm
 
     @property
     def is_trial_running(self) -> bool:
@@ -112,26 +117,19 @@ class TrialRunner:
             raise ConfigError(
                 "Trials are compared by their evaluation.", field="eval_dataset", remedy="Give it to the Trainer."
             )
-        search = create_backend(backend, self, settings)
-        with self._trainer_restored():
-            trainer.hp_search_backend, trainer.hp_name = "optuna", settings.hp_name
-            trainer.hp_space, trainer.compute_objective = settings.hp_space, settings.compute_objective
-            return search.run()
-
-    @contextlib.contextmanager
-    def _trainer_restored(self) -> Iterator[None]:
-        """Restore everything that trials change, so that the Trainer can train, evaluate or search as before."""
-        trainer, handler = self._trainer, self._trainer.callback_handler
-        before = {name: getattr(trainer, name) for name in _RESTORED}
+        search, name_before = create_backend(backend, self, settings), trainer.hp_name
         try:
-            yield
+            with self._parts.restored():
+                trainer.hp_search_backend, trainer.hp_name = "optuna", settings.hp_name
+                trainer.hp_space, trainer.compute_objective = settings.hp_space, settings.compute_objective
+                return search.run()
         finally:
-            for name, value in before.items():
-                setattr(trainer, name, value)
-            handler.model = trainer.model
-            handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
-            trainer._look_at_model()
-            trainer._trial = trainer.hp_search_backend = None
+            trainer.hp_name, trainer.hp_search_backend = name_before, None
+            self.set_trial(None)
+
+    def set_trial(self, trial: Any) -> None:
+        """Note the trial, or the parameters, that the present training is given."""
+        self._trainer._trial = trial
 
     # -- one trial, as the backend asks for it ------------------------------------------------------------------------
 
@@ -153,9 +151,7 @@ class TrialRunner:
                 return trainer.objective
             finally:
                 self._current = None
-                # The next trial builds its model before it replaces this one: free the memory now.
-                trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
-                trainer._reset_optimizer()
+                self._parts.release_model()  # the next trial builds its model before it replaces this one
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation of the running trial to the search; outside of a search, do nothing. Collective.
@@ -177,17 +173,17 @@ class TrialRunner:
         args.output_dir = f"{str(given.output_dir).rstrip('/')}/{run.name}"
         args.run_name, args.push_to_hub = run.name, False
         try:
-            trainer._set_up_process(args)
+            trainer._trainflow_set_up(args)
             with contextlib.ExitStack() as stack:
                 for callback in trainer.callback_handler.callbacks:
                     if isinstance(callback, ReporterCallback):
                         stack.enter_context(callback.another_run())
                 yield
         finally:
-            trainer._set_up_process(given)
+            trainer._trainflow_set_up(given)
 
     def _with_values(self, given: TrainingArguments, values: Mapping[str, Any]) -> TrainingArguments:
-        """A copy of the arguments with a trial's values; `_set_up_process` checks types and bounds.
+        """A copy of the arguments with a trial's values; `_trainflow_set_up` checks types and bounds.
 
         Raises:
             ConfigError: a name is not an argument, unless `model_init` takes the trial: then it may be the model's.

@@ -18,66 +18,24 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks.base import CallbackHandler
-from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.iterable import ForeignLoader
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import OutOfMemoryError, first_line, is_out_of_memory
+from trainer_lib.memory import empty_device_cache
 from trainer_lib.outputs import TrainOutput
-from trainer_lib.state import ExportableState, TrainerControl, TrainerState
-from trainer_lib.storage import Store
-from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.state import ExportableState, TrainerControl
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class RestartableTrainer(Protocol):
-    """The part of a Trainer that is backed up, released and restored between two attempts."""
-
-    args: TrainingArguments
-    comm: Communicator
-    device: torch.device
-    model: Any
-    model_wrapped: Any
-    model_init: Callable[..., Any] | None
-    train_dataset: Any
-    optimizer: Any
-    lr_scheduler: Any
-    callback_handler: CallbackHandler
-    state: TrainerState
-    control: TrainerControl
-    current_flos: float
-    _given_optimizers: tuple[Any, Any]
-    _run: TrainingRun | None
-
-    @property
-    def _train_batch_size(self) -> int:
-        """Samples of one micro-batch."""
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of one optimizer step over all ranks."""
-
-    def _training_run(self) -> TrainingRun:
-        """The present training."""
-
-    def _checkpoint_root(self) -> Store:
-        """The folder of the checkpoints."""
-
-    def _finish_save(self) -> None:
-        """Wait for the background save. Collective."""
-
-    def _reset_optimizer(self) -> None:
-        """Forget the optimizer and schedule of the last attempt."""
-
-    def _stateful_callbacks(self) -> list[ExportableState]:
-        """Callbacks whose state a checkpoint holds."""
 
 
 class MemoryRanOut(Exception):  # control flow inside the Trainer; never leaves it
@@ -102,9 +60,14 @@ def call_within_memory(comm: Communicator, work: Callable[[], T]) -> T:
 class MicroBatchSearch:
     """Owns the micro-batch that memory allows, and restarts training with half of it when memory runs out."""
 
-    def __init__(self, trainer: RestartableTrainer) -> None:
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
+        self._internals = internals
         self._allowed: int | None = None
+
+    def forget(self) -> None:
+        """Start again with the micro-batch of the arguments: they have changed."""
+        self._allowed = None
 
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
@@ -125,24 +88,25 @@ class MicroBatchSearch:
         trainer = self._trainer
         if not trainer.args.auto_find_batch_size:
             return attempt(url)
-        backup = _Backup.of(trainer)
+        backup = _Backup.of(trainer, self._internals)
         while True:
             try:
                 return attempt(url)
             except MemoryRanOut as error:
                 reason = str(error)  # the error itself would keep the attempt's tensors alive
-            trainer._finish_save()
+            self._internals.checkpoints.finish()
             self._halve(reason)
-            url = _newest_checkpoint(trainer) or url
-            _release_attempt(trainer)
-            backup.restore(trainer)
+            url = self._newest_checkpoint() or url
+            self._release_attempt()
+            backup.restore(trainer, self._internals)
 
     def _halve(self, reason: str) -> None:
+        run = self._internals.run
         trainer, step = self._trainer, self._trainer.state.global_step + 1
         global_batch = trainer.get_total_train_batch_size(trainer.args)
         # With a small global batch, the micro-batches were smaller than the arguments allow.
-        size = min(trainer._train_batch_size, -(-global_batch // trainer.comm.data_parallel.size))
-        if isinstance(trainer._training_run().source, ForeignLoader):
+        size = min(trainer._train_batch_size, -(-global_batch // self._internals.world.comm.data_parallel.size))
+        if run is not None and isinstance(run.source, ForeignLoader):
             raise OutOfMemoryError(
                 f"Memory ran out in step {step}, and the batches come from a loader of your own: {reason}",
                 field="auto_find_batch_size",
@@ -164,6 +128,27 @@ class MicroBatchSearch:
             *(step, size, self._allowed, global_batch, reason),
         )
 
+    def _newest_checkpoint(self) -> str | None:
+        """URL of the newest checkpoint that this training committed; None when there is none to resume from."""
+        run = self._internals.run
+        if run is None or run.saved_step <= run.first_step or self._trainer.args.save_only_model:
+            return None
+        newest = self._internals.checkpoints.newest_committed()
+        return None if newest is None else newest.url
+
+    def _release_attempt(self) -> None:
+        """Free what an attempt holds, before the next one needs the memory."""
+        trainer, internals = self._trainer, self._internals
+        internals.loop.drop_run()
+        internals.engine.use_wrapped(trainer.model)
+        trainer.model.zero_grad(set_to_none=True)
+        internals.engine.reset()
+        internals.events.show_parts()
+        trainer.callback_handler.train_dataloader = None
+        internals.counters.reset_flos()
+        gc.collect()
+        empty_device_cache(internals.world.device)
+
 
 @dataclass
 class _Backup:
@@ -182,18 +167,18 @@ class _Backup:
     callbacks: list[tuple[ExportableState, dict[str, Any]]]
 
     @classmethod
-    def of(cls, trainer: RestartableTrainer) -> _Backup:
+    def of(cls, trainer: TrainerHooks, internals: Internals) -> _Backup:
         tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
-        stateful = [*trainer._given_optimizers, trainer.train_dataset]
+        stateful = [*internals.engine.given_optimizers, trainer.train_dataset]
         given = [one for one in stateful if one is not None and callable(getattr(one, "load_state_dict", None))]
         return cls(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},
             rng=capture_rng(),
             given=[(one, copy.deepcopy(one.state_dict())) for one in given],
-            callbacks=[(one, copy.deepcopy(one.state())) for one in trainer._stateful_callbacks()],
+            callbacks=[(one, copy.deepcopy(one.state())) for one in internals.events.stateful()],
         )
 
-    def restore(self, trainer: RestartableTrainer) -> None:
+    def restore(self, trainer: TrainerHooks, internals: Internals) -> None:
         present = _named_tensors(trainer.model) if self.tensors else {}
         with torch.no_grad():
             for name, value in self.tensors.items():
@@ -204,32 +189,10 @@ class _Backup:
         for callback, state in self.callbacks:
             for name, value in copy.deepcopy(state.get("attributes", {})).items():
                 setattr(callback, name, value)
-        trainer.control = TrainerControl()
+        internals.events.use_control(TrainerControl())
         restore_rng(self.rng)
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and all buffers: training also changes those buffers that a state_dict leaves out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _newest_checkpoint(trainer: RestartableTrainer) -> str | None:
-    """URL of the newest checkpoint that this training committed; None when there is none to resume from."""
-    run = trainer._training_run()
-    if run.saved_step <= run.first_step or trainer.args.save_only_model:
-        return None
-    return trainer._checkpoint_root().child(checkpoint_name(run.saved_step)).url
-
-
-def _release_attempt(trainer: RestartableTrainer) -> None:
-    """Free what an attempt holds, before the next one needs the memory."""
-    trainer._run = None
-    trainer.model_wrapped = trainer.model
-    trainer.model.zero_grad(set_to_none=True)
-    trainer._reset_optimizer()
-    handler = trainer.callback_handler
-    handler.optimizer, handler.lr_scheduler, handler.train_dataloader = trainer.optimizer, trainer.lr_scheduler, None
-    trainer.current_flos = 0.0
-    gc.collect()
-    if trainer.device.type == "cuda":
-        torch.cuda.empty_cache()

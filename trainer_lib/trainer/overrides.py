@@ -1,6 +1,6 @@
-"""Methods of the transformers Trainer that have no counterpart here: an override would never be called.
+"""Methods of the transformers Trainer without a counterpart here: an override would never be called.
 
-Ignoring it without a word would be the worst answer, so a subclass that has one is refused when it is built.
+A subclass that has one is refused when it is built, because ignoring its override would train something else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from trainer_lib.errors import ConfigError
 
 _SIZES = "Remove it: no layer is split over processes."
-_STATE = "Override _save_checkpoint; what it writes is listed in trainer_lib/trainer/saving.py, _snapshot."
+_STATE = "Override _save_checkpoint; what it writes is listed in trainer_lib/trainer/snapshots.py."
 _LOADED = "Override _load_from_checkpoint for the weights; all other state is restored as a whole."
 _BEGIN = "Use a callback's on_train_begin, or override training_step, create_optimizer or get_train_dataloader."
 
@@ -49,11 +49,11 @@ UNCALLED: Mapping[str, str] = {
 
 
 def refuse_uncalled(cls: type) -> None:
-    """Raise ConfigError for a class that overrides a method nobody calls here."""
+    """Raise ConfigError for a class that overrides a method which is never called."""
     for each in _own_classes(cls):
         for name in UNCALLED.keys() & vars(each).keys():
             raise ConfigError(
-                "overrides a method that this Trainer does not have.",
+                "The class overrides a method that this Trainer does not have.",
                 field=f"{each.__name__}.{name}",
                 remedy=UNCALLED[name],
             )

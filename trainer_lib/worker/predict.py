@@ -33,10 +33,10 @@ def run(work: Work[PredictRequest]) -> PredictResult:
     trainer = build_trainer(work, args, model, [])
     writer = PredictionWriter(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
     parts = {part: _part(work, writer, part, trainer, split, data) for part in writer.parts(work.rank, work.world_size)}
-    gathered = trainer.comm.gather_json([[part, to_record(entry)] for part, entry in parts.items()])
+    gathered = trainer._trainflow.comm.gather_json([[part, to_record(entry)] for part, entry in parts.items()])
     pairs = sorted((pair for rank in gathered or [] for pair in rank), key=operator.itemgetter(0))
     files = tuple(from_record(FileEntry, entry) for _, entry in pairs)
-    trainer.comm.barrier()
+    trainer.accelerator.wait_for_everyone()
     distributed.shutdown()
     return PredictResult(files, len(split))
 

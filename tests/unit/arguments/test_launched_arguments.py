@@ -122,9 +122,12 @@ DEEPSPEED = {
 
 def adopted(environ: dict[str, str], **given: Any) -> TrainingArguments:
     args = TrainingArguments("out", **given)
-    launched.adopt(args, environ)
-    launched.adopt(args, environ)  # a second Trainer with the same arguments
-    return args
+    before = args.to_dict()
+    first = launched.apply_launcher(args, environ)
+    assert args.to_dict() == before  # the user's own stay as they are
+    second = launched.apply_launcher(first, environ)  # a Trainer with the arguments of another one
+    assert second.to_dict() == first.to_dict()
+    return second
 
 
 def test_precision_device_accumulation_clipping_and_compilation_are_taken_up() -> None:
@@ -265,7 +268,7 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
 
 def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert trainer(tmp_path, classification_rows(8)).precision.name == "bf16"
+    assert trainer(tmp_path, classification_rows(8))._trainflow.engine.precision.name == "bf16"
 
 
 def test_a_spec_is_merged_before_anything_starts() -> None:

@@ -355,7 +355,7 @@ def test_a_trials_checkpoints_never_replace_those_of_an_earlier_search(tmp_path:
     given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
     search_trainer(tmp_path, **given).hyperparameter_search(rate, n_trials=2)
     (tmp_path / "run-0").rename(tmp_path / "run-9")
-    with pytest.raises(ConfigError, match=r"run-1: holds checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match=r"run-1: The folder holds checkpoints of an earlier run"):
         search_trainer(tmp_path, **given).hyperparameter_search(rate, n_trials=2)
     assert (tmp_path / "run-1" / "checkpoint-4").is_dir()
     assert len(ROWS) == 24

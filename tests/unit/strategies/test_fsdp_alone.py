@@ -44,6 +44,6 @@ def test_parts_are_not_pushed_but_the_whole_model_is_at_the_end(
     assert "holds a sharded model" in caplog.text
     assert "FULL_STATE_DICT" in caplog.text
     [pushed] = hub.rglob("model.safetensors")
-    whole = one.strategy.model_state(one.model)
+    whole = one._trainflow.engine.strategy.model_state(one.model)
     assert all(torch.equal(value, whole[name]) for name, value in load_file(pushed).items())
     assert not list(hub.rglob("shards*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import importlib.machinery
@@ -117,7 +118,7 @@ def test_dataloader_in_order_waits_for_a_slow_batch(in_order: bool, expected: li
 def test_dataloader_pin_memory_counts_where_there_is_an_accelerator(tmp_path: Path) -> None:
     for device, asked, pinned in (("cpu", True, False), ("cuda", True, True), ("cuda", False, False)):
         one = trainer(tmp_path, ROWS, dataloader_pin_memory=asked)
-        one.device = torch.device(device)
+        one._trainflow.world = dataclasses.replace(one._trainflow.world, device=torch.device(device))
         assert one.get_train_dataloader().pin_memory is pinned
 
 

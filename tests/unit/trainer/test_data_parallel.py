@@ -5,6 +5,7 @@ The two are equal today. Here two processes of a pretended world of four work on
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, TrainLoader
 from trainer_lib.distributed import DataParallel, SingleProcess
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds
-from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.weighting import StepWeights
 
 ROWS = classification_rows(24)
 
@@ -32,7 +33,7 @@ class Half(SingleProcess):
 
 def build(folder: Path, **given: Any) -> Trainer:
     built = trainer(folder, ROWS, eval_dataset=ROWS, train_sampling_strategy="sequential", **given)
-    built.comm = Half()
+    built._trainflow.world = dataclasses.replace(built._trainflow.world, comm=Half())
     return built
 
 
@@ -63,7 +64,7 @@ def test_evaluation_takes_this_share_of_any_loader(tmp_path: Path) -> None:
     loader = built.get_eval_dataloader()
     assert isinstance(loader, EvalLoader)
     assert loader.slices == [(4, 8), (12, 16), (20, 24)]
-    dealt = list(iterate_rounds(["a", "b", "c"], built.comm))
+    dealt = list(iterate_rounds(["a", "b", "c"], built._trainflow.comm))
     assert [(micro.batch, micro.real) for micro in dealt] == [("b", True), ("c", False)]
 
 
@@ -83,8 +84,7 @@ def test_a_stream_is_cut_into_shares(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_weighted_by_the_data_parallel_size() -> None:
-    unused: Any = None
-    run = TrainingRun(source=unused, history=unused, data_parallel_size=2, max_steps=1, num_epochs=1)
-    run.items, run.num_items = [3], 12
-    assert run.weight(False, average_over_ranks=True) == pytest.approx(2 * 3 / 12)
-    assert run.weight(True, average_over_ranks=True) == 2.0
+    weights = StepWeights(data_parallel_size=2, over_ranks=True)
+    weights.items, weights.num_items = [3], 12
+    assert weights.weight(False) == pytest.approx(2 * 3 / 12)
+    assert weights.weight(True) == 2.0

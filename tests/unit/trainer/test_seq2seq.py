@@ -156,7 +156,7 @@ def test_several_sequences_per_sample_are_refused(tmp_path: Path) -> None:
         def generate(self, input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:  # type: ignore[override]
             return input_ids.repeat(2, 1)
 
-    with pytest.raises(ConfigError, match=r"generate: returned \(6, 5\) for 3 samples.*num_return_sequences"):
+    with pytest.raises(ConfigError, match=r"s generate returned \(6, 5\) for 3 samples.*num_return_sequences"):
         seq2seq_trainer(tmp_path, Twice()).predict(ROWS)
 
 
@@ -186,7 +186,7 @@ def test_overriding_the_prediction_step_takes_effect(tmp_path: Path) -> None:
 
 
 def test_arguments_without_generation_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="args = TrainingArguments: has no generation settings"):
+    with pytest.raises(ConfigError, match="args = TrainingArguments: The arguments have no generation settings"):
         Seq2SeqTrainer(Copier(), TrainingArguments(str(tmp_path), use_cpu=True))
 
 

@@ -185,7 +185,7 @@ def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -
     with pytest.raises(OutOfMemoryError, match=r"a loader of your own.*Make its batches smaller"):
         one.train()
     split = trainer(tmp_path, None, cls=Own, accelerator_config={"split_batches": True}, max_steps=2)
-    with pytest.raises(ConfigError, match=r"accelerator_config.split_batches = True: cannot split the batches"):
+    with pytest.raises(ConfigError, match=r"split_batches = True: The batches of your own loader cannot be split"):
         split.train()
 
 
@@ -219,7 +219,7 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
     config.write_text(json.dumps({**written, "use_configured_state": False}))
     one = trainer(tmp_path / "out", ROWS, accelerator_config=str(config), max_steps=1)
     one.train()
-    assert one._batching.non_blocking is False
+    assert one._trainflow.world.batching.non_blocking is False
 
 
 @pytest.mark.parametrize(

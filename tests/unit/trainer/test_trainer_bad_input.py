@@ -44,7 +44,7 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         "train_sampling_strategy = group_by_length: cannot sort a stream",
     ),
     ({"model": nn.Linear(2, 2), "model_init": Classifier}, ConfigError, "model and model_init: Both were given"),
-    ({"model": "bert"}, ConfigError, "model = str: is not a torch.nn.Module"),
+    ({"model": "bert"}, ConfigError, "model = str: The model is not a torch.nn.Module"),
     ({"model_init": Classifier, "optimizers": (ADAM, None)}, ConfigError, "optimizers: holds parameters of a model"),
     (
         {"optimizers": (ADAM, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
@@ -84,7 +84,7 @@ def test_refused_when_the_trainer_is_built(
 
 
 TRAINING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
-    ({"train": None}, ConfigError, "train_dataset: is needed to train"),
+    ({"train": None}, ConfigError, "train_dataset: Training needs data"),
     ({"model": Logits()}, ConfigError, "model: The model returned no loss but only logits; it was given x, labels"),
     ({"model": Vector()}, ConfigError, r"a tensor of shape \(4,\) first"),
     (
@@ -199,9 +199,9 @@ def test_metric_functions_return_numbers(metrics: Any, match: str, tmp_path: Pat
 
 def test_evaluation_says_what_it_lacks(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS)
-    with pytest.raises(ConfigError, match="eval_dataset: is needed to evaluate"):
+    with pytest.raises(ConfigError, match="eval_dataset: Evaluating needs data"):
         one.evaluate()
-    with pytest.raises(ConfigError, match="eval_dataset = dev: is no evaluation set"):
+    with pytest.raises(ConfigError, match="eval_dataset = dev: There is no evaluation set of that name"):
         one.evaluate("dev")
     with pytest.raises(DataError, match="nothing to evaluate"):
         one.evaluate([])

@@ -188,7 +188,7 @@ def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
     assert one.get_optimizer_group("body.weight")["weight_decay"] == 0.1
     assert one.get_optimizer_group(one.model.norm.weight)["weight_decay"] == 0.0  # type: ignore[union-attr,arg-type]
     assert len(one.get_optimizer_group()) == 2
-    with pytest.raises(ConfigError, match="param = other: is not in the optimizer"):
+    with pytest.raises(ConfigError, match="param = other: The optimizer does not hold the parameter"):
         one.get_optimizer_group("other")
     assert one.get_num_trainable_parameters() == sum(p.numel() for p in one.model.parameters())
     assert one.get_decay_parameter_names(one.model) == ["body.weight", "head.weight"]

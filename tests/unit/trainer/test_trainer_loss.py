@@ -118,7 +118,7 @@ def test_a_training_step_of_old_takes_two_arguments() -> None:
     class Stepping(Trainer):
         def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
             steps.append(inputs)
-            return super().training_step(model, inputs, self._run.num_items)  # type: ignore[union-attr]
+            return super().training_step(model, inputs, self._trainflow.run.weights.num_items)  # type: ignore[union-attr]
 
     assert_close(gradients(TOKENS, micro=3, batch=12, cls=Stepping), gradients(TOKENS, micro=12, batch=12))
     assert len(steps) == 4

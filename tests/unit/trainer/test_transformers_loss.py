@@ -13,7 +13,7 @@ from torch import nn
 from tests.support.gradients import assert_close, gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from trainer_lib import Trainer
-from trainer_lib.trainer.losses import CountedItems
+from trainer_lib.trainer.weighting import CountedItems
 
 TOKENS = lm_rows(24)
 TEXTS = text_rows(24)

@@ -150,7 +150,7 @@ def test_a_generation_configuration_holds_for_models_made_anew(tmp_path: Path) -
 def test_a_generation_configuration_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
-    with pytest.raises(ConfigError, match=r"generation_config = .*nowhere: cannot be used"):
+    with pytest.raises(ConfigError, match=r"generation_config = .*nowhere: The generation settings cannot be used"):
         _trainer(tmp_path, generation_config=str(tmp_path / "nowhere"))
     make: Any = GenerationConfig
     with pytest.raises(ConfigError, match="generation_config = GenerationConfig: cannot be used"):

@@ -175,7 +175,7 @@ def test_label_smoothing_is_switched_off_for_labels_that_do_not_exclude_one_anot
     one = trainer(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
     one.train()
     assert one.label_smoother is None
-    assert "label_smoothing_factor has no effect" in caplog.text
+    assert "label_smoothing_factor is ignored" in caplog.text
 
 
 # -- several trainings -------------------------------------------------------------------------------------------------

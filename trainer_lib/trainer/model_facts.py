@@ -1,4 +1,4 @@
-"""What a model's forward and a user's overrides take, found out once: five ages of signatures run side by side."""
+"""What the Trainer knows about a model: what its forward takes, its labels, what a step of it costs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,9 @@ from torch import nn
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer import models
+from trainer_lib.trainer.signatures import parameters_of
 
 _SHIFTING = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
-
-
-def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters by name; none when the signature cannot be read (some builtins)."""
-    try:
-        return dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return {}
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether `function` can be given the keyword `name`, by name or through ``**kwargs``."""
-    parameters = parameters_of(function)
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def takes_positionals(function: Callable[..., Any], count: int) -> bool:
-    """Whether a (bound) function can be given that many positional arguments."""
-    kinds = [parameter.kind for parameter in parameters_of(function).values()]
-    places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    return places >= count or inspect.Parameter.VAR_POSITIONAL in kinds
-
-
-def takes_trial(model_init: Callable[..., Any]) -> bool:
-    """Whether `model_init` wants a search's trial: its first parameter has no default, or is called so."""
-    first = next(iter(parameters_of(model_init).values()), None)
-    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD, first.VAR_POSITIONAL):
-        return False
-    return first.default is first.empty or first.name == "trial"
 
 
 @dataclass(frozen=True)
@@ -49,13 +21,13 @@ class ForwardInfo:
     """What `model.forward` takes.
 
     Attributes:
-        columns: names of data it takes; None when ``**kwargs`` takes any (those of transformers' models take settings,
-            no data).
-        open_ended: there are ``**kwargs``.
-        required: those of them that have no default.
-        labels: those of them that hold labels.
-        uses_num_items: it can be given `num_items_in_batch`, and may divide its loss by it.
-        divides_by_items: as far as its code tells, it does.
+        columns: names of its parameters; None when ``**kwargs`` takes any name. The ``**kwargs`` of a transformers
+            model take settings and no data.
+        open_ended: it has ``**kwargs``.
+        required: parameters without a default.
+        labels: parameters that hold labels.
+        uses_num_items: it takes `num_items_in_batch`, and may divide its loss by it.
+        divides_by_items: its source divides the loss by `num_items_in_batch`, as far as it can be read.
         shifts_labels: its loss compares position t with label t + 1.
         returns_loss: ``return_loss`` defaults to True (contrastive models).
     """
@@ -71,7 +43,7 @@ class ForwardInfo:
 
     @classmethod
     def of(cls, model: nn.Module, label_names: Sequence[str] | None = None) -> ForwardInfo:
-        """Look at a model (inside torch.compile's or an adapter's wrapper)."""
+        """Look at a model; the wrappers of torch.compile and of adapters are looked through."""
         inner = models.innermost(model)
         parameters = parameters_of(inner.forward)
         open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -90,7 +62,7 @@ class ForwardInfo:
         )
 
     def misfit(self, names: Collection[str]) -> ConfigError | None:
-        """Why a batch with these names cannot be given to the model; None when it can."""
+        """The error for a batch with names that the model does not take; None when it takes them."""
         unknown = [name for name in names if not self.open_ended and name not in (self.columns or ())]
         missing = [name for name in self.required if name not in names]
         if not unknown and not missing:
@@ -118,12 +90,12 @@ def _uses_num_items(model: nn.Module, parameters: dict[str, inspect.Parameter], 
     said = getattr(model, "accepts_loss_kwargs", None)
     if isinstance(said, bool):
         return said
-    # transformers' models pass **kwargs on to their loss function; another model's **kwargs mean nothing of the kind.
+    # A transformers model passes **kwargs to its loss function; the **kwargs of other models mean something else.
     return "num_items_in_batch" in parameters or (open_ended and _has_loss_function(model))
 
 
 def _has_loss_function(model: nn.Module) -> bool:
-    # Asked of the class: the property itself warns for models whose task it does not know.
+    # Look at the class: reading the property warns for models whose task it does not know.
     return hasattr(type(model), "loss_function") or "loss_function" in vars(model)
 
 
@@ -145,3 +117,37 @@ def _shifts(model: nn.Module) -> bool:
         return False  # an encoder-decoder shifts the decoder's inputs: every label is a target
     name = str(getattr(model, "loss_type", None) or type(model).__name__)
     return any(part in name for part in _SHIFTING)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known about the model under training.
+
+    Attributes:
+        forward: what its forward takes.
+        main_input: the name of its main input, whose elements count as tokens.
+        flops_per_item: floating-point operations of a forward and backward pass for one token or sample.
+        own_flops: the model's own `floating_point_ops(inputs)`, if it has one.
+        ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``).
+    """
+
+    forward: ForwardInfo
+    main_input: str
+    flops_per_item: int
+    own_flops: Callable[[Any], Any] | None
+    ignored_outputs: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
+    ) -> ModelFacts:
+        """Look at a model; `numel` gives the elements of a whole parameter, even of a sharded one."""
+        own = getattr(model, "floating_point_ops", None)
+        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None)
+        return cls(
+            forward=ForwardInfo.of(model, label_names),
+            main_input=getattr(model, "main_input_name", "input_ids"),
+            flops_per_item=6 * models.non_embedding_parameters(model, numel),
+            own_flops=own if callable(own) else None,
+            ignored_outputs=tuple(ignored or ()),
+        )

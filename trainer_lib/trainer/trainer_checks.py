@@ -16,9 +16,11 @@ from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
+from trainer_lib.trainer.loaders import sorts_by_length
+from trainer_lib.trainer.signatures import takes
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.base import TrainerBase
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 # Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
@@ -38,19 +40,32 @@ _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _log = logging.getLogger(__name__)
 
 
-def refuse_unserved(args: TrainingArguments, *, serves_seq2seq: bool = False) -> None:
-    """Raise ConfigError for an argument that would have no effect."""
-    for name in () if serves_seq2seq else field_map(Seq2SeqArguments):
+def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) -> None:
+    """Raise ConfigError for an argument without an effect; `wanted`: the class of arguments that the Trainer takes."""
+    generates = issubclass(wanted, Seq2SeqArguments)
+    if generates and not isinstance(args, Seq2SeqArguments):
+        raise ConfigError(
+            "The arguments have no generation settings.",
+            field="args",
+            value=type(args).__name__,
+            remedy="Give Seq2SeqTrainingArguments.",
+        )
+    for name in () if generates else field_map(Seq2SeqArguments):
         if getattr(args, name, None):
             raise ConfigError(
-                "has no effect on a Trainer.", field=name, value=getattr(args, name), remedy="Use Seq2SeqTrainer."
+                "The argument has no effect on a Trainer.",
+                field=name,
+                value=getattr(args, name),
+                remedy="Use Seq2SeqTrainer.",
             )
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
-            raise ConfigError("is not served by this version.", field=name, value=getattr(args, name), remedy=remedy)
+            raise ConfigError(
+                "This version does not serve the argument.", field=name, value=getattr(args, name), remedy=remedy
+            )
 
 
-def processing_class(given: Any, tokenizer: Any) -> Any:
+def choose_processing_class(given: Any, tokenizer: Any) -> Any:
     """The processing class under its new or old name."""
     if tokenizer is None:
         return given
@@ -60,10 +75,10 @@ def processing_class(given: Any, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def trainer(trainer: TrainerBase) -> None:
-    """Contradictions between the arguments and what else the Trainer was given."""
+def check_trainer(trainer: TrainerHooks, data_parallel_size: int) -> None:
+    """Raise ConfigError or DataError where the arguments contradict what else the Trainer was given."""
     args = trainer.args
-    _check_training_data(args, trainer.train_dataset, sorts=trainer._sorts_by_length)
+    _check_training_data(args, trainer.train_dataset, sorts=sorts_by_length(args))
     if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
         raise ConfigError(
             f"eval_strategy = {args.eval_strategy} needs data to evaluate on.",
@@ -79,20 +94,18 @@ def trainer(trainer: TrainerBase) -> None:
             remedy="Override create_optimizer, or give optimizer_cls_and_kwargs.",
         )
     metrics = trainer.compute_metrics
-    if args.batch_eval_metrics and metrics is not None and not is_metric_object(metrics):
-        from trainer_lib.trainer.inspecting import takes
-
-        if not takes(metrics, "compute_result"):
-            raise ConfigError(
-                "batch_eval_metrics calls it with compute_result=True at the last batch.",
-                field="compute_metrics",
-                remedy="Give it a parameter compute_result.",
-            )
+    streams = args.batch_eval_metrics and metrics is not None and not is_metric_object(metrics)
+    if streams and metrics is not None and not takes(metrics, "compute_result"):
+        raise ConfigError(
+            "batch_eval_metrics calls it with compute_result=True at the last batch.",
+            field="compute_metrics",
+            remedy="Give it a parameter compute_result.",
+        )
     _check_best_metric(trainer)
-    _check_effects(trainer)
+    _check_effects(trainer, data_parallel_size)
 
 
-def _check_effects(trainer: TrainerBase) -> None:
+def _check_effects(trainer: TrainerHooks, data_parallel_size: int) -> None:
     """Arguments that what else was given leaves without an effect."""
     args = trainer.args
     if trainer.compute_loss_func is not None and args.label_smoothing_factor > 0:
@@ -102,7 +115,7 @@ def _check_effects(trainer: TrainerBase) -> None:
             value=args.label_smoothing_factor,
             remedy="Remove it, and smooth in compute_loss_func: torch's cross_entropy takes label_smoothing.",
         )
-    if not args.dataloader_in_order and args.dataloader_num_workers > 0 and trainer.comm.data_parallel.size > 1:
+    if not args.dataloader_in_order and args.dataloader_num_workers > 0 and data_parallel_size > 1:
         raise ConfigError(
             "Several processes take their micro-batches by position.",
             field="dataloader_in_order",
@@ -117,7 +130,7 @@ def _check_effects(trainer: TrainerBase) -> None:
         )
 
 
-def _own(trainer: TrainerBase, method: str) -> bool:
+def _own(trainer: TrainerHooks, method: str) -> bool:
     return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
 
 
@@ -143,7 +156,7 @@ def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) 
         )
 
 
-def _check_best_metric(trainer: TrainerBase) -> None:
+def _check_best_metric(trainer: TrainerHooks) -> None:
     """With several evaluation sets, the metric must name exactly one of them."""
     args, sets = trainer.args, trainer.eval_dataset
     watched = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST

@@ -1,0 +1,129 @@
+"""Before the first step: data, length, model, optimizer, and what a checkpoint restores."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.checkpoint.reader import Checkpoint
+from trainer_lib.errors import ConfigError, DataError, InfrastructureError
+from trainer_lib.state import TrainerControl, TrainerState
+from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.output_dir import claim_output_dir
+from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.weighting import StepWeights
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+# fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where the model is to blame.
+_OVERFLOWS = 24
+
+
+def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tuple[int, int]:
+    """(optimizer steps, epochs) to do.
+
+    Args:
+        steps_per_epoch: None when the data has no length.
+
+    Raises:
+        ConfigError: neither the data nor `max_steps` gives a length.
+        DataError: the data has no batch.
+    """
+    if args.max_steps > 0:
+        epochs = sys.maxsize if not steps_per_epoch else -(-args.max_steps // steps_per_epoch)
+        return args.max_steps, epochs
+    if steps_per_epoch is None:
+        raise ConfigError(
+            "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
+            field="max_steps",
+            value=args.max_steps,
+            remedy="Give max_steps.",
+        )
+    if steps_per_epoch == 0:
+        raise DataError("The training data has no batch.", field="train_dataset", remedy="Give more data.")
+    return math.ceil(args.num_train_epochs * steps_per_epoch), math.ceil(args.num_train_epochs)
+
+
+def begin_run(
+    trainer: TrainerHooks, internals: Internals, url: str | None, trial: Any, ignore_keys: list[str] | None
+) -> tuple[TrainingRun, Checkpoint | None]:
+    """Prepare everything that trains; returns the run, and the checkpoint at `url` that it continues. Collective."""
+    args, engine, comm = trainer.args, internals.engine, internals.world.comm
+    if internals.stop is None:
+        raise InfrastructureError("The training loop runs outside of train().")
+    engine.start_training()
+    loaded = _claimed_checkpoint(internals, args, url)
+    source = internals.loaders.train_source()
+    max_steps, num_epochs = training_length(args, source.steps_per_epoch)
+    if loaded is not None:
+        max_steps = internals.restore.accept_batch(loaded, source, max_steps)
+        trainer._load_from_checkpoint(loaded.url, trainer.model)
+    internals.model.prepare()
+    engine.prepare_to_train()
+    trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+    engine.set_optimizer_mode("train")
+    engine.resolve()
+    overflows = _OVERFLOWS if engine.precision.name == "fp16" else 0
+    run = TrainingRun(
+        source=source,
+        history=StepHistory(engine.strategy, nonfinite_limit=args.max_nonfinite_steps + overflows),
+        weights=StepWeights(data_parallel_size=comm.data_parallel.size, over_ranks=args.average_tokens_across_devices),
+        stop=internals.stop,
+        max_steps=max_steps,
+        num_epochs=num_epochs,
+        trial=trial,
+        ignore_keys=ignore_keys,
+    )
+    internals.loop.use_run(run)
+    internals.checkpoints.open()
+    state = internals.restore.load_state(run, loaded) if loaded is not None else TrainerState()
+    internals.events.use_state(state)
+    run.kept_best = (state.best_metric, state.best_global_step)
+    state.is_hyper_param_search = internals.trials.is_trial_running
+    state.train_batch_size = trainer._train_batch_size
+    state.compute_steps(args, max_steps)
+    state.init_training_references(trainer, max_steps, min(num_epochs, max_steps), trial)
+    internals.events.show_parts()
+    _log.info(
+        "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
+        *(max_steps, source.global_batch or "?"),
+        *("a stream" if source.epoch_samples is None else trainer.num_examples(source), comm.world_size),
+        *(engine.strategy.name, engine.precision.name, trainer.get_num_trainable_parameters()),
+        f", from {url}" if url else "",
+    )
+    return run, loaded
+
+
+def _claimed_checkpoint(internals: Internals, args: TrainingArguments, url: str | None) -> Checkpoint | None:
+    """Open the checkpoint to resume from, and prepare the folder for the new ones."""
+    restore, checkpoints = internals.restore, internals.checkpoints
+    if url is not None:
+        restore.hold(url)
+    loaded = restore.open(url) if url is not None else None
+    internals.world.run_on_main_process(
+        lambda: claim_output_dir(checkpoints.root(), args, resumed_from=url, is_own=checkpoints.is_own)
+    )
+    if loaded is not None:
+        internals.micro_batches.adopt(loaded.trainer_state.get("train_batch_size"))
+    return loaded
+
+
+def begin_callbacks(trainer: TrainerHooks, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
+    """Fire `on_train_begin`, and evaluate before the first step if asked for. Collective.
+
+    After a resume, `control` holds what the stopped run still had to do.
+    """
+    pending = internals.restore.load_callbacks(loaded) if loaded is not None else TrainerControl()
+    internals.events.fire("on_train_begin")
+    if trainer.args.eval_on_start and trainer.state.global_step == 0:
+        trainer._evaluate(run.trial, run.ignore_keys, skip_scheduler=True)
+    if loaded is None:
+        internals.restore.part_random_numbers()
+        return
+    trainer.control.should_evaluate, trainer.control.should_save = pending.should_evaluate, pending.should_save

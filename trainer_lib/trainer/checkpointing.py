@@ -1,0 +1,231 @@
+"""`Checkpoints`: saving a step, in the foreground or the background, and what follows once it is committed.
+
+::
+
+    save          -> wait for the save under way; take a snapshot; write it, or start writing it in the background
+    committed     -> the older checkpoints beyond `save_total_limit` are removed, except the best, the newest intact
+                     one, and those that are read or pushed
+    observed      -> at the next step boundary: `on_save`, and the push
+    failed        -> training goes on until `max_failed_saves` in a row have failed
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from trainer_lib.checkpoint.background import BackgroundSaver
+from trainer_lib.checkpoint.catalogue import rotate_checkpoints
+from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
+from trainer_lib.state import TrainerState
+from trainer_lib.storage import Store
+from trainer_lib.trainer.run import Saving, TrainingRun
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Saves checkpoints and knows which of them are this Trainer's own."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._saver: BackgroundSaver | None = None
+        self._own: set[str] = set()
+
+    def root(self) -> Store:
+        """The folder that holds the checkpoints of this training."""
+        return Store.open(self._trainer._get_output_dir(self._trainer._trial), field="output_dir")
+
+    def is_own(self, url: str) -> bool:
+        """Whether this Trainer committed the checkpoint at this URL."""
+        return url in self._own
+
+    def newest_committed(self) -> Store | None:
+        """The newest checkpoint that the training under way has committed or resumed from; None without one."""
+        run = self._internals.run
+        return None if run is None or run.saved_step < 0 else self.root().child(checkpoint_name(run.saved_step))
+
+    def _training_run(self) -> TrainingRun:
+        if self._internals.run is None:
+            raise ConfigError("A checkpoint can only be saved while training.", field="save", remedy="Use save_model.")
+        return self._internals.run
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Save the step that is done. Collective; `Trainer._save_checkpoint` documents it."""
+        trainer, run = self._trainer, self._training_run()
+        self.finish()
+        step = trainer.state.global_step
+        if run.saved_step == step and not (run.stopping and trainer.args.save_only_model):
+            return  # resumed from it with an evaluation still to do: its weights are these
+        run.history.collect(step)
+        trainer.store_flos()
+        root, is_best = self.root(), trainer.state.best_global_step == step
+        url = root.child(checkpoint_name(step)).url
+        snapshot = self._internals.snapshots.take(run, best_url=url if is_best else None)
+        run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state))
+        best = run.saving.state.best_model_checkpoint
+        if self._starts_in_background(root, snapshot, best):
+            return
+        try:
+            save_checkpoint(root, snapshot, self._internals.world.save_group, keep=trainer.args.save_total_limit)
+        except StorageError as error:
+            self._note_failure(run, error)
+            return
+        self._note_commit(run)
+        self._rotate(root, snapshot.step, best)
+
+    def _starts_in_background(self, root: Store, snapshot: Snapshot, best: str | None) -> bool:
+        """Copy the snapshot and start to save it; False when it has to be saved here and now."""
+        if self._saver is None:
+            return False
+        try:
+            self._saver.start(root, snapshot, after_commit=lambda: self._rotate(root, snapshot.step, best))
+        except OutOfMemoryError as error:
+            _log.warning("Training waits for the checkpoint of step %d: %s", snapshot.step, error)
+            return False
+        return True
+
+    def _rotate(self, root: Store, step: int, best: str | None) -> None:
+        """Remove old checkpoints after the commit of a step, in the thread that saved; `best`: URL of the best one."""
+        keep = self._trainer.args.save_total_limit
+        if keep is None or self._internals.world.save_group.rank != 0:
+            return
+        protected = {best.rsplit("/", 1)[-1]} if best else set()
+        protected |= self._internals.publisher.checkpoints_being_pushed
+        try:
+            rotate_checkpoints(root, keep=keep, protect=protected, just_written=checkpoint_name(step))
+        except StorageError as error:  # one checkpoint too many is not a reason to stop
+            _log.warning("An old checkpoint could not be removed: %s", error)
+
+    # -- what follows a save ------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """With `save_async`: make the background saver of a training. Collective."""
+        self.close()
+        args, world = self._trainer.args, self._internals.world
+        if args.save_async:
+            self._saver = BackgroundSaver(
+                world.comm, world.save_group, timeout_s=args.ddp_timeout, keep=args.save_total_limit
+            )
+
+    def observe(self) -> None:
+        """At a step boundary: look after a background save that has ended on every rank. Collective."""
+        saver = self._saver
+        if saver is None:
+            return
+        if saver.has_ended():
+            self.finish()
+            return
+        is_first = self._trainer.state.global_step == self._training_run().first_step + 1
+        if is_first and self._internals.world.save_group.rank == 0:
+            saver.memory.reserve(self._internals.snapshots.size_bytes())  # the optimizer has its state now
+
+    def finish(self) -> None:
+        """Wait for the background save under way, if any, and act on its outcome. Collective."""
+        if self._saver is None or not self._saver.is_busy:
+            return
+        run = self._training_run()
+        try:
+            self._saver.finish()
+        except StorageError as error:
+            self._note_failure(run, error)
+            return
+        self._note_commit(run)
+        control = self._trainer.control
+        requested = control.should_save  # for the step that has just ended
+        self.announce(run.current_save().state)
+        control = self._trainer.control
+        control.should_save = control.should_save or requested
+
+    def _note_commit(self, run: TrainingRun) -> None:
+        saving = run.current_save()
+        run.saved_step, run.save_error, run.failed_saves = saving.state.global_step, None, 0
+        self._own.add(saving.url)
+        if saving.best:
+            self._trainer.state.best_model_checkpoint = saving.url
+            run.kept_best = (saving.state.best_metric, saving.state.best_global_step)
+
+    def _note_failure(self, run: TrainingRun, error: StorageError) -> None:
+        """Log a failed save, and raise it after too many. A best model that was lost with it is not the best."""
+        saving, state = run.current_save(), self._trainer.state
+        run.save_error, run.failed_saves = error, run.failed_saves + 1
+        if saving.best and state.best_global_step == saving.state.global_step:
+            state.best_metric, state.best_global_step = run.kept_best
+        limit = self._trainer.args.max_failed_saves
+        too_many = run.failed_saves >= limit and not run.stopping
+        if too_many or isinstance(error, LeaseLostError):
+            raise error
+        _log.error(
+            "The checkpoint of step %d could not be saved (%d in a row, training ends at %d); others are intact. %s",
+            *(saving.state.global_step, run.failed_saves, limit, error),
+        )
+
+    def announce(self, state: TrainerState) -> None:
+        """Fire `on_save` and push, once the newest save is committed; `state`: the state at its step."""
+        trainer, run = self._trainer, self._training_run()
+        trainer.control.should_save = False
+        is_committed = run.save_error is None and (self._saver is None or not self._saver.is_busy)
+        if not is_committed or run.announced_step == state.global_step:
+            return
+        run.announced_step = state.global_step
+        self._internals.events.fire("on_save", state=state)
+        if not run.stopping:
+            trainer._push_from_checkpoint(self.root().child(checkpoint_name(state.global_step)).url)
+
+    # -- the end of training ------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Before training may end well: finish the save under way; after a failed save, save this step. Collective.
+
+        Raises:
+            StorageError: the step cannot be saved, however many failures are allowed.
+        """
+        run = self._training_run()
+        self.finish()
+        if run.save_error is not None:
+            self._save_now(run)
+        if run.save_error is not None:
+            raise run.save_error
+
+    def save_and_stop(self) -> None:
+        """Save the step at which training was asked to stop. Collective. Raises StorageError when it cannot be."""
+        run = self._training_run()
+        run.stopping = True
+        self._save_now(run)
+        if run.save_error is not None:
+            raise run.save_error
+
+    def _save_now(self, run: TrainingRun) -> None:
+        trainer = self._trainer
+        trainer._save_checkpoint(trainer.model_wrapped, run.trial)
+        self.finish()
+        self.announce(trainer.state)
+
+    def close(self) -> None:
+        """However training ends: finish the save under way and log its outcome. Not collective."""
+        saver = self._saver
+        if saver is None:
+            return
+        if saver.is_busy:
+            _log.warning("A checkpoint is still being written: waiting for it.")
+            try:
+                url = saver.finish_without_agreement().url
+                self._own.add(url)
+                _log.warning("%s is committed.", url)
+            except KeyboardInterrupt:
+                _log.error("Interrupted while waiting: the checkpoint that is being written does not count.")
+                raise
+            except Exception as error:  # the reason why training ends is raised or logged elsewhere
+                _log.error("The checkpoint was not committed; earlier ones are intact: %s", error)
+        saver.close()
+        self._saver = None

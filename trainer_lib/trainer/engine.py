@@ -1,0 +1,238 @@
+"""`Engine`: the wrapped model, optimizer and schedule that train, through a strategy and in a precision."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib import optim
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.errors import ConfigError
+from trainer_lib.precision import Precision
+from trainer_lib.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.callback_events import Events
+    from trainer_lib.trainer.run import TrainingRun
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.world import World
+
+METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+
+
+def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
+    """The arguments with what a strategy's own configuration file decides, a copy if it decides anything.
+
+    Raises:
+        ConfigError: the file contradicts an argument, or asks for what is not served.
+    """
+    if args.deepspeed is None:
+        return args
+    from trainer_lib.strategies.deepspeed.zero_config import resolve_config
+
+    args = copy.copy(args)
+    resolve_config(args)
+    return args
+
+
+def create_strategy(args: TrainingArguments, world: World) -> Strategy:
+    """The strategy for these arguments and this world; only its own file is imported."""
+    device, comm = world.device, world.comm
+    if args.deepspeed is not None:
+        from trainer_lib.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(device, comm, args)
+    if args.fsdp:
+        from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+
+        return FsdpStrategy(device, comm, args)
+    if comm.world_size > 1:
+        from trainer_lib.strategies.ddp import DdpStrategy
+
+        return DdpStrategy(device, comm, args)
+    from trainer_lib.strategies.single import SingleStrategy
+
+    return SingleStrategy(device, comm)
+
+
+class Engine:
+    """Owner of the Trainer's `model_wrapped`, `optimizer` and `lr_scheduler`, and the one place where weights change.
+
+    Attributes:
+        strategy: how the model is trained on the devices of the world.
+        precision: how forward passes are computed, and how gradients are scaled.
+    """
+
+    strategy: Strategy
+    precision: Precision
+
+    def __init__(self, trainer: TrainerHooks, events: Events) -> None:
+        self._trainer = trainer
+        self._events = events
+        self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        self._has_trained = False
+
+    def set_up(self, args: TrainingArguments, world: World) -> None:
+        """Choose strategy and precision."""
+        self.strategy = create_strategy(args, world)
+        self.precision = self.strategy.precision(args)
+
+    # -- what trains --------------------------------------------------------------------------------------------------
+
+    @property
+    def given_optimizers(self) -> tuple[torch.optim.Optimizer | None, Any]:
+        """The (optimizer, schedule) that the user gave."""
+        return self._given
+
+    def take_optimizers(self, given: tuple[torch.optim.Optimizer | None, Any]) -> None:
+        """Use the optimizer and the schedule that the user gave, for this and every later training."""
+        self._given = given
+        self.use_optimizers(*given)
+
+    def use_optimizers(self, optimizer: torch.optim.Optimizer | None, schedule: Any) -> None:
+        """Make these the Trainer's."""
+        self._trainer.optimizer, self._trainer.lr_scheduler = optimizer, schedule
+
+    def use_wrapped(self, model: nn.Module) -> None:
+        """Make `model` the module whose forward is called."""
+        self._trainer.model_wrapped = model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module that trains: compiled and distributed as the arguments ask."""
+        args = self._trainer.args
+        if args.torch_compile:
+            backend = args.torch_compile_backend or "inductor"
+            compiled: Any = torch.compile(model, backend=backend, mode=args.torch_compile_mode)
+            return self.strategy.setup_model(compiled)
+        return self.strategy.setup_model(model)
+
+    def prepare_to_train(self) -> None:
+        """Wrap the Trainer's model for training, and connect an optimizer that exists to it."""
+        trainer = self._trainer
+        self.use_wrapped(trainer._wrap_model(trainer.model, training=True))
+        if trainer.optimizer is not None:
+            self.strategy.adopt_optimizer(trainer.optimizer, trainer.model_wrapped)
+        trainer.model_wrapped.train()
+        self.set_optimizer_mode("train")
+
+    def resolve(self) -> None:
+        """Turn the complete model and the complete optimizer into what the strategy trains with."""
+        wrapped, optimizer = self.strategy.settle(self._trainer.model_wrapped, self.ready_optimizer())
+        self.use_wrapped(wrapped)
+        self._trainer.optimizer = optimizer
+
+    def reset(self) -> None:
+        """Drop what an earlier `train` made; what the user gave is kept."""
+        self.strategy.release()
+        self.use_optimizers(*self._given)
+
+    def start_training(self) -> None:
+        """Before a training: drop what the one before it made."""
+        if self._has_trained:
+            self.reset()
+        self._has_trained = True
+
+    # -- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, made from the arguments when there is none."""
+        trainer = self._trainer
+        if trainer.optimizer is None:
+            target = model or trainer.model
+            chosen = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(trainer.args, target)
+            trainer.optimizer = optim.build_optimizer(
+                trainer.args, target, cls_and_kwargs=chosen, decay_names=trainer.get_decay_parameter_names(target)
+            )
+        return trainer.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None) -> Any:
+        """The Trainer's schedule, made from the strategy's or the arguments when there is none."""
+        trainer = self._trainer
+        if trainer.lr_scheduler is None:
+            target = optimizer or trainer.optimizer
+            if target is None:
+                raise ConfigError(
+                    "A schedule needs an optimizer.", field="optimizer", remedy="Call create_optimizer before."
+                )
+            own = self.strategy.schedule(target, num_training_steps)
+            made = optim.create_scheduler(trainer.args, target, num_training_steps) if own is None else own
+            trainer.lr_scheduler = made
+        return trainer.lr_scheduler
+
+    def ready_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer. Raises ConfigError when there is none yet."""
+        optimizer = self._trainer.optimizer
+        if optimizer is None:
+            raise ConfigError("There is no optimizer yet.", field="optimizer", remedy="Call create_optimizer or train.")
+        return optimizer
+
+    def set_optimizer_mode(self, mode: str) -> None:
+        """Switch an optimizer that has modes to "train" or "eval": schedule-free ones keep two sets of weights."""
+        switch = getattr(self._trainer.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Backpropagate `loss`, scaled as the precision asks; `gradient`: with respect to the loss, 1 when None."""
+        scaler = self.precision.scaler
+        self.strategy.backward(loss if scaler is None else scaler.scale(loss), gradient)
+
+    def step(self, model: nn.Module, run: TrainingRun) -> torch.Tensor:
+        """Clip, step unless gradients are not finite, advance the schedule. The norm before clipping, 0-dim."""
+        trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
+        optimizer = self.ready_optimizer()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = trainer._clip_grad_norm(model)
+        fire("on_pre_optimizer_step")
+        self._step_if_finite(optimizer, norm)
+        fire("on_optimizer_step")
+        run.rate = trainer._get_learning_rate()
+        if trainer.lr_scheduler is not None and str(trainer.args.lr_scheduler_type) not in METRIC_SCHEDULES:
+            trainer.lr_scheduler.step()
+        optimizer.zero_grad()
+        return norm
+
+    def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+        """Step the optimizer unless the gradients' norm is NaN or infinite.
+
+        Optimizers with `found_inf` (torch's fused ones) get the answer on the device and skip there: the host does not
+        wait. The others need it on the host, which on a GPU waits for the device once per step.
+        """
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            found = norm - norm  # 0, or NaN when the norm is NaN or infinite; only NaN differs from itself
+            optimizer.found_inf = found.ne_(found).float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            try:
+                optimizer.step()
+            finally:
+                del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        elif bool(torch.isfinite(norm)):
+            optimizer.step()
+        else:
+            # If this is the first step, torch would warn that the schedule stepped before the optimizer.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        if self.precision.scaler is not None:
+            self.precision.scaler.update()
+
+    def step_metric_schedule(self, metrics: dict[str, float]) -> None:
+        """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""
+        trainer = self._trainer
+        if str(trainer.args.lr_scheduler_type) not in METRIC_SCHEDULES or trainer.lr_scheduler is None:
+            return
+        name = str(trainer.args.metric_for_best_model)
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(
+                f"The schedule follows it, but the evaluation gave only {', '.join(metrics)}.",
+                field="metric_for_best_model",
+                value=name,
+                remedy="Name one of them.",
+            )
+        trainer.lr_scheduler.step(metrics[name])

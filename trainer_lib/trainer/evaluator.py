@@ -1,0 +1,221 @@
+"""`Evaluator`: evaluation and prediction, in the middle of a training or without one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.generators import keep_generators
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
+from trainer_lib.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from trainer_lib.precision import back_up_weights, full_eval_dtype
+from trainer_lib.storage import Store
+from trainer_lib.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+
+class Evaluator:
+    """Evaluates through the Trainer's methods; it is what `EvaluationLoop` knows of the Trainer (`EvaluationHooks`)."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+
+    # -- evaluate and predict -----------------------------------------------------------------------------------------
+
+    def evaluate(self, given: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
+        """Metrics of a dataset, of every dataset in a dict, or of the Trainer's own. Collective."""
+        trainer = self._trainer
+        metrics: dict[str, float] = {}
+        sets = trainer.eval_dataset if given is None else given
+        if isinstance(sets, Mapping):
+            for name, one in sets.items():
+                chosen = name if given is None else one
+                metrics.update(trainer.evaluate(chosen, ignore_keys, metric_key_prefix=f"{prefix}_{name}"))
+            return metrics
+        with trainer._memory_tracker.stage("eval", metrics):
+            loader = trainer.get_eval_dataloader(given)
+            output = self._measure(loader, "Evaluation", ignore_keys, prefix)
+            metrics.update(output.metrics or {})
+            self._internals.log(metrics)
+            self._internals.events.fire("on_evaluate", metrics)
+        return metrics
+
+    def predict(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
+        """Predictions of a dataset, and metrics when it has labels. Collective."""
+        trainer = self._trainer
+        metrics: dict[str, float] = {}
+        with trainer._memory_tracker.stage("test", metrics):
+            loader = trainer.get_test_dataloader(dataset)
+            output = self._measure(loader, "Prediction", ignore_keys, prefix, keep_predictions=True)
+            metrics.update(output.metrics or {})
+            self._internals.events.fire("on_predict", metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
+
+    def _measure(
+        self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str, *, keep_predictions: bool = False
+    ) -> EvalLoopOutput:
+        """Run the Trainer's evaluation loop, and add its speed to the metrics."""
+        trainer, world = self._trainer, self._internals.world
+        # Without metrics to compute there is no point in keeping predictions.
+        loss_only = None if keep_predictions or trainer.compute_metrics is not None else True
+        loop = trainer.prediction_loop if trainer.args.use_legacy_prediction_loop else trainer.evaluation_loop
+        started = time.time()
+        output = loop(loader, what, prediction_loss_only=loss_only, ignore_keys=ignore_keys, metric_key_prefix=prefix)
+        per_round = max(1, world.eval_batch_size(trainer.args) * world.comm.data_parallel.size)
+        batches = -(-(output.num_samples or 0) // per_round)
+        metrics = dict(output.metrics or {})
+        metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        return output._replace(metrics=metrics)
+
+    def loop(self, loader: Any, loss_only: bool | None, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
+        """One pass over a loader; the model is afterwards in the mode and precision that it had."""
+        trainer, internals = self._trainer, self._internals
+        loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
+        was_training = trainer.model.training
+        internals.forward.use_past(None)
+        casts = full_eval_dtype(trainer.args) is not None and not trainer.is_in_train
+        restore = back_up_weights(trainer.model) if casts else None
+        trainer.callback_handler.eval_dataloader = loader
+        try:
+            with torch.no_grad():
+                return EvaluationLoop(self, loss_only=loss_only, ignore_keys=ignore_keys).run(loader, prefix)
+        finally:
+            if restore is not None:
+                restore()
+            internals.engine.strategy.after_inference(trainer.model_wrapped)
+            internals.forward.use_past(None)
+            trainer.model.train(was_training)
+            internals.engine.set_optimizer_mode("train" if was_training else "eval")
+
+    # -- in training --------------------------------------------------------------------------------------------------
+
+    def evaluate_in_training(
+        self, trial: Any, ignore_keys: list[str] | None, *, skip_scheduler: bool
+    ) -> dict[str, float]:
+        """Evaluate without a trace in the training's random numbers; report to a search, step a metric schedule."""
+        trainer = self._trainer
+        with self._random_numbers_kept():
+            metrics = trainer.evaluate(ignore_keys=ignore_keys)
+        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
+        if not skip_scheduler:
+            self._internals.engine.step_metric_schedule(metrics)
+        return metrics
+
+    @contextlib.contextmanager
+    def _random_numbers_kept(self) -> Iterator[None]:
+        device = self._internals.world.device
+        devices = [device] if device.type == "cuda" else []
+        with keep_generators(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
+            yield
+
+    def note_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics are the best so far, which is then noted in the state."""
+        trainer, run = self._trainer, self._internals.run
+        watched = trainer.args.metric_for_best_model
+        if watched is None:
+            return False
+        name = watched if watched.startswith("eval_") else f"eval_{watched}"
+        if name not in metrics:
+            raise ConfigError(
+                f"The evaluation gave only {', '.join(metrics)}.",
+                field="metric_for_best_model",
+                value=watched,
+                remedy="Name one of them.",
+            )
+        value, best = metrics[name], trainer.state.best_metric
+        if value != value or abs(value) == float("inf") or (run is not None and run.history.in_trouble):
+            return False
+        if best is not None and not (value > best if trainer.args.greater_is_better else value < best):
+            return False
+        trainer.state.best_metric = value
+        trainer.state.best_global_step = trainer.state.global_step
+        return True
+
+    # -- what the evaluation loop asks for ----------------------------------------------------------------------------
+
+    @property
+    def args(self) -> TrainingArguments:
+        """The Trainer's arguments."""
+        return self._trainer.args
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self._internals.world.comm
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the model is trained, and therefore evaluated."""
+        return self._internals.engine.strategy
+
+    @property
+    def compute_metrics(self) -> Callable[..., dict[str, Any]] | None:
+        """The user's metrics."""
+        return self._trainer.compute_metrics
+
+    @property
+    def preprocess_logits_for_metrics(self) -> Callable[[Any, Any], Any] | None:
+        """The user's reduction of logits before they are kept."""
+        return self._trainer.preprocess_logits_for_metrics
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """(loss, logits, labels) of one batch, from the Trainer's `prediction_step`."""
+        return self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+
+    def end_prediction_step(self) -> None:
+        """Fire `on_prediction_step`; in training, stop here when all ranks have agreed to."""
+        self._internals.events.fire("on_prediction_step")
+        if self._internals.stop is not None:
+            self._internals.stop.check_in_evaluation()
+
+    def range_dataloader(self, dataset: Any, start: int, stop: int) -> Any:
+        """A loader of rows [start, stop) for this process alone."""
+        return self._internals.loaders.range_loader(dataset, start, stop)
+
+    def target_items(self, inputs: Any) -> int:
+        """Target items of a batch."""
+        return self._internals.forward.target_items(inputs)
+
+    def evaluation_model(self, *, alone: bool = False) -> nn.Module:
+        """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.
+
+        Args:
+            alone: the model's forward must not wait for other ranks.
+
+        Raises:
+            ConfigError: with `alone`, the model cannot compute without other ranks.
+        """
+        trainer, engine = self._trainer, self._internals.engine
+        model = engine.strategy.inference_model(trainer.model_wrapped, alone=alone)
+        dtype = full_eval_dtype(trainer.args)
+        if dtype is not None and not trainer.is_in_train:
+            model = model.to(dtype=dtype)
+        if trainer.place_model_on_device:
+            trainer._move_model_to_device(trainer.model, self._internals.world.device)
+        engine.set_optimizer_mode("eval")
+        return model.eval()
+
+    def spool_folder(self) -> Path | None:
+        """The run's folder when it is on a local disk: predictions are spooled there; None for the temporary folder."""
+        if self._trainer.args.output_dir is None:
+            return None
+        store = Store.open(self._trainer.args.output_dir, field="output_dir")
+        if not store.is_local:
+            return None
+        folder = store.local_path()
+        return folder if folder.is_dir() else None

@@ -1,0 +1,226 @@
+"""`Forward`: one batch through the model. Inputs moved to the device, outputs, loss, and the model's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.data.items import MAPPINGS, count_items
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation import nested
+from trainer_lib.trainer.losses import loss_of
+from trainer_lib.trainer.weighting import CountedItems, plain_items
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+
+class Forward:
+    """Calls the model and reads its loss.
+
+    Attributes:
+        items_used: whether the newest loss was divided by `num_items_in_batch`.
+        past: with `past_index`, what the model remembers of the last batch, without its graph.
+    """
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self.items_used = False
+        self.past: Any = None
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def prepare_inputs(self, inputs: Any) -> Any:
+        """A batch ready for the model, with the memory of the last one if there is any. Raises DataError if empty."""
+        if isinstance(inputs, MAPPINGS) and not inputs:
+            columns = self._internals.facts.forward.columns
+            raise DataError(
+                f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'}).",
+                field="train_dataset",
+                remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
+            )
+        inputs = self._trainer._prepare_input(inputs)
+        if self.past is not None and isinstance(inputs, MAPPINGS):
+            inputs = {**inputs, "mems": self.past}
+        return inputs
+
+    def use_past(self, past: Any) -> None:
+        """Give the model this memory with the next batch; None for no memory."""
+        self.past = past
+
+    def _keep_past(self, outputs: Any) -> None:
+        """Keep the output at `past_index` for the next batch, without its graph."""
+        index = self._trainer.args.past_index
+        values = list(outputs.values()) if isinstance(outputs, MAPPINGS) else outputs
+        has_loss = "loss" in outputs if isinstance(outputs, MAPPINGS) else len(values) > 0 and _is_scalar(values[0])
+        place = index - (0 if has_loss else 1)
+        if isinstance(values, torch.Tensor) or not 0 <= place < len(values):
+            count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
+            raise ConfigError(
+                f"The model returns {count}: there is no memory at that position.",
+                field="past_index",
+                value=index,
+                remedy="Count from the loss, which is position 0.",
+            )
+        self.past = nested.detach(values[place])
+
+    def call(self, model: nn.Module, inputs: Any) -> Any:
+        """The model's outputs. Raises ConfigError for a batch with names that its forward does not take."""
+        try:
+            outputs = model(**inputs) if isinstance(inputs, MAPPINGS) else model(*_as_tuple(inputs))
+        except TypeError as error:
+            if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.forward.misfit(inputs)) is not None:
+                raise misfit from error
+            raise
+        return outputs
+
+    def target_items(self, inputs: Any) -> int:
+        """Target items of a batch: what its loss is a mean over.
+
+        Labels ``[batch, sequence]`` that are not -100, shifted by one where the model's loss shifts them; else samples.
+        """
+        return count_items(inputs, self._trainer.label_names, shifts=self._internals.facts.forward.shifts_labels)
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def training_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        """The loss, 0-dim, from the Trainer's `compute_loss`; `items_used` says afterwards whether it was divided."""
+        trainer, signatures = self._trainer, self._internals.signatures
+        loss: torch.Tensor
+        self.items_used = False
+        if num_items is None or not signatures.compute_loss_takes_items:
+            loss = trainer.compute_loss(model, inputs)
+        elif signatures.compute_loss_is_default:
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        else:
+            items = CountedItems.of(num_items, self._internals.world.device)
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            self.items_used = items.used or self.items_used
+        return loss
+
+    def compute_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> tuple[Any, Any]:
+        """(loss, outputs): the model's own loss, or `compute_loss_func`'s, or the label smoother's."""
+        trainer, forward = self._trainer, self._internals.facts.forward
+        func, smoother, labels = trainer.compute_loss_func, trainer.label_smoother, None
+        if isinstance(inputs, MAPPINGS) and (func is not None or smoother is not None):
+            labels = self._labels(inputs)
+            if labels is not None and self._drops_labels(inputs):
+                inputs = {name: value for name, value in inputs.items() if name not in trainer.label_names}
+        own = func is None and (smoother is None or labels is None)
+        if own and num_items is not None and forward.uses_num_items and isinstance(inputs, MAPPINGS):
+            outputs = self._call_with_items(model, inputs, num_items)
+        else:
+            outputs = self.call(model, inputs)
+        if trainer.args.past_index >= 0:
+            self._keep_past(outputs)
+        if func is not None:
+            return self._call_loss_func(outputs, labels, num_items), outputs
+        if smoother is not None and labels is not None:
+            return smoother(outputs, labels, shifts=forward.shifts_labels), outputs
+        return loss_of(outputs, inputs), outputs
+
+    def _call_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:
+        """The outputs of a model that may divide its loss by the count; notes in `items_used` whether it did."""
+        device = self._internals.world.device
+        if self._trainer.args.torch_compile:  # a compiled graph takes a plain tensor, so trust what its source says
+            self.items_used = self._internals.facts.forward.divides_by_items
+            return self.call(model, {**inputs, "num_items_in_batch": plain_items(num_items, device)})
+        items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, device)
+        outputs = self.call(model, {**inputs, "num_items_in_batch": items})
+        self.items_used = items.used
+        return outputs
+
+    def _call_loss_func(self, outputs: Any, labels: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
+        func = self._trainer.compute_loss_func
+        if func is None:
+            raise ConfigError("The loss function is missing.", field="compute_loss_func")
+        if not self._internals.signatures.loss_func_takes_items:
+            return func(outputs, labels)
+        if num_items is None:
+            return func(outputs, labels, num_items_in_batch=None)
+        device = self._internals.world.device
+        items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, device)
+        loss = func(outputs, labels, num_items_in_batch=items)
+        self.items_used = items.used
+        return loss
+
+    def _labels(self, inputs: Mapping[str, Any]) -> Any:
+        present = [inputs[name] for name in self._trainer.label_names if name in inputs]
+        return None if not present else present[0] if len(present) == 1 else tuple(present)
+
+    def _drops_labels(self, inputs: Mapping[str, Any]) -> bool:
+        # The loss is computed here, so without labels the model skips its own. Decoders may need them to shift inputs.
+        if getattr(getattr(self._trainer.model, "config", None), "is_encoder_decoder", False):
+            return "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
+        return self._trainer.compute_loss_func is not None or self._internals.facts.forward.open_ended
+
+    # -- prediction ---------------------------------------------------------------------------------------------------
+
+    def predict(
+        self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """(loss, logits, labels) of one batch, as `Trainer.prediction_step` documents them."""
+        trainer, names = self._trainer, self._trainer.label_names
+        has_labels = isinstance(inputs, MAPPINGS) and bool(names)
+        has_labels = has_labels and all(inputs.get(name) is not None for name in names)
+        computes_loss = has_labels or self._loss_without_labels(inputs)
+        inputs = trainer._prepare_inputs(inputs)
+        if ignore_keys is None:
+            ignore_keys = list(self._internals.facts.ignored_outputs)
+        # A compute_loss that pops the labels out of the inputs must not hide them from the metrics.
+        labels = nested.detach(tuple(inputs[name] for name in names)) if has_labels else None
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            loss, outputs, first_is_loss = self._loss_and_outputs(model, inputs, computes_loss)
+        if loss_only:
+            return loss, None, None
+        logits = _logits(outputs, ignore_keys, first_is_loss=first_is_loss)
+        if labels is not None and len(labels) == 1:
+            labels = labels[0]
+        return loss, nested.detach(logits), labels
+
+    def _loss_without_labels(self, inputs: Any) -> bool:
+        given = inputs.get("return_loss") if isinstance(inputs, MAPPINGS) else None
+        return bool(self._trainer.can_return_loss if given is None else given)
+
+    def _loss_and_outputs(
+        self, model: nn.Module, inputs: Any, computes_loss: bool
+    ) -> tuple[torch.Tensor | None, Any, bool]:
+        """(loss, outputs, whether the outputs start with the loss)."""
+        trainer = self._trainer
+        if not computes_loss:
+            outputs = self.call(model, inputs)
+            if trainer.args.past_index >= 0:
+                self._keep_past(outputs)
+            return None, outputs, False
+        if not self._internals.signatures.compute_loss_takes_outputs:
+            loss = trainer.compute_loss(model, dict(inputs))
+            outputs = self.call(model, inputs)
+        else:
+            loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True)
+        # The model's own loss comes first; a loss that is computed here is not among the outputs.
+        own = trainer.compute_loss_func is None and not isinstance(outputs, torch.Tensor)
+        own = own and isinstance(outputs, list | tuple) and _is_scalar(outputs[0])
+        return loss.detach().mean(), outputs, own
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _as_tuple(inputs: Any) -> tuple[Any, ...]:
+    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+
+
+def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, MAPPINGS):
+        parts = tuple(v for name, v in outputs.items() if name not in ignore_keys and name != "loss" and v is not None)
+    else:
+        parts = tuple(outputs[1:] if first_is_loss else outputs)
+    return parts[0] if len(parts) == 1 else parts or None

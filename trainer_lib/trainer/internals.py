@@ -1,0 +1,118 @@
+"""`Internals`: the collaborators of one Trainer, which keeps them under the one reserved name `_trainflow`.
+
+::
+
+    Trainer ── overridable methods ──▶ Internals ──▶ collaborator ──▶ the Trainer's methods, through TrainerHooks
+
+World         this process among the others          Loaders            from datasets to loaders
+Signatures    what overrides take                    Forward            one batch through the model
+ModelFacts    what is known of the model             Engine             what trains: optimizer, precision, strategy
+TrainedModel  the model                              Evaluator          evaluation and prediction
+Events        callbacks, state, control              Counters           tokens and operations
+TrainingRun   what lives as long as one training     TrainingLoop       the order of it all
+Checkpoints   saving (Snapshots: what)               Restore            resuming
+Publisher     the Hub                                TrialRunner        the trials of a search
+MicroBatchSearch   halving after out of memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from trainer_lib.distributed import Communicator
+from trainer_lib.hub.publisher import Publisher
+from trainer_lib.search.trials import TrialRunner
+from trainer_lib.trainer.callback_events import Events
+from trainer_lib.trainer.checkpointing import Checkpoints
+from trainer_lib.trainer.counters import Counters
+from trainer_lib.trainer.engine import Engine
+from trainer_lib.trainer.evaluator import Evaluator
+from trainer_lib.trainer.forward import Forward
+from trainer_lib.trainer.loaders import Loaders
+from trainer_lib.trainer.loop import TrainingLoop
+from trainer_lib.trainer.micro_batch_search import MicroBatchSearch
+from trainer_lib.trainer.model_facts import ModelFacts
+from trainer_lib.trainer.restore import Restore
+from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.signatures import Signatures, takes_trial
+from trainer_lib.trainer.snapshots import Snapshots
+from trainer_lib.trainer.stop import StopRequest
+from trainer_lib.trainer.trained_model import TrainedModel
+from trainer_lib.trainer.trainer_hooks import TrainerHooks
+from trainer_lib.trainer.world import World
+
+
+class Internals:
+    """A Trainer's collaborators.
+
+    Attributes:
+        world: set when the arguments are adopted.
+        signatures: set when the Trainer is built.
+        facts: set when the model is looked at.
+        run: the training under way; None outside of `train`.
+        stop: its request to stop; None outside of `train`.
+    """
+
+    world: World
+    signatures: Signatures
+    facts: ModelFacts
+
+    def __init__(self, trainer: TrainerHooks) -> None:
+        self._trainer = trainer
+        self.run: TrainingRun | None = None
+        self.stop: StopRequest | None = None
+        self.events = Events(trainer)
+        self.engine = Engine(trainer, self.events)
+        self.model = TrainedModel(trainer, self)
+        self.loaders = Loaders(trainer, self)
+        self.forward = Forward(trainer, self)
+        self.counters = Counters(trainer, self)
+        self.evaluator = Evaluator(trainer, self)
+        self.snapshots = Snapshots(trainer, self)
+        self.checkpoints = Checkpoints(trainer, self)
+        self.restore = Restore(trainer, self)
+        self.micro_batches = MicroBatchSearch(trainer, self)
+        self.loop = TrainingLoop(trainer, self)
+        self.publisher = Publisher(trainer, comm=lambda: self.world.comm)
+        self.trials = TrialRunner(trainer, self, takes_trial=takes_trial)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Call the Trainer's `log` with the arguments that its (possibly older) override takes."""
+        if self.signatures.log_takes_start and start_time is not None:
+            self._trainer.log(logs, start_time)
+        else:
+            self._trainer.log(logs)
+
+    # -- what a search does with a Trainer ----------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self.world.comm
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards model, optimizer, schedule, state and control of the Trainer are what they were."""
+        trainer = self._trainer
+        model, wrapped, optimizer = trainer.model, trainer.model_wrapped, trainer.optimizer
+        schedule, state, control = trainer.lr_scheduler, trainer.state, trainer.control
+        try:
+            yield
+        finally:
+            self.model.use(model)
+            self.engine.use_wrapped(wrapped)
+            self.engine.use_optimizers(optimizer, schedule)
+            self.events.use_state(state)
+            self.events.use_control(control)
+            self.events.show_parts()
+            trainer._trainflow_look_at_model()
+
+    def release_model(self) -> None:
+        """Free the model and the optimizer of the last training; another model must follow."""
+        nothing: Any = None
+        self.model.use(nothing)
+        self.engine.use_wrapped(nothing)
+        self._trainer.callback_handler.model = None
+        self.engine.reset()

@@ -1,0 +1,338 @@
+"""`Loaders`: from datasets to loaders. Columns, collators, the order of samples, the share of this rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sized
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset, Sampler, Subset
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.fetch import is_pure_collator
+from trainer_lib.data.generators import keep_generators
+from trainer_lib.data.iterable import ForeignLoader, IterableLoader
+from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
+from trainer_lib.data.order import (
+    BatchPlan,
+    LengthGroupedOrder,
+    Order,
+    OrderSampler,
+    RandomOrder,
+    SamplerOrder,
+    SequentialOrder,
+)
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+_ALWAYS_KEPT = ("label", "label_ids", "labels")
+_STRETCH = 50  # global batches that are sorted by length together
+
+
+def sorts_by_length(args: TrainingArguments) -> bool:
+    """Whether training batches hold samples of similar length."""
+    return args.train_sampling_strategy == "group_by_length" or bool(getattr(args, "sortish_sampler", False))
+
+
+class _WithoutColumns:
+    """A collator that drops from each sample the columns that the model does not take."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], columns: set[str], described: str) -> None:
+        self.collate = collate
+        self.is_pure = is_pure_collator(collate)
+        self._columns = columns
+        self._described = described
+        self._logged = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if not isinstance(samples[0], Mapping) or samples[0].keys() <= self._columns:
+            return self.collate(samples)
+        kept = [{name: value for name, value in row.items() if name in self._columns} for row in samples]
+        if not kept[0]:
+            raise _no_column_left(samples[0], self._columns, self._described)
+        if not self._logged and len(kept[0]) < len(samples[0]):
+            self._logged = True
+            dropped = ", ".join(sorted(set(samples[0]) - self._columns))
+            _log.info("Columns of %s that the model's forward does not take are dropped: %s.", self._described, dropped)
+        return self.collate(kept)
+
+
+class _WithoutColumn:
+    """A collator that drops one column from each sample."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], column: str) -> None:
+        self.collate = collate
+        self.is_pure = is_pure_collator(collate)
+        self._column = column
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if isinstance(samples[0], Mapping) and self._column in samples[0]:
+            samples = [{name: value for name, value in row.items() if name != self._column} for row in samples]
+        return self.collate(samples)
+
+
+def _no_column_left(present: Any, columns: set[str], described: str) -> ConfigError:
+    return ConfigError(
+        f"No column of {described} is a parameter of the model's forward ({', '.join(sorted(columns))}).",
+        field="remove_unused_columns",
+        value=", ".join(map(str, present)),
+        remedy="Rename the columns, or set remove_unused_columns=False and give a data_collator.",
+    )
+
+
+class Loaders:
+    """Makes the loaders of a Trainer, and keeps those of evaluation sets whose workers persist.
+
+    It is the writer of the Trainer's `_signature_columns`, unless a subclass sets them.
+    """
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._kept: dict[str, Any] = {}
+
+    def forget(self) -> None:
+        """Drop the loaders that were kept: the arguments have changed."""
+        self._kept.clear()
+
+    # -- columns ------------------------------------------------------------------------------------------------------
+
+    def set_signature_columns(self) -> None:
+        """Note the columns that the model's forward takes, and those of labels."""
+        trainer, columns = self._trainer, self._internals.facts.forward.columns
+        if trainer._signature_columns is None and columns is not None:
+            trainer._signature_columns = list(dict.fromkeys([*columns, *_ALWAYS_KEPT, *trainer.label_names]))
+
+    def _kept_columns(self) -> set[str] | None:
+        """The columns that stay; None when all do."""
+        trainer = self._trainer
+        if not trainer.args.remove_unused_columns:
+            return None
+        trainer._set_signature_columns_if_needed()
+        if trainer._signature_columns is None:
+            return None
+        length = [trainer.args.length_column_name] if sorts_by_length(trainer.args) else []
+        return {*trainer._signature_columns, *length}
+
+    def remove_unused_columns(self, dataset: Any, description: str | None) -> Any:
+        """A `datasets.Dataset` without the columns that the model does not take; any other dataset unchanged."""
+        columns = self._kept_columns()
+        if columns is None or not callable(getattr(dataset, "remove_columns", None)):
+            return dataset
+        present = list(getattr(dataset, "column_names", None) or [])
+        ignored = [name for name in present if name not in columns]
+        if present and len(ignored) == len(present):
+            raise _no_column_left(present, columns, f"the {description or 'training'} data")
+        return dataset.remove_columns(ignored) if ignored else dataset
+
+    def without_unused_columns(
+        self, collate: Callable[[list[Any]], Any], description: str | None
+    ) -> Callable[[list[Any]], Any]:
+        """`collate` behind a filter that drops the columns that the model does not take."""
+        columns = self._kept_columns()
+        if columns is None:
+            return collate
+        columns -= {self._trainer.args.length_column_name} - set(self._trainer._signature_columns or ())
+        return _WithoutColumns(collate, columns, f"the {description or 'training'} data")
+
+    def _prepared(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """(dataset, collator) without the columns that the model does not take."""
+        trainer = self._trainer
+        collate = trainer.data_collator
+        if callable(getattr(dataset, "remove_columns", None)):
+            dataset = trainer._remove_unused_columns(dataset, description=description)
+        else:
+            collate = trainer._get_collator_with_removed_columns(collate, description=description)
+        # The column that samples are sorted by is not an input, not even of a model that takes any keyword.
+        name = trainer.args.length_column_name
+        if sorts_by_length(trainer.args) and name not in (self._internals.facts.forward.columns or ()):
+            collate = _WithoutColumn(collate, name)
+        return dataset, collate
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train_sampler(self, dataset: Any) -> Sampler[int] | None:
+        """The order of the training samples that the arguments ask for; None for data without a length."""
+        if dataset is None or not has_length(dataset):
+            return None
+        return OrderSampler(self._train_order(dataset))
+
+    def _train_order(self, dataset: Any) -> Order:
+        args = self._trainer.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sortish = bool(getattr(args, "sortish_sampler", False))
+        if args.train_sampling_strategy == "sequential" and not sortish:
+            return SequentialOrder(len(dataset))
+        if not sorts_by_length(args):
+            return RandomOrder(len(dataset), seed)
+        batch = self._trainer.get_total_train_batch_size(args)
+        if sortish:
+            return LengthGroupedOrder(self._lengths(dataset), seed, _STRETCH * batch, shuffled_batch=batch)
+        return LengthGroupedOrder(self._lengths(dataset), seed, _STRETCH * batch)
+
+    def _lengths(self, dataset: Any) -> list[int]:
+        """Every sample's length, in the unit of the length column, else in tokens."""
+        name = self._trainer.args.length_column_name
+        key = getattr(self._trainer.processing_class, "model_input_names", ["input_ids"])[0]
+        columns = getattr(dataset, "column_names", None) or ()
+        rows = (dataset[index] for index in range(len(dataset)))
+        try:
+            with keep_generators():  # reading a sample may draw random numbers
+                if name in columns:
+                    return [int(length) for length in dataset[name]]
+                if key in columns:
+                    return [len(tokens) for tokens in dataset[key]]
+                return [int(row[name]) if name in row else len(row[key]) for row in rows]
+        except (TypeError, KeyError, IndexError) as error:
+            raise ConfigError(
+                f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length.",
+                field="length_column_name",
+                value=name,
+                remedy=f"Add a column {name!r}, or name it in length_column_name.",
+            ) from error
+
+    def train_loader(self) -> Any:
+        """The loader of this rank's training micro-batches."""
+        trainer, args, share = self._trainer, self._trainer.args, self._internals.world.comm.data_parallel
+        if trainer.train_dataset is None:
+            raise ConfigError("Training needs data.", field="train_dataset", remedy="Give it to the Trainer.")
+        dataset, collate = self._prepared(trainer.train_dataset, "training")
+        if isinstance(dataset, IterableDataset) or not has_length(dataset):
+            return IterableLoader(
+                dataset,
+                global_batch=trainer.get_total_train_batch_size(args),
+                micro_batch=trainer._train_batch_size,
+                data_parallel_size=share.size,
+                rank=share.rank,
+                collate=collate,
+                seed=args.seed,
+                drop_last=args.dataloader_drop_last,
+                options=self._options(),
+            )
+        # Overrides of older code take no dataset.
+        own = (dataset,) if self._internals.signatures.train_sampler_takes_dataset else ()
+        order = self._order_of(trainer._get_train_sampler(*own), dataset)
+        plan = BatchPlan.cut(
+            order.num_samples,
+            global_batch=trainer.get_total_train_batch_size(args),
+            micro_batch=trainer._train_batch_size,
+            data_parallel_size=share.size,
+            rank=share.rank,
+            drop_last=args.dataloader_drop_last,
+        )
+        return TrainLoader(dataset, order=order, plan=plan, collate=collate, seed=args.seed, options=self._options())
+
+    def _order_of(self, sampler: Sampler[int] | None, dataset: Sized) -> Order:
+        if sampler is None:
+            return SequentialOrder(len(dataset))
+        return sampler.order if isinstance(sampler, OrderSampler) else SamplerOrder(sampler, self._trainer.args.seed)
+
+    def train_source(self) -> TrainSource:
+        """The source of the loop's micro-batches: our loader, or the user's loader behind an adapter."""
+        args, world = self._trainer.args, self._internals.world
+        loader = self._trainer.get_train_dataloader()
+        self._trainer.callback_handler.train_dataloader = loader
+        if isinstance(loader, TrainLoader | IterableLoader):
+            return loader
+        if world.batching.split_batches:
+            raise ConfigError(
+                "The batches of your own loader cannot be split.",
+                field="accelerator_config.split_batches",
+                value=True,
+                remedy="Remove it, and let the loader make batches for one process.",
+            )
+        return ForeignLoader(
+            loader,
+            accumulation=args.gradient_accumulation_steps,
+            data_parallel_size=world.comm.data_parallel.size,
+            rank=world.comm.data_parallel.rank,
+            seed=args.seed,
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def _options(self, *, training: bool = True) -> LoaderOptions:
+        args = self._trainer.args
+        return LoaderOptions(
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self._internals.world.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            in_order=args.dataloader_in_order or not training,
+        )
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def eval_loader(self, given: Any) -> Any:
+        """The loader of an evaluation set: the given one, the set of that name, or the Trainer's own."""
+        name = given if isinstance(given, str) else "eval"
+        keeps = self._trainer.args.dataloader_persistent_workers and (given is None or isinstance(given, str))
+        if keeps and name in self._kept:
+            return self._kept[name]
+        loader = self.inference_loader(self._eval_set(given), "evaluation")
+        if keeps:
+            self._kept[name] = loader
+        return loader
+
+    def _eval_set(self, given: Any) -> Any:
+        sets = self._trainer.eval_dataset
+        if isinstance(given, str):
+            named = sets if isinstance(sets, Mapping) else {}
+            if given not in named:
+                known = f"There are {', '.join(named)}." if named else "Give eval_dataset as a dict of sets."
+                raise ConfigError(
+                    "There is no evaluation set of that name.", field="eval_dataset", value=given, remedy=known
+                )
+            return named[given]
+        dataset = sets if given is None else given
+        if dataset is None:
+            raise ConfigError("Evaluating needs data.", field="eval_dataset", remedy="Give it to the Trainer.")
+        return dataset
+
+    def inference_loader(self, dataset: Any, description: str) -> Any:
+        """A loader of this rank's share of a dataset to evaluate or predict."""
+        trainer, world = self._trainer, self._internals.world
+        dataset, collate = self._prepared(dataset, description)
+        if isinstance(dataset, IterableDataset) or not has_length(dataset):
+            batch = world.eval_batch_size(trainer.args)
+            return IterableLoader(
+                dataset,
+                global_batch=batch * world.comm.data_parallel.size,
+                micro_batch=batch,
+                data_parallel_size=world.comm.data_parallel.size,
+                rank=world.comm.data_parallel.rank,
+                collate=collate,
+                seed=trainer.args.seed,
+                drop_last=False,
+                options=self._options(training=False),
+                fillers=self._internals.engine.strategy.forward_communicates,
+            )
+        sampler = trainer._get_eval_sampler(dataset)
+        if sampler is not None:
+            dataset = Subset(dataset, [int(index) for index in sampler])
+        return self._shared_loader(dataset, collate)
+
+    def range_loader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
+        """A loader of rows [start, stop) for this process alone."""
+        dataset, collate = self._prepared(dataset, "test")
+        return self._shared_loader(dataset, collate, (start, stop))
+
+    def _shared_loader(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], rows: tuple[int, int] | None = None
+    ) -> EvalLoader:
+        """A loader of this rank's share of all rows; with `rows`, of these rows for this process alone."""
+        share = self._internals.world.comm.data_parallel
+        return EvalLoader(
+            dataset,
+            batch_size=self._internals.world.eval_batch_size(self._trainer.args),
+            data_parallel_size=1 if rows is not None else share.size,
+            rank=0 if rows is not None else share.rank,
+            collate=collate,
+            seed=self._trainer.args.seed,
+            options=self._options(training=False),
+            rows=rows,
+        )

@@ -1,0 +1,331 @@
+"""`Restore`: resuming. Which checkpoint, and how its state returns to where `Snapshots.take` collected it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.agreement import run_on_all_ranks
+from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_foreign, set_aside_damaged
+from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
+from trainer_lib.checkpoint.optimizer import restore_optimizer
+from trainer_lib.checkpoint.preload import PreloadedCheckpoint
+from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
+from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.commit import COMMIT
+from trainer_lib.data.loader import TrainSource
+from trainer_lib.data.order import derive
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.sharding import BroadcastTensors, describe_tensors
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
+from trainer_lib.storage import Store
+from trainer_lib.trainer import batch_change, models
+from trainer_lib.trainer.extras import decoded
+from trainer_lib.trainer.node_view import newest_common
+from trainer_lib.trainer.output_dir import IMPORT
+from trainer_lib.trainer.seeding import set_seed
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.run import TrainingRun
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+_FIELD = "resume_from_checkpoint"
+
+
+class Restore:
+    """Finds, protects, reads and restores checkpoints."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._held = contextlib.ExitStack()
+        self._preloaded: PreloadedCheckpoint | None = None
+
+    # -- which checkpoint ---------------------------------------------------------------------------------------------
+
+    def find(self, given: str | bool | None) -> str | None:
+        """The URL of the checkpoint to resume from, equal on every rank; None for a new start.
+
+        Args:
+            given: True = the newest good checkpoint in output_dir, ConfigError if there is none; "auto" = that one, or
+                a new start; a URL = that checkpoint; None = as the arguments ask.
+        """
+        trainer = self._trainer
+        given = trainer.args.resume_from_checkpoint if given is None else given
+        if not given:
+            return None
+        url: str | None
+        if isinstance(given, str) and given != "auto":
+            url = Store.open(given, field=_FIELD).url.rstrip("/")
+            self._internals.world.comm.agree(self._preload(url))
+        else:
+            url = self._newest_intact()
+        if url is None and given is True:
+            foreign = list_foreign(self._internals.checkpoints.root())
+            but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
+            remedy = 'Give "auto" to start anew when there is none, or the URL of one.'
+            raise ConfigError(
+                f"There is no checkpoint in {trainer._get_output_dir(trainer._trial)}{but}.",
+                field=_FIELD,
+                value=True,
+                remedy=IMPORT if foreign else remedy,
+            )
+        return url
+
+    def _newest_intact(self) -> str | None:
+        """The newest checkpoint whose every byte is as committed; it is kept in memory until `open`. Collective.
+
+        A damaged checkpoint is logged and set aside, and all ranks read the one before it.
+        """
+        root, damaged, world = self._internals.checkpoints.root(), list[str](), self._internals.world
+        while True:
+            if self._trainer.args.save_on_each_node:
+                url = newest_common(root, world.comm, skip=damaged)
+            else:
+                found = world.run_on_main_process(lambda: _newest_by_name(root, damaged))
+                url = world.comm.broadcast_json(found)
+            if url is None:
+                return None
+            damage = self._preload(url)
+            name = url.rpartition("/")[2]
+            reports = world.save_group.gather_json(None if damage is None else f"{damage.field}: {damage.message}")
+            if not world.comm.any(damage is not None):
+                return str(url)
+            damaged.append(name)
+            if problems := [each.removeprefix(f"{root.child(name).url}/") for each in reports or () if each]:
+                _log.warning("%s", set_aside_damaged(root, name, list(dict.fromkeys(problems))))
+
+    def _preload(self, url: str) -> DamagedError | None:
+        """Read a whole checkpoint for `open`; the damage that this rank found. Collective."""
+        parent, _, name = url.rpartition("/")
+        root, damage = Store.open(parent or ".", field=_FIELD), list[DamagedError]()
+        world, strategy = self._internals.world, self._internals.engine.strategy
+        self.hold(url)
+
+        def read() -> PreloadedCheckpoint | None:
+            # Where ranks compute a forward together, rank 0 reads whole tensors for all of them.
+            alone = strategy.forward_communicates
+            try:
+                loaded = open_checkpoint(root, name, PreloadedCheckpoint)
+                loaded.preload(rank=world.save_group.rank, tensors=not alone or world.comm.rank == 0)
+            except DamagedError as error:
+                damage.append(error)
+                return None
+            return loaded
+
+        self._preloaded = run_on_all_ranks(world.comm, read)
+        return damage[0] if damage else None
+
+    def hold(self, url: str) -> None:
+        """Protect a checkpoint from rotation, by this and other processes, until `release`."""
+        self.release()
+        if self._internals.world.save_group.rank == 0:
+            parent, _, name = url.rstrip("/").rpartition("/")
+            self._held.enter_context(protect_from_removal(Store.open(parent or ".", field=_FIELD).child(name)))
+
+    def release(self) -> None:
+        """End the protection of `hold`."""
+        self._held.close()
+
+    def open(self, url: str) -> Checkpoint:
+        """The checkpoint at this URL; Raises DamagedError when its files are not as committed."""
+        if self._preloaded is not None and self._preloaded.url == url.rstrip("/"):
+            return self._preloaded
+        parent, _, name = url.rstrip("/").rpartition("/")
+        return load_checkpoint(Store.open(parent or ".", field=_FIELD), name, self._internals.world.comm)
+
+    # -- the weights --------------------------------------------------------------------------------------------------
+
+    def load_weights(self, url: str, model: nn.Module | None) -> None:
+        """Load a checkpoint's weights into the model. Raises ConfigError when they belong to another one."""
+        loaded, target = self.open(url), model or self._trainer.model
+        strategy, snapshots = self._internals.engine.strategy, self._internals.snapshots
+        keep: set[str] = set()
+        if (frozen := loaded.commit.meta.get("frozen")) is not None:
+            snapshots.forget_fingerprint()
+            if frozen != snapshots.frozen_fingerprint():
+                raise ConfigError(
+                    "The adapters were trained on other base weights than this model has.",
+                    field=_FIELD,
+                    value=loaded.url,
+                    remedy="Put them on the base they were trained on.",
+                )
+            state = strategy.local_state(target)
+            keep = state.keys() - models.trained_state(target, state).keys()
+        strategy.load_model_state(target, self._read(loaded, loaded.read_model), keep=keep)
+
+    def _read(self, loaded: Checkpoint, read: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+        """A checkpoint's tensors; where parameters are sharded, rank 0 reads whole tensors for all. Collective."""
+        comm = self._internals.world.comm
+        if loaded.is_sharded or not self._internals.engine.strategy.forward_communicates:
+            return read()
+        own = run_on_all_ranks(comm, lambda: read() if comm.rank == 0 else {})
+        return BroadcastTensors(own, comm.broadcast_json(describe_tensors(own)), comm.rank)
+
+    def load_best(self) -> None:
+        """Load the weights of the best checkpoint. Collective."""
+        trainer, state = self._trainer, self._trainer.state
+        best = state.best_model_checkpoint
+        if best is None:
+            _log.warning("No evaluation was better than any other: the model keeps its last weights.")
+            return
+        here = self._internals.checkpoints.root().child(best.rsplit("/", 1)[-1])
+        best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
+        _log.info("Loading the best model, %s (%s).", best, state.best_metric)
+        self.hold(best)
+        trainer._load_from_checkpoint(best, trainer.model)
+        self._internals.world.comm.barrier()  # the other ranks read as well
+        self.release()
+
+    # -- everything else ----------------------------------------------------------------------------------------------
+
+    def load_state(self, run: TrainingRun, loaded: Checkpoint) -> TrainerState:
+        """Restore all but weights, random numbers and callbacks; returns the saved state of the Trainer."""
+        trainer, engine = self._trainer, self._internals.engine
+        if not loaded.has_optimizer or loaded.scheduler is None:
+            raise ConfigError(
+                "The checkpoint holds only a model (save_only_model), which cannot be resumed.",
+                field=_FIELD,
+                value=loaded.url,
+                remedy="Load its weights and start anew, or resume from a whole checkpoint.",
+            )
+        saved = TrainerState.from_dict(loaded.trainer_state)
+        snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
+        if trainer.optimizer is not None and snapshot is not None:
+            with loaded.treat_errors_as_damage(OPTIMIZER):
+                named = engine.strategy.named_parameters(trainer.model_wrapped)
+                restore_optimizer(trainer.optimizer, named, snapshot)
+        if trainer.lr_scheduler is not None:
+            with loaded.treat_errors_as_damage(SCHEDULER):
+                trainer.lr_scheduler.load_state_dict(loaded.scheduler)
+        with loaded.treat_errors_as_damage(SCALER):
+            engine.precision.load_scaler_state(loaded.scaler)
+        with loaded.treat_errors_as_damage(DATA):
+            run.load_position(loaded.data, from_position=not trainer.args.ignore_data_skip)
+        run.saved_step = run.first_step = saved.global_step
+        run.first_tokens = saved.num_input_tokens_seen
+        self._warn_of_changed_arguments(loaded)
+        return saved
+
+    def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
+        """The optimizer steps to do in all, after a change of the global batch if there is one.
+
+        Raises:
+            ConfigError: the global batch changed, and `allow_global_batch_change` is off.
+        """
+        args = self._trainer.args
+        if args.ignore_data_skip or batch_change.saved_batch(loaded.data, source) is None:
+            return max_steps
+        if not args.allow_global_batch_change:
+            raise batch_change.refusal(loaded, source, args, self._internals.world.comm.data_parallel.size)
+        max_steps = batch_change.total_steps(loaded, source, args, max_steps)
+        if self._trainer.is_world_process_zero():
+            _log.warning("%s", batch_change.consequence(loaded, source, max_steps))
+        return max_steps
+
+    def _warn_of_changed_arguments(self, loaded: Checkpoint) -> None:
+        now, then = self._trainer.args.to_dict(), loaded.training_args
+        if not self._trainer.is_world_process_zero():
+            return
+        for name in sorted(now.keys() & then.keys()):
+            if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+                _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
+
+    def _load_random_numbers(self, run: TrainingRun, loaded: Checkpoint) -> None:
+        """Restore this rank's generators; a rank that the saved run did not have is seeded from (seed, step, rank)."""
+        rank = self._internals.world.save_group.rank
+        if loaded.has_rng(rank):
+            state = loaded.read_rng(rank)
+            restore_rng(state)
+            self._load_past(run, loaded, state.get("past"))
+            return
+        self.part_random_numbers()
+        _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
+
+    def finish(self, run: TrainingRun, loaded: Checkpoint) -> None:
+        """Restore the random numbers, last of all, and end the checkpoint's protection. Collective."""
+        self._load_random_numbers(run, loaded)
+        self._internals.world.comm.barrier()  # every rank has read what it needs
+        self.release()
+
+    def part_random_numbers(self) -> None:
+        """Let every rank but the first draw its own numbers: equal dropout masks on all ranks are half the noise."""
+        share = self._internals.world.comm.data_parallel.rank
+        if share > 0:
+            set_seed(int(derive(self._trainer.args.seed, self._trainer.state.global_step, share)[0]) & 0xFFFFFFFF)
+
+    def _load_past(self, run: TrainingRun, loaded: Checkpoint, past: Any) -> None:
+        """Restore what the model remembers (`past_index`), if the batches have the size they had."""
+        if past is None:
+            return
+        world = self._internals.world
+        saved = (loaded.world_size, loaded.trainer_state.get("train_batch_size"))
+        if saved != (world.save_group.world_size, self._trainer._train_batch_size):
+            _log.warning("The memory of past_index belongs to batches of another size: training starts without it.")
+            return
+        with loaded.treat_errors_as_damage(rng_file(world.save_group.rank)):
+            run.restored_past = decoded(past, loaded.read_extra(world.save_group.rank), world.device)
+
+    def load_callbacks(self, loaded: Checkpoint) -> TrainerControl:
+        """Give stateful callbacks their state back, by class and in order; returns the saved control.
+
+        With `restore_callback_states_from_checkpoint` a callback is replaced by one with the saved constructor
+        arguments. A saved callback that is missing now is logged.
+        """
+        control, handler = TrainerControl(), self._trainer.callback_handler
+        with loaded.treat_errors_as_damage(TRAINER_STATE):
+            saved = TrainerState.from_dict(loaded.trainer_state).stateful_callbacks or {}
+            tensors = loaded.read_extra(0)
+            every: dict[str, Any] = decoded(saved, tensors, self._internals.world.device)
+        for name, states in every.items():
+            listed = states if isinstance(states, list) else [states]
+            if name == TrainerControl.__name__:
+                control = TrainerControl.from_state(listed[0])
+                continue
+            present = [each for each in handler.callbacks if type(each).__name__ == name]
+            for index, state in enumerate(listed):
+                if index >= len(present) or not isinstance(present[index], ExportableState):
+                    _log.warning("The checkpoint has the state of a %s, which is not among the callbacks.", name)
+                    continue
+                self._load_callback(present[index], state)
+        return control
+
+    def _load_callback(self, callback: TrainerCallback, state: Mapping[str, Any]) -> None:
+        if self._trainer.args.restore_callback_states_from_checkpoint and isinstance(callback, ExportableState):
+            callbacks = self._trainer.callback_handler.callbacks
+            replacement: Any = type(callback).from_state(state)
+            callbacks[callbacks.index(callback)] = replacement
+            return
+        for attribute, value in state.get("attributes", {}).items():
+            # A file from elsewhere must not replace a method.
+            if attribute.startswith("__") or callable(getattr(type(callback), attribute, None)):
+                raise DamagedError(
+                    "The attribute is not part of a callback's state.",
+                    field=f"trainer_state.json: {type(callback).__name__}",
+                    value=attribute,
+                    remedy="The checkpoint was made by something else: resume from another.",
+                )
+            setattr(callback, attribute, value)
+
+
+def _newest_by_name(root: Store, skip: Collection[str]) -> str | None:
+    """The URL of the newest checkpoint by names, sizes and commit files; its bytes are checked when they are read."""
+
+    def warn(what: str) -> None:
+        _log.warning("%s", what)
+
+    # A checkpoint that holds only a model beats none: the error can then name what is missing.
+    for resumable in (True, False):
+        found = find_newest_intact(root, on_damage=warn, digests=False, resumable=resumable, skip=skip)
+        if found is not None:
+            return found.url
+    return None

@@ -1,0 +1,172 @@
+"""`Snapshots`: what a checkpoint and an exported model hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
+from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
+from trainer_lib.checkpoint.staging import bytes_to_copy
+from trainer_lib.checkpoint.tensors import write_safetensors
+from trainer_lib.errors import ConfigError
+from trainer_lib.sharding import local_rows
+from trainer_lib.state import collect_callback_states
+from trainer_lib.storage import Store
+from trainer_lib.trainer import models
+from trainer_lib.trainer.extras import encoded
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.run import TrainingRun
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+WEIGHTS = "model.safetensors"
+
+
+class Snapshots:
+    """Collects the state of a training, and the files of its model."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._frozen: tuple[nn.Module, str | None] | None = None
+
+    # -- a checkpoint -------------------------------------------------------------------------------------------------
+
+    def take(self, run: TrainingRun, *, best_url: str | None = None) -> Snapshot:
+        """All resumable state. Collective.
+
+        Weights (of a model with adapters: all but the frozen base); optimizer, schedule and loss scaler; the random
+        number generators of every rank; the position in the data and the losses since the last log; counters, log
+        history, best metric and callbacks' states (trainer_state.json).
+
+        Args:
+            best_url: destination of the checkpoint, when it is the best so far.
+        """
+        trainer, engine, world = self._trainer, self._internals.engine, self._internals.world
+        extra: dict[str, torch.Tensor] = {}
+        states = collect_callback_states(self._internals.events.stateful())
+        trainer.state.stateful_callbacks = encoded(states, "callbacks", extra if world.save_group.rank == 0 else {})
+        whole = not trainer.args.save_only_model or run.stopping  # a stop must be resumable
+        strategy, schedule = engine.strategy, trainer.lr_scheduler
+        state = models.in_saving_order(trainer.model, strategy.local_state(trainer.model_wrapped))
+        trained = models.trained_state(trainer.model, state)
+        snapshot = Snapshot(
+            step=trainer.state.global_step,
+            model=strategy.checkpoint_tensors(trained),
+            optimizer=self._optimizer() if whole else None,
+            scheduler=schedule.state_dict() if whole and schedule is not None else None,
+            scaler=engine.precision.scaler_state() if whole else None,
+            rng={**capture_rng(), **self._past(extra)} if whole else {},
+            data=run.position(),
+            trainer_state=trainer.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
+            training_args=trainer.args.to_dict(),
+            files=self._files(trained),
+            meta={
+                **strategy.describe(),
+                "world_size": world.comm.world_size,
+                "global_samples": run.samples,
+                "precision": engine.precision.name,
+                "frozen": self.frozen_fingerprint(),
+            },
+            extra=extra,
+        )
+        return shard_snapshot(snapshot, world.comm.rank)
+
+    def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """What the model remembers of the last batch (`past_index`), on each rank its own."""
+        past = self._internals.forward.past
+        if past is None:
+            return {}
+        try:
+            return {"past": encoded(past, "past", extra)}
+        except ConfigError as error:
+            _log.warning("The memory of past_index is not saved, so a resumed run starts without it: %s", error)
+            return {}
+
+    def _optimizer(self) -> OptimizerSnapshot | None:
+        trainer, strategy = self._trainer, self._internals.engine.strategy
+        if trainer.optimizer is None:
+            return None
+        taken = snapshot_optimizer(trainer.optimizer, strategy.named_parameters(trainer.model_wrapped))
+        return dataclasses.replace(taken, tensors=strategy.checkpoint_tensors(taken.tensors))
+
+    def _files(self, trained: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        if models.is_adapted(self._trainer.model):
+            trained = dict(self._internals.engine.strategy.gathered(trained))
+        return self._model_files(trained) if self._internals.world.save_group.rank == 0 else {}
+
+    def frozen_fingerprint(self) -> str | None:
+        """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective."""
+        trainer, strategy = self._trainer, self._internals.engine.strategy
+        if self._frozen is None or self._frozen[0] is not trainer.model:
+            state = strategy.gathered(strategy.local_state(trainer.model_wrapped))
+            digest = self._internals.world.comm.broadcast_json(models.frozen_fingerprint(trainer.model, state))
+            self._frozen = trainer.model, digest
+        return self._frozen[1]
+
+    def forget_fingerprint(self) -> None:
+        """Compute the fingerprint again when it is needed: other weights may have been loaded."""
+        self._frozen = None
+
+    def size_bytes(self) -> int:
+        """Bytes of the tensors in a snapshot, on this rank."""
+        trainer, strategy = self._trainer, self._internals.engine.strategy
+        weights = models.trained_state(trainer.model, strategy.local_state(trainer.model_wrapped))
+        states = {} if trainer.optimizer is None or trainer.args.save_only_model else trainer.optimizer.state
+        kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        rank = self._internals.world.comm.rank
+        return bytes_to_copy(local_rows(each, rank=rank).values for each in (*weights.values(), *kept))
+
+    # -- the exported model -------------------------------------------------------------------------------------------
+
+    def export(self, output_dir: str | None, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Write the model's files to a folder; `state`: its whole weights, gathered here when None (collective)."""
+        trainer = self._trainer
+        store = Store.open(output_dir or str(trainer.args.output_dir), field="output_dir")
+        if state is None:
+            state = self._internals.engine.strategy.model_state(trainer.model_wrapped)
+        if not models.is_adapted(trainer.model):
+            with store.open_write(WEIGHTS) as writer:
+                write_safetensors(writer, models.in_saving_order(trainer.model, state))
+        for name, data in self._model_files(state).items():
+            store.write_bytes(name, data)
+        store.write_bytes("training_args.json", trainer.args.to_json_string().encode())
+        store.sync()
+
+    def _model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """The files that make the weights usable elsewhere: the model's configuration and the processing class.
+
+        Of a model with adapters also the adapters, out of `state`. Without a processing class the collator's tokenizer
+        is saved.
+        """
+        trainer = self._trainer
+        with self._internals.model.use_cache_as_given():
+            files = models.model_files(trainer.model, state)
+            config = None if files else _config_json(getattr(trainer.model, "config", None))
+        if config is not None:
+            files["config.json"] = config.encode()
+        processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        save = getattr(processing, "save_pretrained", None)
+        return {**files, **models.folder_files(save)} if callable(save) else files
+
+
+def _config_json(config: Any) -> str | None:
+    """A model's configuration as JSON: transformers' own text, a mapping, or a dataclass; None for anything else."""
+    own: Callable[[], str] | None = getattr(config, "to_json_string", None)
+    if callable(own):
+        return own()
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if isinstance(config, Mapping):
+        return json.dumps(dict(config), indent=2, sort_keys=True, default=str) + "\n"
+    return None

@@ -1,0 +1,156 @@
+"""`TrainedModel`: the user's model, from the moment it is given until training puts its settings back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.errors import ConfigError
+from trainer_lib.trainer import models
+from trainer_lib.trainer.debugging import finite_or_stop
+from trainer_lib.trainer.losses import LabelSmoother, neftune_hook
+from trainer_lib.trainer.model_facts import ModelFacts
+from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+from trainer_lib.trainer.signatures import takes_trial
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_log = logging.getLogger(__name__)
+
+
+class TrainedModel:
+    """Owner of the Trainer's `model`, and of what is read off it: labels, smoothing, placement."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._caches: list[tuple[Any, Any]] = []
+        trainer.is_model_parallel = False
+
+    def take(self, given: nn.Module | None) -> None:
+        """Adopt the given model, or a new one from `model_init`, and move it to the device."""
+        trainer, strategy = self._trainer, self._internals.engine.strategy
+        if given is None and trainer.model_init is None:
+            raise ConfigError("Neither was given.", field="model or model_init", remedy="Give one of them.")
+        if given is not None and trainer.model_init is not None:
+            raise ConfigError("Both were given.", field="model and model_init", remedy="Give one of them.")
+        model = trainer.call_model_init() if given is None else given
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                "The model is not a torch.nn.Module.",
+                field="model",
+                value=type(model).__name__,
+                remedy="Give a module.",
+            )
+        models.refuse_untrainable(model)
+        trainer.is_model_parallel = models.is_spread(model, self._internals.world.device)
+        stays = trainer.is_model_parallel or models.is_placed(model) or strategy.places_model
+        trainer.place_model_on_device = trainer.args.place_model_on_device and not stays
+        self.use(model)
+        self._place()
+        self._internals.engine.use_wrapped(model)
+        trainer._trainflow_look_at_model()
+
+    def use(self, model: nn.Module) -> None:
+        """Make `model` the Trainer's."""
+        self._trainer.model = model
+
+    def _place(self) -> None:
+        trainer = self._trainer
+        if trainer.place_model_on_device:
+            trainer._move_model_to_device(trainer.model, self._internals.world.device)
+
+    def create(self, trial: Any) -> nn.Module:
+        """A new model from `model_init`, called with the trial if it takes one."""
+        init = self._trainer.model_init
+        if init is None:
+            raise ConfigError("model_init is needed here.", field="model_init", remedy="Give it to the Trainer.")
+        model = self._internals.engine.strategy.build(lambda: init(trial) if takes_trial(init) else init())
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                "model_init returned no model.", field="model_init", value=model, remedy="Return a torch.nn.Module."
+            )
+        return model
+
+    def initialize_again(self, trial: Any) -> None:
+        """Replace the model by a new one from `model_init`, with the weights that the seed fixes."""
+        trainer = self._trainer
+        (enable_full_determinism if trainer.args.full_determinism else set_seed)(trainer.args.seed)
+        self.use(trainer.call_model_init(trial))
+        self._place()
+        trainer._trainflow_look_at_model()
+
+    def look(self) -> None:
+        """Find the facts about the model. Raises ConfigError for a model that cannot be trained as asked."""
+        trainer, strategy, args = self._trainer, self._internals.engine.strategy, self._trainer.args
+        facts = self._internals.facts = ModelFacts.of(trainer.model, args.label_names, strategy.numel)
+        trainer.label_names = list(facts.forward.labels)
+        trainer.can_return_loss = facts.forward.returns_loss
+        models.check_settings(trainer.model, args)
+        strategy.check_model(trainer.model)
+        problem = getattr(getattr(trainer.model, "config", None), "problem_type", None)
+        if trainer.label_smoother is not None and problem == "multi_label_classification":
+            _log.warning(
+                "label_smoothing_factor is ignored: it needs single-label targets, and this model is multi-label."
+            )
+            trainer.label_smoother = None
+
+    def set_up_smoothing(self, args: TrainingArguments) -> None:
+        """Make the label smoother that the arguments ask for."""
+        factor = args.label_smoothing_factor
+        self._trainer.label_smoother = LabelSmoother(factor) if factor > 0 else None
+
+    # -- for the length of a training ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Set kernels, recomputation and caching for training."""
+        model, args = self._trainer.model, self._trainer.args
+        if args.use_liger_kernel:
+            models.apply_liger_kernels(model, args.liger_kernel_config)
+        if args.gradient_checkpointing:
+            models.enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)
+        # Keeping keys and values wastes memory in training. `hooked` puts the settings back.
+        self._caches = [(config, config.use_cache) for config in models.cache_settings(model)]
+        for config, _ in self._caches:
+            config.use_cache = args.use_cache
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Put on the model what training needs, and take it off at the end."""
+        noise = self._add_noise()
+        watched = "underflow_overflow" in (self._trainer.args.debug or ())
+        try:
+            with finite_or_stop(self._trainer.model) if watched else contextlib.nullcontext():
+                yield
+        finally:
+            if noise is not None:
+                noise.remove()
+            for config, before in self._caches:
+                config.use_cache = before
+            self._caches = []
+
+    def _add_noise(self) -> torch.utils.hooks.RemovableHandle | None:
+        alpha = self._trainer.args.neftune_noise_alpha
+        if alpha is None:
+            return None
+        return models.input_embedding(self._trainer.model, alpha).register_forward_hook(neftune_hook(alpha))
+
+    @contextlib.contextmanager
+    def use_cache_as_given(self) -> Iterator[None]:
+        """Inside, `use_cache` is what it was before training: that is what a saved configuration should say."""
+        in_training = [(config, config.use_cache) for config, _ in self._caches]
+        for config, before in self._caches:
+            config.use_cache = before
+        try:
+            yield
+        finally:
+            for config, value in in_training:
+                config.use_cache = value

@@ -1,0 +1,186 @@
+"""How a micro-batch is weighted, so that a step has the exact mean over all target items of its global batch.
+
+What is wanted
+    A target item is what a loss averages over: a token with a label, or a sample. Let the global batch of a step have
+    N items, let rank r of R (the data-parallel processes) compute its micro-batches m = 1, 2, …, and let micro-batch
+    (r, m) hold n(r, m) items with the mean loss l(r, m). The objective is the mean over all items:
+
+        L = 1/N · Σ_r Σ_m n(r, m) · l(r, m),        N = Σ_r Σ_m n(r, m)
+
+    Taking the mean over micro-batches and ranks instead, as the usual division by `gradient_accumulation_steps` does,
+    gives L only if all n(r, m) are equal. Padded text never has equal counts.
+
+What is computed
+    The backward of micro-batch (r, m) gets the gradient w(r, m) with respect to its loss, and adds
+    w(r, m) · ∇l(r, m) to the gradients of rank r. The strategy then averages over the R ranks:
+
+        g = 1/R · Σ_r Σ_m w(r, m) · ∇l(r, m)
+
+    g = ∇L  if and only if  w(r, m) = R · n(r, m) / N.  That is `StepWeights.weight`:
+
+    - A loss that is a mean over its own items (most models and overrides) weighs R · n / N.
+    - A loss that was divided by N already (`num_items_in_batch` was used) is n · l / N, so it weighs R.
+    - If N counts the items of this rank alone (`average_tokens_across_devices` is off), each rank has its own mean
+      and R drops out: the weights are n / N and 1.
+    - A dummy batch, which a rank computes because the others wait for it, has no items and weighs 0.
+    - A micro-batch without targets has no mean loss (0/0 = NaN, and 0 · NaN = NaN). Where no other rank waits it is
+      skipped; else the rank computes a micro-batch with targets in its place, at weight 0.
+
+    Summed over micro-batches and averaged over ranks, w · l is L itself, which is what is logged. None of this needs
+    the host to wait for the device: n and N are counted on the host, before the batches go to the device.
+
+How it is known whether a loss was divided by N
+    Many signatures take `num_items_in_batch`, and half of them ignore it. `CountedItems` is a tensor that notes
+    whether a computation used it, so overrides, models and loss functions need not declare anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from trainer_lib.data.loader import TrainSource
+
+
+def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The count as a 0-dim tensor, made on the device: a copy from the host would make the host wait."""
+    if isinstance(count, torch.Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return count.as_subclass(torch.Tensor).to(device)
+    return torch.full((), count, device=device)
+
+
+class CountedItems(torch.Tensor):
+    """`num_items_in_batch` as losses get it: a 0-dim tensor that notes whether a computation used it.
+
+    A loss that divided by it is a share of the global batch's mean; a loss that ignored it is a mean over its own
+    micro-batch and still has to be weighted. Both are common behind one signature, in overrides and in models: nearly
+    half of the model classes of transformers 5 take it among their ``**kwargs`` and ignore it. Reading its device or
+    dtype is not a use, and neither is a copy, which shares the note.
+    """
+
+    _note: list[bool]
+
+    @classmethod
+    def of(cls, count: int | torch.Tensor, device: torch.device) -> CountedItems:
+        """A new, unused count, 0-dim on the device."""
+        return _counted(plain_items(count, device), [])
+
+    @property
+    def used(self) -> bool:
+        """Whether it, or a copy of it, went into a computation."""
+        return bool(self._note)
+
+    def note(self) -> None:
+        """Mark it as used."""
+        self._note.append(True)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the use, and compute with plain tensors."""
+        notes: list[list[bool]] = []
+        plain = [_plain(argument, notes) for argument in args]
+        named = {name: _plain(argument, notes) for name, argument in (kwargs or {}).items()}
+        result = func(*plain, **named)
+        name = getattr(func, "__name__", "")
+        if name in _LOOKING:
+            return result
+        if name in _COPYING and len(notes) == 1 and isinstance(result, torch.Tensor):
+            return _counted(result, notes[0])
+        for note in notes:
+            note.append(True)
+        return result
+
+
+_LOOKING = {"__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension", "numel", "stride", "get_device"}
+_COPYING = {
+    *("to", "type", "type_as", "float", "double", "int", "long", "half", "bfloat16", "cpu", "cuda", "detach", "clone"),
+    *("contiguous", "clamp", "clamp_min", "view", "reshape", "unsqueeze", "squeeze", "expand", "requires_grad_"),
+}
+
+
+def _counted(plain: torch.Tensor, note: list[bool]) -> CountedItems:
+    items = plain.as_subclass(CountedItems)
+    items._note = note
+    return items
+
+
+def _plain(argument: Any, notes: list[list[bool]]) -> Any:
+    if isinstance(argument, CountedItems):
+        with torch._C.DisableTorchFunctionSubclass():
+            notes.append(argument._note)
+            return argument.as_subclass(torch.Tensor)
+    return argument
+
+
+class MicroBatches:
+    """This rank's micro-batches of an epoch as plain batches; it remembers which of them were dummies."""
+
+    def __init__(self, source: TrainSource, epoch: int, start_step: int) -> None:
+        self._micros = source.micros(epoch, start_step)
+        self._flags: list[bool] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        micro = next(self._micros)
+        self._flags.append(micro.real)
+        return micro.batch
+
+    def take_flags(self, count: int) -> list[bool]:
+        """Whether each of the last `count` batches was real; the flags of earlier ones are dropped."""
+        flags, self._flags = self._flags[len(self._flags) - count :], []
+        return flags
+
+
+class StepWeights:
+    """The target items of the step under way, and the weight of each of its micro-batches on this rank.
+
+    Attributes:
+        items: target items of each micro-batch, n(r, m); 0 for a dummy batch.
+        num_items: target items of the step, N.
+        micro_step: the micro-batch under way, counted within the step.
+        micro_steps: micro-batches of the step.
+    """
+
+    def __init__(self, *, data_parallel_size: int, over_ranks: bool) -> None:
+        self._scale = float(data_parallel_size) if over_ranks else 1.0
+        self._batches: MicroBatches | None = None
+        self.items: list[int] = []
+        self.num_items: Any = None
+        self.micro_step = 0
+        self.micro_steps = 1
+
+    def open_epoch(self, batches: MicroBatches) -> MicroBatches:
+        """Take the micro-batches of an epoch, to know which of them are dummies."""
+        self._batches = batches
+        return batches
+
+    def count(self, batches: list[Any], count_items: Callable[[Any], int]) -> int:
+        """Count the target items of a step's micro-batches, as they come from `open_epoch`; their sum on this rank."""
+        flags = self._batches.take_flags(len(batches)) if self._batches is not None else [True] * len(batches)
+        self.items = [count_items(batch) if real else 0 for batch, real in zip(batches, flags, strict=True)]
+        return sum(self.items)
+
+    def weight(self, divided: bool) -> float:
+        """w(r, m) of the micro-batch under way; `divided`: its loss was divided by `num_items` already."""
+        items = self.items[self.micro_step] if self.micro_step < len(self.items) else 1
+        if items == 0:
+            return 0.0
+        return self._scale if divided or not self.num_items else self._scale * items / float(self.num_items)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether gradients are exchanged after the micro-batch under way: it is the last of its step."""
+        return self.micro_step == self.micro_steps - 1
+
+    def needs_substitute(self) -> bool:
+        """Whether the micro-batch under way has no targets while the step has some, so its loss would be 0/0."""
+        return not self.items[self.micro_step] and bool(self.num_items)
+
+    def substitute(self, batch: Any, batches: list[Any]) -> Any:
+        """A micro-batch of the step that has targets, to compute at weight 0; `batch` itself when there is none."""
+        return next((each for each, items in zip(batches, self.items, strict=True) if items), batch)
