@@ -185,7 +185,7 @@ def test_a_model_that_its_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> Non
     file.write_text(
         "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers(9)\n"
     )
-    with pytest.raises(ConfigError, match="or have other shapes"):
+    with pytest.raises(ConfigError, match="or other shapes"):
         import_here(source, tmp_path / "other", f"{file}:build")
 
 
