@@ -163,7 +163,7 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         ConfigError: the name belongs to TensorFlow.
-        AttributeError: there is no such name.
+        AttributeError: the name is not a public one.
     """
     module = _NAMES.get(name)
     if name in ("TFTrainer", "TFTrainingArguments"):

@@ -278,7 +278,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, at most 300 characters; its class if there is no message. Never empty.
+    """The first line of an error's message, at most 300 characters; its class without one. Never empty.
 
     Clients of servers put whole responses into their errors, some of which begin with an empty line.
     """

@@ -91,7 +91,7 @@ def local_rows(tensor: Tensor, *, rank: int) -> Rows:
 
 
 def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
-    """Gather all rows of a tensor on the CPU where `keep` is true; elsewhere return a tensor without values (meta).
+    """Gather a tensor `[rows, ...]` on the CPU where `keep` is true; elsewhere return it without values (on meta).
 
     Collective for a sharded tensor, which is whole on every process's device for a moment. A whole tensor that is kept
     is returned where it is.
@@ -206,5 +206,5 @@ class BroadcastTensors(Mapping[str, Tensor]):
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
-    """Describe tensors as JSON: name → dtype ("float32") and shape."""
+    """Describe tensors `[...]` as JSON: name → dtype ("float32") and shape."""
     return {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}

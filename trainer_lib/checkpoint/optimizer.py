@@ -46,8 +46,8 @@ def snapshot_optimizer(
 
     Args:
         optimizer: any torch optimizer.
-        named_params: name → parameter, as `Module.named_parameters` gives them; a tied parameter goes by its first
-            name.
+        named_params: name → parameter `[...]`, as `Module.named_parameters` gives them; a tied parameter goes by its
+            first name.
 
     Raises:
         ConfigError: a parameter has no name, or its state holds something that is neither a tensor nor JSON.
@@ -83,7 +83,7 @@ def restore_optimizer(
 
     Args:
         optimizer: the optimizer; its state and its groups' settings are replaced.
-        named_params: name → parameter, by the same names as when it was saved.
+        named_params: name → parameter `[...]`, by the same names as when it was saved.
         snapshot: the saved state; its tensors are copied.
 
     Raises:

@@ -98,7 +98,7 @@ class Checkpoint:
         return layout.rng_file(rank) in self._entries
 
     def read_model(self) -> Mapping[str, Tensor]:
-        """Read the model: name → tensor on the CPU, in its saved shape and dtype; tied names share one tensor.
+        """Read the model: name → tensor `[...]` on the CPU, in its saved shape and dtype; tied names share one tensor.
 
         The tensors of a sharded checkpoint are read one by one, or by rows, when they are asked for.
 
@@ -129,7 +129,7 @@ class Checkpoint:
         return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
-        """Read a rank's extra tensors (of callbacks, of `past_index`): name → tensor on the CPU; empty when none.
+        """Read a rank's extra tensors (of callbacks, of `past_index`): name → `[...]` on the CPU; empty without any.
 
         Raises:
             DamagedError: the file is not as it was committed.
@@ -223,7 +223,7 @@ def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
     """Open a committed checkpoint on every rank. Collective; every rank reads for itself.
 
     Raises (the same on every rank):
-        ConfigError: there is no committed checkpoint with that name; says what the folder is, if it is known.
+        ConfigError: the folder is not a committed checkpoint; the message says what it is, if that is known.
         DamagedError: the commit or a small file is damaged; tensors are checked when they are read.
         StorageError: the store cannot be read.
     """
@@ -234,7 +234,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     """Open a committed checkpoint on this process alone, as `kind` (`Checkpoint` or a class derived from it).
 
     Raises:
-        ConfigError: there is no committed checkpoint with that name.
+        ConfigError: the folder is not a committed checkpoint.
         DamagedError: the commit or a small file is damaged, or a file is missing or cut short.
         StorageError: the store cannot be read.
     """

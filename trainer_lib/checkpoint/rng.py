@@ -29,7 +29,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore the generators; a device's state is ignored where there is no such device now.
+    """Restore the generators; the state of a device that is absent now is ignored.
 
     Args:
         state: what `capture_rng` returned. All of it is decoded before the first generator is set.

@@ -48,12 +48,12 @@ class LocalShard:
 
 
 def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any of the tensors is sharded; equal on every rank."""
+    """Whether any of the tensors (name → `[...]`) is sharded; equal on every rank."""
     return any(map(is_sharded, tensors.values()))
 
 
 def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
-    """Collect this rank's rows of groups of tensors (group → name → tensor), under ``<group>/<name>``.
+    """Collect this rank's rows of groups of tensors (group → name → `[rows, ...]`), under ``<group>/<name>``.
 
     Raises:
         ConfigError: a tensor is sharded along another dimension than its first.

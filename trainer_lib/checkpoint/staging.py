@@ -50,7 +50,7 @@ class HostCopy:
 
     @torch.no_grad()
     def copy_tensors(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Copy the tensors' values to the host, shapes and dtypes kept; the next call overwrites them.
+        """Copy tensors `[...]` to the host, in their shapes and dtypes; the next call overwrites the copies.
 
         Tensors that share memory (tied weights) share their copy. Tensors without plain values (meta, sparse) are
         returned as they are: the writer refuses them by name.
@@ -102,7 +102,7 @@ class HostCopy:
 
 
 def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
-    """Bytes that `HostCopy.copy_tensors` needs for tensors that share no memory."""
+    """Bytes that `HostCopy.copy_tensors` needs for tensors `[...]` that share no memory."""
     return sum(_align(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 

@@ -58,7 +58,7 @@ def write_safetensors(
 
     Args:
         writer: the open file.
-        tensors: name → tensor.
+        tensors: name → tensor `[...]`.
         metadata: further entries of the header's ``__metadata__``.
 
     Returns:
@@ -97,7 +97,7 @@ def write_safetensors(
 
 
 def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None) -> dict[str, Tensor]:
-    """Read every tensor of a file: name → tensor on the CPU, in its saved shape and dtype; tied names share one.
+    """Read every tensor of a file: name → `[...]` on the CPU, in its saved shape and dtype; tied names share one.
 
     The file is read once, from front to back, and digested on the way. A header that promises more bytes than the file
     has is refused before memory is taken.
@@ -223,10 +223,10 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """The safetensors name of a tensor's dtype.
+    """The safetensors name of the dtype of a tensor `[...]`.
 
     Raises:
-        ConfigError: safetensors has no such dtype; `name` is the tensor that the message names.
+        ConfigError: safetensors lacks the dtype; the message calls the tensor `name`.
     """
     try:
         return _NAMES[tensor.dtype]
@@ -239,7 +239,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor of any shape and device, row-major; a view if it is contiguous on the CPU."""
+    """The bytes of a tensor `[...]` on any device, row-major; a view if the tensor is contiguous on the CPU."""
     # resolve_*: conjugate and negated views keep the sign as a flag, not in memory.
     flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -25,7 +25,7 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
     Args:
         value: what to encode.
         key: where the value stands, for error messages and for `keep`.
-        keep: stores a tensor of any shape and dtype and returns the reference that stands for it; without it tensors
+        keep: stores a tensor `[...]` of any dtype and returns the reference that stands for it; without it tensors
             are refused.
 
     Raises:
@@ -57,7 +57,7 @@ def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None
 
     Args:
         value: parsed JSON.
-        find: returns the tensor for a reference; without it references are refused.
+        find: returns the tensor `[...]` for a reference; without it references are refused.
 
     Raises:
         DamagedError: `value` holds a reference without a tensor, or is not what `to_json` writes.

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 def protect_from_removal(store: Store) -> Iterator[None]:
     """Protect a checkpoint from removal for the length of a ``with`` block; look for its commit inside the block.
 
-    Where no mark can be written (a read-only store), or there is no commit, the block runs without protection.
+    Without a commit, or where no mark can be written (a read-only store), the block runs without protection.
     """
     mark = _Mark(store)
     try:

@@ -102,7 +102,7 @@ def derive_names(
     """Derive the names from the weights alone, without the model.
 
     Args:
-        tensors: the weights: name → tensor, including buffers and frozen parameters, which have no slot.
+        tensors: the weights: name → tensor `[...]`, including buffers and frozen parameters, which have no slot.
         slots: the slots of each group.
         in_order: whether `tensors` are in the model's order.
         decays: whether a name may be in the first of two groups, the one with weight decay.
