@@ -1,4 +1,4 @@
-"""Training arguments: inert, validated, free of torch. Groups of fields are one file each; see `TrainingArguments`."""
+"""Training arguments: inert, validated, without torch. Each group of fields is a file `*_arguments.py`."""
 
 from trainer_lib.arguments.enums import (
     DebugOption,

@@ -1,11 +1,11 @@
-"""`accelerator_config`: what its settings mean when every process reads its own share of the data by position.
+"""`accelerator_config`: the meaning of its settings, given that every process reads its own share of the data.
 
 split_batches                per_device_train_batch_size (and eval's) is divided among the processes
-non_blocking                 whether copies to the device overlap with the host's work (on unless said otherwise)
+non_blocking                 copies to the device overlap with the host's work (the default)
 gradient_accumulation_kwargs `sync_each_batch`: gradients are exchanged after every micro-batch (less memory)
-use_configured_state         the process group has to be the caller's: none is formed here
-even_batches                 either way no sample is repeated: a process without samples computes at weight zero
-use_seedable_sampler         True only: the order is a function of the seed, which resuming rests on
+use_configured_state         the caller has formed the process group: the Trainer forms none
+even_batches                 no effect: no sample is repeated, and a process without samples gets a dummy batch
+use_seedable_sampler         True only: the order is a function of the seed, on which resuming depends
 dispatch_batches             False only: no process reads for the others
 """
 
@@ -28,7 +28,7 @@ ACCELERATOR_KEYS = (
 )
 _FIELD = "accelerator_config"
 _ACCUMULATION = "gradient_accumulation_kwargs"
-# Settings that are served with one value only: (that value, why, the way out).
+# Settings that are supported with one value only: (that value, the reason, the alternative).
 _ONLY: Mapping[str, tuple[bool, str, str]] = {
     "dispatch_batches": (
         False,
@@ -37,7 +37,7 @@ _ONLY: Mapping[str, tuple[bool, str, str]] = {
     ),
     "use_seedable_sampler": (
         True,
-        "the order of the data is always a function of the seed: resuming rests on it.",
+        "the order of the data is always a function of the seed, on which resuming depends.",
         "Remove it, or override _get_train_sampler.",
     ),
     f"{_ACCUMULATION}.adjust_scheduler": (
@@ -55,7 +55,7 @@ _ONLY: Mapping[str, tuple[bool, str, str]] = {
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The settings that have an effect; see the top of this file."""
+    """The settings of `accelerator_config` that have an effect, as the top of this file explains them."""
 
     split_batches: bool = False
     non_blocking: bool = True
@@ -64,7 +64,11 @@ class BatchSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str | None) -> BatchSettings:
-        """From the argument: a mapping, or a JSON or YAML file. Raises ConfigError for what cannot be served."""
+        """Read the argument: a mapping, or the name of a JSON or YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is unknown or not supported.
+        """
         values = read_mapping(Path(config), field=_FIELD) if isinstance(config, str) else dict(config or {})
         for key in values:
             if key not in ACCELERATOR_KEYS:
@@ -91,7 +95,11 @@ class BatchSettings:
         )
 
     def share(self, batch_size: int, data_parallel_size: int, *, field: str) -> int:
-        """Samples of one process out of the `batch_size` that the argument `field` gives."""
+        """Return the samples of one process out of the `batch_size` that the argument `field` gives.
+
+        Raises:
+            ConfigError: `split_batches` is on, and the processes do not divide the batch.
+        """
         if not self.split_batches:
             return batch_size
         if batch_size % data_parallel_size:
@@ -104,7 +112,7 @@ class BatchSettings:
         return batch_size // data_parallel_size
 
     def check_state(self, *, world_size: int, formed: bool) -> None:
-        """With `use_configured_state`, several processes need a group that the caller has formed."""
+        """Raise ConfigError when `use_configured_state` is on and the caller has not formed a process group."""
         if self.use_configured_state and world_size > 1 and not formed:
             raise ConfigError(
                 "This asks for a process group that the program formed before, and there is none.",

@@ -27,7 +27,7 @@ def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings:
     Args:
         args: coerced arguments.
         data_parallel_size: processes that train on different samples.
-        settings: what `args.accelerator_config` says, where the caller has read it already.
+        settings: the settings in `args.accelerator_config`, if the caller has read them already.
 
     Raises:
         ConfigError: `accelerator_config` names a file that cannot be read, or holds a setting that is not served.

@@ -1,4 +1,4 @@
-"""All groups of arguments as one flat dataclass, without behaviour."""
+"""The groups of arguments as one flat dataclass, without behaviour."""
 
 from __future__ import annotations
 

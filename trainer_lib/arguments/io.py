@@ -1,4 +1,4 @@
-"""Arguments to and from dictionaries, JSON and YAML. Secrets are masked on the way out and never come back in."""
+"""Convert arguments to and from dictionaries, JSON and YAML. Secrets are masked, and a mask is never read back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_lib.secrets import is_secret, mask, mask_value
 
 
 def to_dict(args: Any) -> dict[str, Any]:
-    """Every argument as plain JSON values: enums by value, secrets as `<NAME>`."""
+    """Return every argument as plain JSON values: enums by value, secrets as `<NAME>`."""
     out: dict[str, Any] = {}
     for name, field in field_map(args).items():
         value = getattr(args, name)
@@ -25,7 +25,7 @@ def to_dict(args: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` in terms of JSON; objects with `to_dict` through it, others by their text."""
+    """Return `value` as plain JSON values: an object with `to_dict` through that method, any other as its text."""
     if isinstance(value, Enum):
         return value.value
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -39,12 +39,12 @@ def plain(value: Any) -> Any:
 
 
 def to_json_string(args: Any) -> str:
-    """`to_dict` as indented JSON."""
+    """Return `to_dict` as indented JSON."""
     return json.dumps(to_dict(args), indent=2)
 
 
 def to_sanitized_dict(args: Any) -> dict[str, Any]:
-    """`to_dict` with the process's batch sizes added, and everything that is no number, truth value or text as text."""
+    """Return `to_dict` with the process's batch sizes; whatever is not a number, truth value or text becomes text."""
     values = {**to_dict(args), "train_batch_size": args.train_batch_size, "eval_batch_size": args.eval_batch_size}
     shown = {name: mask_value(name, value) for name, value in values.items()}
     return {name: value if isinstance(value, (bool, int, float)) else mask(str(value)) for name, value in shown.items()}

@@ -1,8 +1,8 @@
-"""What `accelerate launch` says about a run, as arguments.
+"""The settings of `accelerate launch` as arguments.
 
-It speaks through environment variables (ACCELERATE_*, FSDP_*), which its flags and its configuration file fill. Here
-they become `TrainingArguments`: what both say alike stands, what only one says is taken, and a contradiction is refused
-by name with both values. Nothing else of this library reads these variables. Torch-free.
+Its flags and its configuration file arrive as environment variables (ACCELERATE_*, FSDP_*). Here they become
+`TrainingArguments`: a setting given once is used, settings given in both places must be equal, and an error about a
+contradiction names both values. Nothing else in this library reads these variables, and nothing here imports torch.
 
     ACCELERATE_MIXED_PRECISION              bf16, fp16
     ACCELERATE_USE_CPU                      use_cpu
@@ -38,7 +38,7 @@ _UNSERVED = {
 }
 # Settings of fsdp_config by the variable that carries them: words, and truth values.
 _FSDP_TEXTS = {"FSDP_BACKWARD_PREFETCH": "backward_prefetch", "FSDP_STATE_DICT_TYPE": "state_dict_type"}
-# With the value that the launcher writes when nobody asked for anything: that says nothing.
+# With the launcher's default, which it always writes and which therefore asks for nothing.
 _FSDP_FLAGS = {
     "FSDP_FORWARD_PREFETCH": ("forward_prefetch", False),
     "FSDP_USE_ORIG_PARAMS": ("use_orig_params", True),
@@ -49,7 +49,7 @@ _FSDP_FLAGS = {
 
 
 class Said(NamedTuple):
-    """One argument that the launcher decides, and where it said so."""
+    """One argument that the launcher sets, and the variable that holds it."""
 
     name: str
     value: Any
@@ -57,13 +57,13 @@ class Said(NamedTuple):
 
 
 def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> TrainingArguments:
-    """The arguments with what the launcher's environment decides: a copy if it decides anything, else `args` itself.
+    """Return validated arguments with those that the launcher's environment gives.
 
-    Both are validated.
+    The result is a copy if the launcher gives any, else `args` itself; `args` are validated too.
 
     Raises:
-        ConfigError: an argument and the environment contradict each other (both values are named), or the environment
-            asks for what is not served.
+        ConfigError: an argument and the environment contradict each other (the error names both values), or the
+            environment asks for something that is not supported.
     """
     args.validate()
     said = list(implied(os.environ if environ is None else environ))
@@ -77,11 +77,15 @@ def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = 
 
 
 def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str = "") -> dict[str, Any]:
-    """The same for arguments that are still a mapping, such as a spec's `train.args`.
+    """Return a mapping of arguments, such as a spec's `train.args`, with those that the launcher's environment gives.
 
     Args:
-        given: arguments by name; what is not among them is at its default.
-        prefix: put before the field's name in errors (``train.args``).
+        given: arguments by name; all others are at their defaults.
+        environ: the environment of the launched processes.
+        prefix: stands before the field's name in errors (``train.args``).
+
+    Raises:
+        ConfigError: as `apply_launcher`.
     """
     from trainer_lib.arguments.training import TrainingArguments
 
@@ -99,7 +103,7 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
 
 
 def implied(environ: Mapping[str, str]) -> Iterator[Said]:
-    """The arguments that these variables decide; none of them without `accelerate launch`."""
+    """Yield the arguments that these variables set; without `accelerate launch`, none. Raises ConfigError."""
     for name, remedy in _UNSERVED.items():
         if _is_true(environ.get(name)):
             raise ConfigError(
@@ -170,7 +174,7 @@ def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
     text = environ.get(name, "FULL_SHARD").upper()
     if text.isdigit() and 1 <= int(text) <= len(_SHARDING):
         text = _SHARDING[int(text) - 1]
-    if environ.get("FSDP_VERSION", "1") == "2":  # there it is said by what happens after the forward pass
+    if environ.get("FSDP_VERSION", "1") == "2":  # there the mode follows from what happens after the forward pass
         name, text = "FSDP_RESHARD_AFTER_FORWARD", environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
         text = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(text, text)
     if text not in _SHARDING:
@@ -203,7 +207,7 @@ def _deepspeed(environ: Mapping[str, str]) -> Said:
                 zero[f"offload_{what.lower()}"]["nvme_path"] = path
     if _is_true(environ.get(f"{prefix}ZERO3_SAVE_16BIT_MODEL")):
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    # The rest follows from the arguments, which have taken up what the launcher says of it.
+    # The rest follows from the arguments, which already hold the launcher's settings.
     automatic = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {**dict.fromkeys((*automatic, "gradient_clipping"), "auto"), "zero_optimization": zero}
     return Said("deepspeed", config, f"{prefix}ZERO_STAGE")
@@ -214,7 +218,7 @@ def _default(args: TrainingArguments, name: str) -> Any:
 
 
 def _merged(said: Said, given: Any, default: Any) -> Any:
-    """The value both agree on."""
+    """The one value of a setting that both may give."""
     if said.name == "fsdp":
         return _merged_words(said, given)
     if given is None or given == default or given == said.value:
@@ -242,7 +246,7 @@ def _merged_words(said: Said, given: Any) -> str:
 
 
 def _merged_mappings(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Key by key; "auto" gives way. Keys of fsdp_config may begin with ``fsdp_`` or not."""
+    """Merge key by key; "auto" yields to a value. Keys of fsdp_config may have the prefix ``fsdp_``."""
     merged = dict(ours)
     known = {key.removeprefix("fsdp_"): key for key in ours}
     for key, value in theirs.items():
@@ -258,7 +262,7 @@ def _merged_mappings(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: s
 
 
 def _plain(value: Any) -> Any:
-    """A setting as it is compared: JSON files of old hold truth values as texts, and one class without a list."""
+    """A setting in the form to compare: older JSON files hold truth values as texts, and one class without a list."""
     if isinstance(value, list):
         return [str(item).lower() for item in value]
     text = str(value).lower()

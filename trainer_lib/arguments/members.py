@@ -1,7 +1,7 @@
-"""What `TrainingArguments` answers besides its fields: ranks, device, batch sizes, log levels.
+"""The derived values of `TrainingArguments`: ranks, device, batch sizes, log levels.
 
 Ranks come from the environment that a launcher sets. The device and the barrier come from `trainer_lib.distributed`,
-which is imported when asked for: arguments live below it, and stay free of torch.
+which is imported on demand, because it stands above the arguments and imports torch.
 """
 
 from __future__ import annotations
@@ -32,80 +32,80 @@ _LEVELS = {
 
 
 class ArgumentMembers(ArgumentGroups):
-    """Derived values; none of them is stored."""
+    """Values that follow from the arguments and the environment; none of them is stored."""
 
     default_optim: ClassVar[str] = "adamw_torch_fused"
 
     @property
     def world_size(self) -> int:
-        """Processes that train together, as the launcher's environment says; else 1."""
+        """Number of processes that train together, from the launcher's environment; 1 without a launcher."""
         return environment.read().world_size
 
     @property
     def process_index(self) -> int:
-        """This process's number in the whole job, as the launcher's environment says; else 0."""
+        """Number of this process in the whole job, from the launcher's environment; 0 without a launcher."""
         return environment.read().rank
 
     @property
     def local_process_index(self) -> int:
-        """This process's number on its machine, as the launcher's environment says; else `local_rank`; else 0."""
+        """Number of this process on its machine, from the launcher's environment; without one, `local_rank` or 0."""
         found = environment.read()
         return found.local_rank if found is not environment.ALONE else max(self.local_rank, 0)
 
     @property
     def device(self) -> torch.device:
-        """The device this process trains on."""
+        """The device that this process trains on."""
         chosen: torch.device = _distributed().choose_device(use_cpu=self.use_cpu)
         return chosen
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators this process uses: 1, or 0 on the CPU. Several are used by several processes."""
+        """Number of accelerators that this process uses: 1, or 0 on the CPU. More of them need more processes."""
         return 0 if self.device.type == "cpu" else 1
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether several processes train together."""
+        """DISTRIBUTED when several processes train together, else NOT_PARALLEL."""
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether the Trainer moves the model; override to return False in a subclass that places it itself."""
+        """True when the Trainer moves the model to its device; a subclass that places it itself returns False."""
         return True
 
     @property
     def train_batch_size(self) -> int:
-        """Samples that this process trains on at a time."""
+        """Number of samples that this process trains on at a time."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples that this process evaluates at a time."""
+        """Number of samples that this process evaluates at a time."""
         return self.per_device_eval_batch_size
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
-        """`ddp_timeout` as the type that torch.distributed takes."""
+        """`ddp_timeout` (seconds) as the type that torch.distributed takes."""
         return timedelta(seconds=self.ddp_timeout)
 
     @property
     def is_torch_greater_or_equal_than_2_8(self) -> bool:
-        """Whether the installed torch is 2.8 or newer (found without importing it)."""
+        """True when the installed torch is 2.8 or newer; torch is not imported for it."""
         major, minor = metadata.version("torch").split(".")[:2]
         return (int(major), int(minor)) >= (2, 8)
 
     @property
     def should_log(self) -> bool:
-        """Whether this process writes the main log."""
+        """True for the process that writes the main log."""
         return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files that are written once."""
+        """True for the process that writes the files of which there is one."""
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     def get_process_log_level(self) -> int:
-        """The `logging` level of this process: `log_level` on the main one, `log_level_replica` on the others.
+        """Return the `logging` level of this process: `log_level` on the main one, else `log_level_replica`.
 
         "passive" is info on the main process and warning on the others.
         """
@@ -114,17 +114,17 @@ class ArgumentMembers(ArgumentGroups):
         return _LEVELS.get(self.log_level_replica, logging.WARNING)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Steps of warm-up: `warmup_steps`, or that share of `num_training_steps`, rounded up."""
+        """Return the optimizer steps of the warm-up: `warmup_steps`, or that share of all steps, rounded up."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
-        """A context that the main process enters alone, while the others wait until it has left.
+        """Return a context that the main process enters first; the others enter when it has left.
 
         Args:
-            local: wait for the main process of this machine; False = of the whole job (for shared disks).
-            desc: what is done, for the log.
+            local: the main process of each machine enters first; False = that of the whole job, for shared disks.
+            desc: the work that is done inside, for the log.
         """
         logging.getLogger(__name__).debug("%s: waiting for the main process to do %s", self.process_index, desc)
         context: AbstractContextManager[None] = _distributed().main_process_first(self, local=local)

@@ -1,9 +1,9 @@
-"""Any dataclass as command-line arguments, on top of argparse.
+"""Turn any dataclass into command-line arguments, on top of argparse.
 
-A field becomes `--name` (`--na-me` works too); its help shows unit and default. A truth value is a flag: `--flag`,
-`--flag false`, and `--no_flag` where the default is true; one without a default is false. Lists take several words (or
-JSON), mappings take JSON, `none` is None where None is allowed. Old names of `TrainingArguments` are understood, and
-left out of the help.
+A field becomes `--name` (or `--na-me`), and its help shows unit and default. A truth value is a flag: `--flag`,
+`--flag false`, and `--no_flag` where the default is true; without a default it is false. Lists take several words (or
+JSON), mappings take JSON, and `none` is None where None is allowed. Old names of `TrainingArguments` are accepted, but
+the help leaves them out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 from trainer_lib.arguments import compat, io
 from trainer_lib.arguments.coerce import NONE_WORDS, coerce
 from trainer_lib.arguments.fields import field_hints
@@ -33,14 +35,17 @@ _SHORT_USAGE = 30  # arguments whose usage still fits above an error
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Turns dataclass types into arguments and arguments into instances (also known as `HfArgumentParser`).
+    """Makes arguments from dataclasses and instances from arguments; `HfArgumentParser` is another name of it.
+
+    A wrong argument ends the program with a usage message and exit code 2. With `exit_on_error=False`, and in the
+    `parse_dict` family, it raises a ConfigError instead.
 
     Args:
         dataclass_types: one dataclass or several; no two may share a field's name.
-        kwargs: passed to `argparse.ArgumentParser`.
+        kwargs: arguments of `argparse.ArgumentParser`.
 
-    On a wrong argument the command line ends with a usage message and exit code 2; with `exit_on_error=False`, and in
-    the `parse_dict` family, a ConfigError is raised instead.
+    Raises:
+        ConfigError: two dataclasses share a field's name, or a type is not a dataclass.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
@@ -87,17 +92,17 @@ class ArgumentParser(argparse.ArgumentParser):
         args_filename: str | None = None,
         args_file_flag: str | None = None,
     ) -> tuple[DataClass, ...]:
-        """Instances of the dataclasses, in their order, then the namespace of arguments added by hand, if any.
+        """Parse words into instances of the dataclasses, in their order, and a namespace of arguments added by hand.
 
         Args:
             args: words of the command line; `sys.argv` when not given.
-            return_remaining_strings: append the list of words that were not understood, instead of refusing them.
+            return_remaining_strings: append the list of unknown words, instead of refusing them.
             look_for_args_file: read words from `<script>.args` beside the script, if there is one.
             args_filename: read words from this file first.
-            args_file_flag: name of an argument (`--args_file`) that names such files.
+            args_file_flag: the argument (`--args_file`) that names such files.
 
         Raises:
-            ConfigError: only with `exit_on_error=False`.
+            ConfigError: an argument is wrong, and `exit_on_error` is False.
         """
         try:
             words = _from_files(
@@ -118,8 +123,8 @@ class ArgumentParser(argparse.ArgumentParser):
             raise
         return (*outputs, remaining) if return_remaining_strings else tuple(outputs)
 
+    @override
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """A namespace instead of dataclasses, as argparse gives it: every field in it, defaults too."""
         found = super().parse_args(args, namespace)
         for cls in self.dataclass_types:
             for field in _init_fields(cls):
@@ -127,12 +132,12 @@ class ArgumentParser(argparse.ArgumentParser):
                     setattr(found, field.name, _default(field))
         return found
 
+    @override
     def error(self, message: str) -> NoReturn:
-        """End the program with a usage message and exit code 2, or raise a ConfigError with `exit_on_error=False`."""
         if self.exit_on_error:
             if len(self._actions) <= _SHORT_USAGE:
                 super().error(message)
-            # A screen full of options would hide what is wrong.
+            # A screen full of options would hide the error.
             self.exit(
                 2, f"usage: {self.prog} [--name value ...]   (--help lists them)\n{self.prog}: error: {message}\n"
             )
@@ -151,14 +156,14 @@ class ArgumentParser(argparse.ArgumentParser):
         return outputs
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
-        """Instances of the dataclasses from a mapping, in their order.
+        """Make instances of the dataclasses from a mapping, in their order.
 
         Args:
-            args: names and values; texts are coerced to the field's type.
-            allow_extra_keys: ignore names that are no field.
+            args: names and values; texts are converted to the field's type.
+            allow_extra_keys: ignore names that are not fields.
 
         Raises:
-            ConfigError: a name that is no field (unless allowed), or a value that is refused.
+            ConfigError: a name is not a field (unless allowed), or a value is refused.
         """
         unused = dict(args)
         outputs: list[DataClass] = []
@@ -178,11 +183,11 @@ class ArgumentParser(argparse.ArgumentParser):
         return tuple(outputs)
 
     def parse_json_file(self, json_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
-        """`parse_dict` on a JSON file."""
+        """Apply `parse_dict` to a JSON file."""
         return self.parse_dict(io.read_mapping(Path(json_file), field="json_file"), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
-        """`parse_dict` on a YAML file."""
+        """Apply `parse_dict` to a YAML file."""
         return self.parse_dict(io.read_mapping(Path(yaml_file), field="yaml_file"), allow_extra_keys)
 
 
@@ -203,7 +208,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     options += [aliases] if isinstance(aliases, str) else aliases
     default = _default(field)
     settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, default)}
-    settings["default"] = argparse.SUPPRESS  # what is not given is left to the dataclass
+    settings["default"] = argparse.SUPPRESS  # the dataclass itself fills what is not given
     settings["required"] = default is dataclasses.MISSING and hint is not bool
     kinds = _kinds(hint)
     parse = _parser(field, hint)
@@ -220,12 +225,12 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     group.add_argument(*options, type=str if "nargs" in settings else parse, metavar=field.name.upper(), **settings)
     if "nargs" in settings:
         group._group_actions[-1].convert = parse
-        # Of ours, a list may be one word with commas; a text of somebody else's list may have commas in it.
+        # A list of ours may be one word with commas; an item of a user's list of texts may contain commas.
         group._group_actions[-1].splits = "affects" in field.metadata or not _lists_texts(kinds)
 
 
 class _Refused(argparse.ArgumentTypeError):
-    """A value that a field refuses: argparse puts the argument's name before it."""
+    """The refusal of a value by a field; argparse puts the argument's name before it."""
 
     def __init__(self, error: ConfigError) -> None:
         super().__init__(" ".join(part for part in (f"{error.value}:", error.message, error.remedy) if part))
@@ -237,7 +242,7 @@ def _lists_texts(kinds: Sequence[Any]) -> bool:
 
 
 class _Joined(argparse.Action):
-    """Several words as one list; a single one as it is, so that `none` and `[…]` keep their meaning."""
+    """Joins several words into one list; keeps a single one as it is, so that `none` and `[…]` keep their meaning."""
 
     convert: Callable[[Any], Any]
     splits: bool
@@ -291,7 +296,7 @@ def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
 
 
 def _unsaid(cls: type) -> dict[str, Any]:
-    """Flags without a default that nobody gave."""
+    """Flags without a default that are not given."""
     hints = field_hints(cls)
     fields = (field for field in _init_fields(cls) if _default(field) is dataclasses.MISSING)
     return {field.name: False for field in fields if hints.get(field.name) is bool}
@@ -333,7 +338,7 @@ def _help(field: dataclasses.Field[Any], hint: Any, default: Any) -> str:
 
 
 def _from_files(words: list[str], beside_script: bool, filename: str | None, flag: str | None) -> list[str]:
-    """Words from files come first, so that the command line overrides them."""
+    """Put the words of files first, so that the command line overrides them."""
     files: list[Path] = []
     if filename:
         files.append(Path(filename))

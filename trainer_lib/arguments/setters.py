@@ -1,4 +1,4 @@
-"""The `set_*` family: related arguments at once, checked together. Each returns the arguments, to be chained."""
+"""The `set_*` methods: each sets related arguments, checks them together, and returns the arguments for chaining."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer_lib.arguments.validation import validate
 
 
 class ArgumentSetters(ArgumentMembers):
-    """Setters by subject."""
+    """The `set_*` methods, by subject. A set of values that is refused leaves the arguments as they were."""
 
     def validate(self) -> None:
-        """Bring every field to its declared type and check everything; called again when a Trainer is built.
+        """Convert every field to its declared type and check all of them; building a Trainer calls it again.
 
         Raises:
-            ConfigError: see `trainer_lib.arguments.validation`.
+            ConfigError: a value is refused, or two arguments contradict each other.
         """
         validate(self)
 
@@ -43,7 +43,7 @@ class ArgumentSetters(ArgumentMembers):
         seed: int = 42,
         gradient_checkpointing: bool = False,
     ) -> Self:
-        """The basics of training."""
+        """Set the basics of training; `batch_size` is in samples per process. Raises ConfigError, as every setter."""
         return self._set(
             learning_rate=learning_rate,
             per_device_train_batch_size=batch_size,
@@ -66,7 +66,7 @@ class ArgumentSetters(ArgumentMembers):
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """When and how to evaluate."""
+        """Set when and how to evaluate; `delay` is in steps or epochs, by `strategy`."""
         return self._set(
             eval_strategy=strategy,
             eval_steps=steps,
@@ -77,7 +77,7 @@ class ArgumentSetters(ArgumentMembers):
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """How to predict on a test set."""
+        """Set how to predict on a test set."""
         return self._set(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
@@ -87,7 +87,7 @@ class ArgumentSetters(ArgumentMembers):
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """When to write checkpoints, and how many to keep."""
+        """Set when to write checkpoints, and how many to keep."""
         return self._set(
             save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
         )
@@ -103,7 +103,7 @@ class ArgumentSetters(ArgumentMembers):
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """What to log, when, and to whom."""
+        """Set what to log, when, and to which trackers."""
         return self._set(
             logging_strategy=strategy,
             logging_steps=steps,
@@ -124,7 +124,7 @@ class ArgumentSetters(ArgumentMembers):
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Where and when to publish."""
+        """Set where and when to publish."""
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -145,7 +145,7 @@ class ArgumentSetters(ArgumentMembers):
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """The optimizer and its settings."""
+        """Set the optimizer and its settings; `args` is "name=value,name=value"."""
         return self._set(
             optim=name,
             learning_rate=learning_rate,
@@ -164,7 +164,7 @@ class ArgumentSetters(ArgumentMembers):
         warmup_steps: int | float = 0,
         warmup_ratio: float | None = None,
     ) -> Self:
-        """The schedule, the length it spans, and its warm-up (`warmup_ratio`: an old name for a share)."""
+        """Set the schedule, its length, and its warm-up (`warmup_ratio` is the old name of a share)."""
         values: dict[str, Any] = {} if warmup_ratio is None else {"warmup_ratio": warmup_ratio}
         if warmup_steps or warmup_ratio is None:
             values = {"warmup_steps": warmup_steps}
@@ -183,7 +183,7 @@ class ArgumentSetters(ArgumentMembers):
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """How data is loaded."""
+        """Set how data is loaded; batch sizes are in samples per process."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

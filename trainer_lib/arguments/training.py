@@ -1,8 +1,8 @@
 """`TrainingArguments`: every argument of a training run, flat, inert and checked.
 
 The fields live in small groups (one file each) and are inherited, so that subclassing as a dataclass,
-`dataclasses.fields`, `dataclasses.replace` and assignment after construction work as they do for any dataclass. Nothing
-here touches a device, the environment or the disk; what must (`device`, ranks) is looked up when asked for.
+`dataclasses.fields`, `dataclasses.replace` and assignment after construction work as for any dataclass. Construction
+touches no device, no environment variable and no disk; properties such as `device` look only when they are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer_lib.suggestions import suggestion
 
 
 class _Translating(ABCMeta):
-    """Lets a class take old names: they are translated before its `__init__` sees them, in subclasses too."""
+    """Lets a class and its subclasses accept old names, by translating them before `__init__` gets them."""
 
     if not TYPE_CHECKING:  # type checkers see the dataclass's own signature
 
@@ -39,13 +39,13 @@ class _Translating(ABCMeta):
 
 @functools.cache
 def constructor_names(cls: type) -> tuple[str, ...]:
-    """The names a class's constructor takes; "**" is among them when it takes any."""
+    """Return the names that a class's constructor takes; "**" stands for a constructor that takes any name."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     return tuple("**" if parameter.kind is parameter.VAR_KEYWORD else parameter.name for parameter in parameters)
 
 
 def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise a ConfigError for the first name that is no argument, with the nearest one that is."""
+    """Raise a ConfigError for the first name that is not an argument, with the nearest argument as remedy."""
     for name in given:
         if name not in known:
             remedy = suggestion(name, [*known, *compat.OLD_NAMES], listing=False)
@@ -58,14 +58,14 @@ def _joined(present: Any, changed: Any) -> Any:
 
 @dataclass
 class TrainingArguments(ArgumentSetters, metaclass=_Translating):
-    """The arguments of a training run; each group's file documents its own.
+    """The arguments of a training run; the file of each group documents its fields.
 
-    Fields that follow from others are filled at construction and again by `validate`: `output_dir`, `do_eval`,
-    `eval_steps`, `metric_for_best_model`, `greater_is_better`, `torch_compile`, both names of gradient checkpointing.
+    Construction, and `validate` again, fill the fields that follow from others: `output_dir`, `do_eval`, `eval_steps`,
+    `metric_for_best_model`, `greater_is_better`, `torch_compile`, and both names of gradient checkpointing.
 
     Raises:
-        ConfigError: at construction, for a value that is out of range or of the wrong type, an unknown name, or
-            arguments that contradict each other.
+        ConfigError: at construction, when a value is out of range or of the wrong type, a name is unknown, or
+            arguments contradict each other.
     """
 
     def __post_init__(self) -> None:
@@ -87,14 +87,14 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, prefix: str = "train.args") -> Self:
-        """Arguments from a mapping, such as a part of a spec; old names are understood.
+        """Make arguments from a mapping, such as a part of a spec. Old names are accepted.
 
         Args:
-            values: names and values; texts are coerced to the field's type ("1e-3", "true", "none").
-            prefix: put before the field's name in errors.
+            values: names and values; texts are converted to the field's type ("1e-3", "true", "none").
+            prefix: stands before the field's name in errors.
 
         Raises:
-            ConfigError: with field `<prefix>.<name>`.
+            ConfigError: an argument is refused; the error's field is `<prefix>.<name>`.
         """
         try:
             return cls(**{str(name): value for name, value in values.items()})
@@ -105,24 +105,24 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> Self:
-        """Arguments from a JSON or YAML file.
+        """Make arguments from a JSON or YAML file.
 
         Raises:
-            ConfigError: the file cannot be read, or its arguments are refused (field `<file name>.<name>`).
+            ConfigError: the file cannot be read, or an argument is refused; the field is `<file name>.<name>`.
         """
         file = Path(path)
         return cls.from_dict(io.read_mapping(file, field="file"), prefix=file.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument as plain JSON values: enums by value, tokens masked."""
+        """Return every argument as plain JSON values: enums by value, tokens masked."""
         return io.to_dict(self)
 
     def to_json_string(self) -> str:
-        """`to_dict` as indented JSON."""
+        """Return `to_dict` as indented JSON."""
         return io.to_json_string(self)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict` for trackers that take only numbers, truth values and texts."""
+        """Return `to_dict` for trackers that accept only numbers, truth values and texts."""
         return io.to_sanitized_dict(self)
 
 

@@ -1,7 +1,7 @@
-"""What makes a set of arguments impossible, as far as the arguments alone can tell.
+"""Check a set of arguments, as far as this is possible without a model, data or devices.
 
-`validate` first brings every field to its declared type, choices and bounds, then fills the fields that follow from
-others, then looks for contradictions. Every refusal is a `ConfigError` with field, value and remedy.
+`validate` converts every field to its declared type and checks its choices and bounds, then fills the fields that
+follow from others, then looks for contradictions. Every refusal is a `ConfigError` with field, value and remedy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from trainer_lib.suggestions import suggestion
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
-#: Names that `report_to` accepts; which of them is served is the trackers' affair.
+#: Names that `report_to` accepts. `trainer_lib.trackers` decides which of them this machine can serve.
 REPORTERS = (
     *("jsonl", "mlflow", "tensorboard", "wandb", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive"),
     *("flyte", "kubeflow", "neptune", "swanlab", "trackio"),
 )
-#: Fields that may be given as a file's name instead of a mapping; the file is read by whoever uses it.
+#: Fields that may name a file instead of being a mapping; the code that needs the mapping reads the file.
 FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
 #: Mappings that go to a function of another library as they are.
 _FREE_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
@@ -45,7 +45,7 @@ _SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def validate(args: ArgumentGroups) -> None:
-    """Bring `args` into its final form, or raise the first ConfigError found."""
+    """Convert, fill and check all fields of `args` in place. Raises the first ConfigError that it finds."""
     coerce_fields(args)
     normalise(args)
     fill(args)
@@ -54,7 +54,7 @@ def validate(args: ArgumentGroups) -> None:
 
 
 def coerce_fields(args: Any) -> None:
-    """Bring every field of a dataclass to its declared type, choices and bounds."""
+    """Convert every field of a dataclass to its declared type. Raises ConfigError for one that does not fit."""
     cls: type = type(args)
     hints = field_hints(cls)
     for name, field in field_map(args).items():
@@ -67,7 +67,7 @@ def coerce_fields(args: Any) -> None:
 
 
 def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    """Refuse a number outside its bounds, or a text outside its choices."""
+    """Raise ConfigError for a number outside of its bounds, or a text that is not among its choices."""
     for sign, bound in (metadata.get("bounds") or {}).items():
         words, holds = _SIGNS[sign]
         if isinstance(value, (int, float)) and not holds(value, bound):
@@ -86,7 +86,7 @@ def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def normalise(args: ArgumentGroups) -> None:
-    """One form for what may be written in several."""
+    """Convert arguments that may be written in several forms to one form."""
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
     for name in _FREE_MAPPINGS:
@@ -144,7 +144,7 @@ def _reporters(value: Any) -> list[str]:
 
 
 def fill(args: ArgumentGroups) -> None:
-    """Fill fields that follow from others. What was filled before, and not touched since, is worked out anew."""
+    """Fill the fields that follow from others, also those that an earlier call filled and that are unchanged since."""
     filled: dict[str, tuple[Any, Any]] = args.__dict__.setdefault("_filled", {})
     for name, (raw, value) in filled.items():
         if getattr(args, name) == value:
@@ -214,7 +214,7 @@ def _check_warmup(args: ArgumentGroups) -> None:
 
 
 def _check_strategies(args: ArgumentGroups) -> None:
-    """A strategy "steps" needs its number of steps."""
+    """Check that each strategy "steps" has its number of steps."""
     for name in ("logging", "eval", "save"):
         strategy, steps = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
         if strategy == IntervalStrategy.STEPS and not steps:
@@ -357,15 +357,15 @@ def _check_strategy_choice(args: ArgumentGroups) -> None:
             value=args.fsdp,
             remedy="Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
         )
-    if not isinstance(args.fsdp_config, str):  # a file is read by whoever uses it
+    if not isinstance(args.fsdp_config, str):  # a file may exist only where the training runs
         read_settings(args)
 
 
 def _check_deepspeed(args: ArgumentGroups) -> None:
     if not isinstance(args.deepspeed, dict):
-        return  # a file is read by whoever uses it
+        return  # a file may exist only where the training runs
     zero = args.deepspeed.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # that is left to accelerate's launcher
+    if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # accelerate's launcher gives an "auto" stage
         deepspeed.plan(args)
 
 

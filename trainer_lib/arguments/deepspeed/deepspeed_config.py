@@ -81,16 +81,16 @@ def adopt(args: TrainingArguments) -> ZeroPlan:
 
 
 def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> ZeroPlan:
-    """What `args.deepspeed`, a mapping or the name of a JSON file, asks for; `args` stay as they are.
+    """Return what `args.deepspeed`, a mapping or the name of a JSON file, asks for; `args` stay as they are.
 
     Args:
         args: coerced arguments.
-        data_parallel_size: processes that train on different samples, where it is known; only train_batch_size
-            depends on it.
+        data_parallel_size: processes that train on different samples; None when it is not known yet. Only
+            train_batch_size depends on it.
 
     Raises:
-        ConfigError: the file cannot be read; a key is unknown or not served; a value contradicts an argument (both are
-            named) or another value.
+        ConfigError: the file cannot be read; a key is unknown or not supported; a value contradicts an argument (the
+            error names both) or another value.
     """
     config = read(args.deepspeed)
     check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)

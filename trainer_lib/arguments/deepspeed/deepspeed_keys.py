@@ -1,31 +1,31 @@
-"""What of DeepSpeed's configuration is served, derived or refused, key by key (a table in docs/distributed.md)."""
+"""The keys of DeepSpeed's configuration: supported, derived or refused (docs/distributed.md has them as a table)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Derived from the arguments. Written down, they must agree or be "auto".
+#: Key -> the argument that it follows from. A value in the file must be equal, or "auto".
 BATCH_KEYS: Mapping[str, str] = {
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-#: Understood here; what becomes of them is in `trainer_lib.arguments.deepspeed.deepspeed_config`.
+#: Keys that `trainer_lib.arguments.deepspeed.deepspeed_config` translates.
 MAPPED = (
     *BATCH_KEYS,
     *("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
 )
-#: Handed to DeepSpeed as they are.
+#: Keys that go to DeepSpeed as they are.
 PASSED = (
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler", "log_level"),
     *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "aio"),
 )
 _REPORT = "Remove it, and name the tracker in report_to."
-_NO_PLACE = "Remove it: the Trainer has no place for it."
-#: Known to DeepSpeed, refused here, with the way out.
+_NO_PLACE = "Remove it: the Trainer has no use for it."
+#: Keys that DeepSpeed knows and that are refused here, with the alternative.
 REFUSED: Mapping[str, str] = {
-    "amp": "Remove it: NVIDIA Apex is gone. Give bf16=True or fp16=True, or the section bf16 or fp16.",
+    "amp": "Remove it: NVIDIA Apex is discontinued. Give bf16=True or fp16=True, or the section bf16 or fp16.",
     "torch_autocast": "Remove it: give the section bf16 or fp16, or bf16=True.",
     "activation_checkpointing": "Remove it, and give gradient_checkpointing=True.",
     "tensorboard": _REPORT,
@@ -33,12 +33,12 @@ REFUSED: Mapping[str, str] = {
     "comet": _REPORT,
     "csv_monitor": _REPORT,
     "checkpoint": "Remove it: checkpoints are trainflow's own, without pickle.",
-    "load_universal_checkpoint": "Remove it: every checkpoint of trainflow's resumes on any stage and world size.",
+    "load_universal_checkpoint": "Remove it: every checkpoint of trainflow resumes on any stage and world size.",
     "nebula": "Remove it: checkpoints are trainflow's own.",
     "data_types": "Remove it: gradients are accumulated in the format that the section bf16 or fp16 names.",
     "elasticity": "Remove it, and give global_batch_size: it holds for any number of processes.",
     "autotuning": _NO_PLACE,
-    "compile": "Remove it: compiling together with DeepSpeed is not served.",
+    "compile": "Remove it: compiling together with DeepSpeed is not supported.",
     "curriculum_learning": _NO_PLACE,
     "data_efficiency": _NO_PLACE,
     "compression_training": _NO_PLACE,
@@ -49,13 +49,13 @@ REFUSED: Mapping[str, str] = {
     "sparse_gradients": _NO_PLACE,
     "hybrid_engine": _NO_PLACE,
     "pipeline": _NO_PLACE,
-    "tensor_parallel": "Remove it: only data is spread over the processes.",
-    "sequence_parallel_size": "Remove it: only data is spread over the processes.",
-    "managed_gradient_accumulation": "Remove it: the Trainer says when a step is complete.",
+    "tensor_parallel": "Remove it: processes share only the data.",
+    "sequence_parallel_size": "Remove it: processes share only the data.",
+    "managed_gradient_accumulation": "Remove it: the Trainer decides when a step is complete.",
     "disable_allgather": _NO_PLACE,
     "use_data_before_expert_parallelism": _NO_PLACE,
     "graph_harvesting": _NO_PLACE,
-    "gradient_allreduce_op": "Remove it: gradients are averaged, and the loss is weighted for that.",
+    "gradient_allreduce_op": "Remove it: gradients are averaged, and the loss is weighted accordingly.",
     "dataloader_drop_last": "Remove it, and give the argument of that name.",
 }
 
@@ -63,7 +63,7 @@ ZERO_MAPPED = ("stage", "cpu_offload", "cpu_offload_param", "cpu_offload_params"
 OFFLOADS = ("offload_optimizer", "offload_param")
 #: Sizes whose "auto" follows from the model's hidden size.
 ZERO_AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-#: Accepted, and on whatever is written: weights are always gathered to be saved.
+#: Accepted and always on, whatever the file says: weights are always gathered for saving.
 ZERO_ALWAYS_ON = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 ZERO_PASSED = (
     *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "contiguous_gradients"),
@@ -73,25 +73,25 @@ ZERO_PASSED = (
     *("log_trace_cache_warnings", "pipeline_loading_checkpoint", "enable_sanity_checks"),
     *("parameter_alignment", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
 )
-_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and hold for any stage and number of processes."
-_LOSSY = "Remove it: the exchange would lose digits, and state could not be saved exactly."
+_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and load on any stage and number of processes."
+_LOSSY = "Remove it: the exchange would lose digits, and the state could not be saved exactly."
 ZERO_REFUSED: Mapping[str, str] = {
     "elastic_checkpoint": _OWN_FORMAT,
     "load_from_fp32_weights": _OWN_FORMAT,
-    "legacy_stage1": "Remove it: stage 1 is served by its present implementation.",
-    "compute_grad_norm": "Remove it: steps that are not finite are found by the norm.",
+    "legacy_stage1": "Remove it: stage 1 uses the present implementation.",
+    "compute_grad_norm": "Remove it: the norm is needed to find steps that are not finite.",
     "zero_quantized_weights": _LOSSY,
     "zero_quantized_nontrainable_weights": _LOSSY,
     "zero_quantized_gradients": _LOSSY,
     "zeropp_loco_param": _LOSSY,
-    "zero_hpz_partition_size": "Remove it: parameters are divided among all processes.",
-    "mics_shard_size": "Remove it: parameters are divided among all processes (FSDP has hybrid_shard).",
-    "mics_hierarchical_params_gather": "Remove it: parameters are divided among all processes.",
+    "zero_hpz_partition_size": "Remove it: parameters are sharded over all processes.",
+    "mics_shard_size": "Remove it: parameters are sharded over all processes (FSDP has hybrid_shard).",
+    "mics_hierarchical_params_gather": "Remove it: parameters are sharded over all processes.",
     "zenflow": "Remove it: its steps are not those of the schedule.",
-    "save_muon_momentum_buffer_in_memory": "Remove it: muon works on whole matrices, which ZeRO cuts up.",
+    "save_muon_momentum_buffer_in_memory": "Remove it: muon works on whole matrices, which ZeRO shards.",
 }
 
-#: DeepSpeed's and torch's optimizers that update every element by itself, and so may be cut up: ours by name.
+#: Optimizers of DeepSpeed and torch that update each element by itself, so that ZeRO may shard them -> `optim`.
 OPTIMIZERS: Mapping[str, str] = {
     "adam": "adamw_torch_fused",  # DeepSpeed's Adam decays like AdamW unless adam_w_mode is false
     "adamw": "adamw_torch_fused",
@@ -105,7 +105,7 @@ OPTIMIZERS: Mapping[str, str] = {
     "rprop": "rprop",
     "lion": "lion",
 }
-_WHOLE = "It works on whole matrices, which ZeRO cuts up: give AdamW, Adam, Lion or SGD."
+_WHOLE = "It works on whole matrices, which ZeRO shards: give AdamW, Adam, Lion or SGD."
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "onebitadam": "It cannot be combined with ZeRO, and needs kernels of its own: give AdamW or Adam.",
     "onebitlamb": "It cannot be combined with ZeRO, and needs kernels of its own: give AdamW or Adam.",
@@ -114,11 +114,11 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "fusedlamb": _WHOLE,
     "muon": _WHOLE,
     "adagrad": "DeepSpeed makes one group of all its parameters, so that biases would decay too: give AdamW.",
-    "muadam": "Its package is not served: give Adam.",
-    "muadamw": "Its package is not served: give AdamW.",
-    "musgd": "Its package is not served: give SGD.",
+    "muadam": "Its package is not supported: give Adam.",
+    "muadamw": "Its package is not supported: give AdamW.",
+    "musgd": "Its package is not supported: give SGD.",
 }
-#: How DeepSpeed's schedules are called among the arguments; None where there is nothing like it.
+#: Schedule of DeepSpeed -> `lr_scheduler_type`; None where there is no equivalent.
 SCHEDULES: Mapping[str, str | None] = {
     "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
@@ -126,5 +126,5 @@ SCHEDULES: Mapping[str, str | None] = {
     "OneCycle": None,
     "LRRangeTest": None,
 }
-#: Optimizers of the argument `optim` that ZeRO may cut up.
+#: Values of the argument `optim` that ZeRO may shard.
 ELEMENTWISE = (*sorted({*OPTIMIZERS.values()}), "adamw_torch", "adam")

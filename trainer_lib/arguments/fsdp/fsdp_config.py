@@ -1,8 +1,8 @@
-"""`fsdp` and `fsdp_config`: what their words and keys ask for, in one form, and which of them cannot be had.
+"""Read `fsdp` and `fsdp_config` into one form, and refuse what is not supported.
 
-Keys are those of the Trainer's documents of all ages and of accelerate's files, with or without ``fsdp_`` before them.
-What each one means here is the table in docs/distributed.md; a test holds the two against each other. No torch here:
-a specification is refused before any process is started.
+The keys are those of every version of the Trainer's documents and of accelerate's files, with or without the prefix
+``fsdp_``. docs/distributed.md explains each in a table, and a test compares the two. Nothing here imports torch, so a
+spec is refused before a process is started.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trainer_lib.arguments.io import read_mapping
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
-_WHOLE = "Every parameter of it would have to be whole for that."
+_WHOLE = "It needs every parameter as a whole."
 _UNSHARDABLE: Mapping[str, str] = {
-    **dict.fromkeys(("lomo", "adalomo"), "It steps inside the backward, where gradients are not yet those of all."),
+    **dict.fromkeys(("lomo", "adalomo"), "It steps inside the backward pass, before gradients are exchanged."),
     **dict.fromkeys(("galore", "apollo", "adafactor"), _WHOLE),
-    **dict.fromkeys(("lion_32bit", "ademamix"), "bitsandbytes does not know pieces."),
-    **dict.fromkeys(("_8bit", "paged_", "_4bit", "rmsprop_bnb"), "Its quantised state does not know pieces."),
+    **dict.fromkeys(("lion_32bit", "ademamix"), "bitsandbytes does not support shards."),
+    **dict.fromkeys(("_8bit", "paged_", "_4bit", "rmsprop_bnb"), "Its quantised state does not support shards."),
 }
 
 
 class FsdpArguments(Protocol):
-    """The arguments read here (`TrainingArguments` has them)."""
+    """The training arguments that this module reads."""
 
     fsdp: Any
     fsdp_config: Any
@@ -44,22 +44,22 @@ class FsdpArguments(Protocol):
 
 @dataclass(frozen=True)
 class FsdpSettings:
-    """What is asked for.
+    """The settings of FSDP.
 
     Attributes:
         mode: full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2.
-        offload: whether parameters, gradients and optimizer state live in the host's memory.
-        wrap: what is gathered at a time: "whole" model, each layer of some "classes", or parts by "size".
-        wrap_classes: names of the layers' classes; empty = those that the model names in `_no_split_modules`.
-        min_num_params: parameters that make a part, for "size".
+        offload: keep parameters, gradients and optimizer state in the host's memory.
+        wrap: the unit that is gathered: the "whole" model, each layer of some "classes", or modules by "size".
+        wrap_classes: class names of the layers; empty = those that the model names in `_no_split_modules`.
+        min_num_params: number of parameters that make a unit, for "size".
         hybrid_group: processes that share one copy, for the hybrid modes; None = those of one machine.
-        backward_prefetch, forward_prefetch: whether the next part is gathered while this one computes.
-        activation_checkpointing: whether each part's activations are computed again in the backward.
-        cpu_ram_efficient_loading: whether only the first process builds the model with its values.
-        sync_module_states: whether all processes take the first one's values.
-        sharded_checkpoints: whether every process writes its own part of a checkpoint.
-        param_dtype, reduce_dtype: what parameters are gathered and gradients are exchanged in; None = their own.
-        ignored_modules: patterns of the names of modules that are left whole.
+        backward_prefetch, forward_prefetch: gather the next unit while this one computes.
+        activation_checkpointing: recompute each unit's activations in the backward pass.
+        cpu_ram_efficient_loading: only the first process builds the model with its values.
+        sync_module_states: all processes get the first one's values.
+        sharded_checkpoints: every process writes its own part of a checkpoint.
+        param_dtype, reduce_dtype: number formats of gathered parameters and of exchanged gradients; None = their own.
+        ignored_modules: patterns of the names of modules that are not sharded.
     """
 
     mode: str = "full_shard"
@@ -85,9 +85,10 @@ class FsdpSettings:
 
 
 def read_settings(args: FsdpArguments) -> FsdpSettings | None:
-    """The settings, or None when `fsdp` asks for nothing.
+    """Return the settings, reading their file if there is one; None when `fsdp` is empty.
 
-    Raises ConfigError for a key, a value or a combination that cannot be served; a file of settings is read.
+    Raises:
+        ConfigError: the file cannot be read, or a key, a value or a combination is not supported.
     """
     words = str(args.fsdp or "").split()
     config = read_mapping(Path(args.fsdp_config), field=FIELD) if isinstance(args.fsdp_config, str) else None
@@ -125,11 +126,11 @@ def _unprefixed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_without_fsdp(values: Mapping[str, Any]) -> None:
-    # A configuration that was written out in full asks for nothing with these.
+    # A configuration that was written out in full has these values, and they ask for nothing.
     asked = [key for key, value in values.items() if value not in (0, False, None, "", "false", "False", [], {})]
     if asked:
         raise ConfigError(
-            "Without fsdp, there is no fsdp to configure.",
+            "These settings have no effect without fsdp.",
             field=FIELD,
             value=asked[0],
             remedy='Remove it, or set fsdp="full_shard auto_wrap".',
@@ -140,7 +141,7 @@ def _refuse_without_fsdp(values: Mapping[str, Any]) -> None:
 
 
 def _choose_parts(reading: Reading, *, asked: bool) -> None:
-    """By class or by size: as a policy says, else as the key that is there says; `auto_wrap` alone is by class."""
+    """Choose the units by class or by size: as the policy says, else by the given key; `auto_wrap` is by class."""
     values = reading.values
     classes, size = values.get("wrap_classes"), values.get("min_num_params")
     if classes and size:
@@ -157,7 +158,7 @@ def _choose_parts(reading: Reading, *, asked: bool) -> None:
             "SIZE_BASED_WRAP needs a size.",
             field=f"{FIELD}.min_num_params",
             value=0,
-            remedy="Give the number of parameters that make a part.",
+            remedy="Give the number of parameters that make a unit.",
         )
     if policy is not None and wanted is not None and policy != wanted:
         raise ConfigError(
@@ -170,7 +171,7 @@ def _choose_parts(reading: Reading, *, asked: bool) -> None:
 
 
 def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
-    """Gathered as the forward computes, exchanged in full digits, unless said otherwise."""
+    """Choose the default formats: parameters as the forward pass computes, gradients in float32."""
     values = reading.values
     asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     if values.get("param_dtype") == "float16" and not args.fp16:
@@ -185,19 +186,19 @@ def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
         values.setdefault("reduce_dtype", "float32")
 
 
-#: Arguments that sharding leaves no room for: why, and the way out.
+#: Arguments that are not supported together with sharding: the reason, and the alternative.
 _UNSERVED: Mapping[str, tuple[str, str]] = {
     "auto_find_batch_size": (
-        "a process that runs out of memory leaves the others waiting for its part.",
+        "a process that runs out of memory leaves the others waiting for its shard.",
         "Remove it; a pipeline's own retry halves the micro-batch between two starts.",
     ),
     "save_on_each_node": ("no machine has the whole state.", "Give an output_dir that all machines see."),
     **dict.fromkeys(
         ("bf16_full_eval", "fp16_full_eval"),
-        ("divided parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
+        ("sharded parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
     ),
     "predict_with_generate": (
-        "processes would generate different numbers of tokens, and wait for each other.",
+        "processes would generate different numbers of tokens and wait for each other.",
         "Remove it, and generate with a Trainer of its own without fsdp and the saved model.",
     ),
 }
@@ -237,7 +238,7 @@ def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
         return
     if args.gradient_checkpointing:
         raise ConfigError(
-            "This cannot be on together with gradient_checkpointing: both compute the same activations again.",
+            "This cannot be on together with gradient_checkpointing: both recompute the same activations.",
             field=f"{FIELD}.activation_checkpointing",
             value=True,
             remedy="Keep activation_checkpointing, which saves a gathering.",
