@@ -1,7 +1,7 @@
-"""Arguments about how much is trained on at once, and for how long.
+"""Arguments about batch sizes and the length of training.
 
 Glossary
-    micro-batch   what one process feeds through the model at a time (`per_device_train_batch_size` samples)
+    micro-batch   the samples that one process computes at a time (`per_device_train_batch_size`)
     step          one optimizer step: `gradient_accumulation_steps` micro-batches on every process
     global batch  all samples of one step: micro-batch x accumulation x processes
 """
@@ -25,8 +25,8 @@ class BatchArguments:
     )
     global_batch_size: int | None = arg(
         None,
-        "Samples of one optimizer step over all processes. When given, gradient accumulation follows from it, for "
-        "any number of processes.",
+        "Samples of one optimizer step over all processes. When given, gradient accumulation follows from it for any "
+        "number of processes.",
         affects="weights",
         unit="samples",
         ge=1,
@@ -40,17 +40,17 @@ class BatchArguments:
     )
     auto_find_batch_size: bool = arg(
         False,
-        "When memory runs out, halve the micro-batch and double the accumulation; the global batch stays.",
+        "When memory runs out, halve the micro-batch and double the accumulation; the global batch stays the same.",
         affects="nothing",
     )
     average_tokens_across_devices: bool = arg(
         True,
-        "Take the loss's mean over the target tokens of all processes, not per process first.",
+        "Average the loss over the target tokens of all processes at once, instead of per process first.",
         affects="weights",
     )
     num_train_epochs: float = arg(
         3.0,
-        "Passes over the training data; a fraction stops inside the last one.",
+        "Passes over the training data; a fraction ends inside the last one.",
         affects="weights",
         unit="epochs",
         gt=0,
@@ -64,7 +64,7 @@ class BatchArguments:
     )
     past_index: int = arg(
         -1,
-        "Position in the model's outputs of a recurrent memory that is fed back as `mems`; -1 = the model has none.",
+        "Position of a recurrent memory in the model's outputs, which the next batch gets as `mems`; -1 = none.",
         affects="outputs",
         unit="position",
         ge=-1,

@@ -1,4 +1,4 @@
-"""Arguments about how samples are ordered, loaded and turned into inputs."""
+"""Arguments about how samples are ordered and loaded, and how they become inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class DataArguments:
 
     dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", affects="weights")
     dataloader_num_workers: int = arg(
-        0, "Processes that load data; 0 = the training process itself.", affects="nothing", unit="processes", ge=0
+        0, "Processes that load data; 0 = the training process loads it.", affects="nothing", unit="processes", ge=0
     )
     dataloader_pin_memory: bool = arg(True, "Load into memory that copies to an accelerator faster.", affects="nothing")
     dataloader_persistent_workers: bool = arg(False, "Keep the loading processes between epochs.", affects="nothing")
@@ -25,11 +25,11 @@ class DataArguments:
         None, "How loading processes start.", affects="nothing", choices=("fork", "spawn", "forkserver")
     )
     dataloader_in_order: bool = arg(
-        True, "Yield batches in order even if a later one is ready first.", affects="weights"
+        True, "Yield batches in order, even when a later one is ready first.", affects="weights"
     )
-    remove_unused_columns: bool = arg(True, "Drop columns that the model's forward does not take.", affects="outputs")
+    remove_unused_columns: bool = arg(True, "Drop columns that the model's forward does not accept.", affects="outputs")
     label_names: list[str] | None = arg(
-        None, "Columns that hold labels; found from the model's signature when not given.", affects="outputs"
+        None, "Columns that hold labels; taken from the model's signature when not given.", affects="outputs"
     )
     train_sampling_strategy: SamplingStrategy | str = arg(
         "random", "Order of the training samples; group_by_length saves padding.", affects="weights"

@@ -10,19 +10,19 @@ from trainer_lib.arguments.fields import arg
 
 @dataclass
 class DistributedArguments:
-    """Which strategy spreads the work, and its settings."""
+    """The strategy that shares the work among processes, and its settings."""
 
     fsdp: str | bool | list[str] | None = arg(
         "",
         "Shard the model over processes (FSDP): full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or "
-        "no_shard, with offload and auto_wrap; separated by spaces.",
+        "no_shard, and optionally offload and auto_wrap, separated by spaces.",
         affects="nothing",
     )
     fsdp_config: dict[str, Any] | str | None = arg(
-        None, "FSDP's settings: a mapping, or a JSON file.", affects="nothing"
+        None, "Settings of FSDP: a mapping, or the name of a JSON file.", affects="nothing"
     )
     deepspeed: dict[str, Any] | str | None = arg(
-        None, "DeepSpeed's configuration: a mapping, or a JSON file. Giving one selects it.", affects="outputs"
+        None, "Configuration of DeepSpeed: a mapping, or a JSON file. Giving one selects DeepSpeed.", affects="outputs"
     )
     accelerator_config: dict[str, Any] | str | None = arg(
         None,
@@ -33,7 +33,7 @@ class DistributedArguments:
     parallelism_config: Any = arg(None, "Sizes of the parallel dimensions (data, tensor, context).", affects="nothing")
     ddp_backend: str | None = arg(
         None,
-        "Communication library; chosen by device when not given.",
+        "Communication library; follows from the device when not given.",
         affects="nothing",
         choices=("nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"),
     )
@@ -42,11 +42,11 @@ class DistributedArguments:
     )
     ddp_find_unused_parameters: bool | None = arg(
         None,
-        "Look for parameters without gradient at every step; when not given, on unless activations are recomputed.",
+        "Look for parameters without a gradient at every step; when not given, on unless activations are recomputed.",
         affects="nothing",
     )
     ddp_bucket_cap_mb: int | None = arg(
-        None, "Size of the pieces in which gradients are exchanged.", affects="nothing", unit="MiB", ge=1
+        None, "Size of the buckets in which gradients are exchanged.", affects="nothing", unit="MiB", ge=1
     )
     ddp_broadcast_buffers: bool | None = arg(
         None, "Copy buffers (batch-norm statistics) from the first process at every step.", affects="weights"
@@ -55,5 +55,5 @@ class DistributedArguments:
         None, "Promise that every step uses the same parameters, for speed.", affects="nothing"
     )
     local_rank: int = arg(
-        -1, "Kept for launchers of old; ranks come from the environment.", affects="nothing", unit="rank", ge=-1
+        -1, "Accepted from older launchers; ranks come from the environment.", affects="nothing", unit="rank", ge=-1
     )

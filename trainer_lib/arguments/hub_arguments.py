@@ -10,28 +10,28 @@ from trainer_lib.arguments.fields import arg
 
 @dataclass
 class HubArguments:
-    """Whether, where and when the model is pushed."""
+    """Where and when the model is pushed."""
 
     push_to_hub: bool = arg(False, "Push the model to the hub while training and at the end.", affects="nothing")
     hub_model_id: str | None = arg(
         None,
-        'Repository: "name", "owner/name", or an fsspec folder; the output folder\'s name when not given.',
+        'Repository: "name", "owner/name", or a folder\'s fsspec URL; the name of output_dir when not given.',
         affects="nothing",
     )
     hub_strategy: HubStrategy | str = arg(
         "every_save",
-        "end = once; every_save = the model at every save; checkpoint = and the newest checkpoint as last-checkpoint/; "
-        "all_checkpoints = and every checkpoint.",
+        "What is pushed: end = the model, once; every_save = the model at every save; checkpoint = also the newest "
+        "checkpoint, as last-checkpoint/; all_checkpoints = also every checkpoint.",
         affects="nothing",
     )
     hub_token: str | None = arg(
-        None, "Access token; the logged-in one when not given. Never written anywhere.", affects="nothing", secret=True
+        None, "Access token; that of the login when not given. Never written anywhere.", affects="nothing", secret=True
     )
     hub_private_repo: bool | None = arg(
         None, "Create the repository private; the owner's default when not given.", affects="nothing"
     )
     hub_always_push: bool = arg(
-        False, "Push even if the push before is not finished; otherwise that save is left out.", affects="nothing"
+        False, "Push even while an earlier push is under way; otherwise that save is not pushed.", affects="nothing"
     )
     hub_revision: str | None = arg(
         None, "Branch, tag or commit to push to; the main branch when not given.", affects="nothing"

@@ -1,4 +1,4 @@
-"""Arguments about what is shown and recorded while training."""
+"""Arguments about what a training shows and records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passiv
 
 @dataclass
 class LoggingArguments:
-    """How often, how much, and to whom a run reports."""
+    """How often, how much, and to which trackers a run reports."""
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When metrics are logged.", affects="nothing")
     logging_steps: int | float = arg(
@@ -26,7 +26,7 @@ class LoggingArguments:
     logging_first_step: bool = arg(False, "Log the first step too.", affects="nothing")
     logging_nan_inf_filter: bool = arg(
         True,
-        "Leave non-finite losses out of the displayed mean. They are counted and logged, and never stepped on.",
+        "Leave non-finite losses out of the displayed mean. They are counted and logged, and cause no optimizer step.",
         affects="nothing",
     )
     include_num_input_tokens_seen: str | bool = arg(
@@ -42,13 +42,15 @@ class LoggingArguments:
     log_level_replica: str = arg(
         "warning", "Level of the other processes' log; passive = warning.", affects="nothing", choices=LOG_LEVELS
     )
-    log_on_each_node: bool = arg(True, "One main log per machine, not one in all.", affects="nothing")
+    log_on_each_node: bool = arg(
+        True, "Write one main log per machine, instead of one for the whole job.", affects="nothing"
+    )
     disable_tqdm: bool | None = arg(
-        None, "No progress bar. When not given, a bar on a terminal and plain lines elsewhere.", affects="nothing"
+        None, "Show no progress bar. When not given, a terminal shows a bar and a file plain lines.", affects="nothing"
     )
     report_to: str | list[str] | None = arg(
         "none",
-        'Trackers to report to: "jsonl", "mlflow", …, "all" of the installed ones, or "none".',
+        'Trackers to report to: "jsonl", "mlflow", …, "all" = every installed one, or "none".',
         affects="nothing",
     )
     logging_dir: str | None = arg(

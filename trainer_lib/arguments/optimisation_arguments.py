@@ -1,4 +1,4 @@
-"""Arguments about the optimizer, its learning-rate schedule, and what keeps it stable."""
+"""Arguments about the optimizer, its learning-rate schedule, clipping and regularisation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ class OptimisationArguments:
     """Optimizer, schedule, clipping, regularisation."""
 
     learning_rate: float = arg(
-        5e-5, "Learning rate after warm-up, from which the schedule starts.", affects="weights", unit="per step", ge=0
+        5e-5,
+        "Learning rate at the end of the warm-up, from which the schedule starts.",
+        affects="weights",
+        unit="per step",
+        ge=0,
     )
     lr_scheduler_type: SchedulerType | str = arg(
         "linear", "How the learning rate changes over training.", affects="weights"
@@ -40,7 +44,7 @@ class OptimisationArguments:
     )
     weight_decay: float = arg(
         0.0,
-        "Decoupled weight decay of everything but biases and norm layers.",
+        "Decoupled weight decay of all parameters except biases and norm layers.",
         affects="weights",
         unit="per step",
         ge=0,
@@ -52,21 +56,21 @@ class OptimisationArguments:
         0.999, "Decay of Adam's running mean of squared gradients.", affects="weights", unit="per step", ge=0, lt=1
     )
     adam_epsilon: float = arg(
-        1e-8, "Added to Adam's denominator, against division by zero.", affects="weights", unit="gradient", ge=0
+        1e-8, "Added to Adam's denominator to avoid division by zero.", affects="weights", unit="gradient", ge=0
     )
     max_grad_norm: float = arg(
-        1.0, "Gradients are scaled down to this norm; 0 = never.", affects="weights", unit="L2 norm", ge=0
+        1.0, "Gradients with a larger norm are scaled down to it; 0 = never.", affects="weights", unit="L2 norm", ge=0
     )
     max_nonfinite_steps: int = arg(
         10,
-        "Steps in a row with a NaN or infinite loss or gradient (none of which is taken) after which the run fails.",
+        "The run fails after so many steps in a row with a NaN or infinite loss or gradient; such steps are skipped.",
         affects="nothing",
         unit="steps",
         ge=1,
     )
     label_smoothing_factor: float = arg(
         0.0,
-        "Share of the target's probability that is spread over all labels; 0 = none.",
+        "Share of the target's probability that is distributed over all labels; 0 = none.",
         affects="outputs",
         unit="probability",
         ge=0,
@@ -74,7 +78,7 @@ class OptimisationArguments:
     )
     neftune_noise_alpha: float | None = arg(
         None,
-        "Strength of the noise added to embeddings while training (NEFTune, arXiv:2310.05914).",
+        "Strength of the noise that training adds to embeddings (NEFTune, arXiv:2310.05914).",
         affects="weights",
         unit="noise scale",
         ge=0,

@@ -1,4 +1,4 @@
-"""Arguments about the run as a whole: where it writes, what it is called, what it repeats from."""
+"""Arguments about the run as a whole: its output, its name, its seeds, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer_lib.arguments.fields import arg
 
 @dataclass
 class RunArguments:
-    """Where a run writes, what it does, and what makes it repeatable."""
+    """The output of a run, its name, its seeds, and the checkpoint it resumes from."""
 
     output_dir: str | None = arg(
         None,
@@ -18,7 +18,7 @@ class RunArguments:
         affects="nothing",
     )
     overwrite_output_dir: bool = arg(
-        False, "Start anew even if the output folder holds an earlier run's checkpoints.", affects="nothing"
+        False, "Start from scratch even if the output folder holds checkpoints of an earlier run.", affects="nothing"
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", affects="nothing")
     project: str = arg(
@@ -43,7 +43,7 @@ class RunArguments:
     )
     seed: int = arg(
         42,
-        "Seed of every random number of the run, model initialisation included.",
+        "Seed of every random number in the run, including the model's initial weights.",
         affects="outputs",
         unit="seed",
         ge=0,
@@ -53,7 +53,7 @@ class RunArguments:
     )
     full_determinism: bool = arg(
         False,
-        "Use deterministic algorithms everywhere; slower, and an error where there is none.",
+        "Use deterministic algorithms only; slower, and an error for an operation that has none.",
         affects="outputs",
     )
     debug: str | list[str] | None = arg(
@@ -62,4 +62,4 @@ class RunArguments:
         "tpu_metrics_debug.",
         affects="nothing",
     )
-    use_cpu: bool = arg(False, "Use the CPU even where there is an accelerator.", affects="nothing")
+    use_cpu: bool = arg(False, "Use the CPU even on a machine with an accelerator.", affects="nothing")

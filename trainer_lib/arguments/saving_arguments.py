@@ -1,4 +1,4 @@
-"""Arguments about checkpoints: when they are written, how many are kept, what resuming restores."""
+"""Arguments about checkpoints: when they are written, how many are kept, and what a resume restores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer_lib.arguments.fields import arg
 
 @dataclass
 class SavingArguments:
-    """When checkpoints are written, and what they hold."""
+    """When checkpoints are written, what they hold, and what a resume restores."""
 
     save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="selection")
     save_steps: int | float = arg(
@@ -22,43 +22,43 @@ class SavingArguments:
     )
     save_total_limit: int | None = arg(
         None,
-        "Checkpoints to keep; the best and the newest intact one are never removed. All when not given.",
+        "Checkpoints to keep; rotation never removes the best and the newest intact one. When not given, all are kept.",
         affects="nothing",
         unit="checkpoints",
         ge=1,
     )
     save_only_model: bool = arg(
         False,
-        "Leave out what resuming needs (optimizer, schedule, random states): smaller, but not resumable.",
+        "Save only the model, without optimizer, schedule and random states: smaller, but training cannot resume.",
         affects="nothing",
     )
     save_async: bool = arg(
         False,
-        "Block training only while the state is copied to host memory (one copy of it); write and commit meanwhile.",
+        "Block training only while the state is copied to host memory; write and commit it in the background.",
         affects="nothing",
     )
     max_failed_saves: int = arg(
         1,
-        "Saves in a row that fail, for want of space or of the store, after which the run ends.",
+        "The run fails after so many failed saves in a row, because no space is left or the store cannot be reached.",
         affects="nothing",
         unit="saves",
         ge=1,
     )
     save_on_each_node: bool = arg(
-        False, "Write the checkpoint once per machine, for disks that are not shared.", affects="nothing"
+        False, "Write the checkpoint once per machine, for machines without a shared disk.", affects="nothing"
     )
     restore_callback_states_from_checkpoint: bool = arg(
-        False, "On resume, restore the callbacks' states too, replacing those given.", affects="weights"
+        False, "On resume, restore the callbacks' states too, in place of those given.", affects="weights"
     )
     enable_jit_checkpoint: bool = arg(
-        True, "On SIGTERM, write a checkpoint at the next step boundary before stopping.", affects="nothing"
+        True, "On SIGTERM, write a checkpoint after the current step, then stop.", affects="nothing"
     )
     allow_global_batch_change: bool = arg(
         False,
-        "On resume, accept another global batch: no sample is lost, up to a batch of them is trained on again, and the "
-        "schedule ends elsewhere.",
+        "On resume, accept another global batch: no sample is lost, up to one batch of samples is repeated, and the "
+        "schedule ends at another step.",
         affects="nothing",
     )
     ignore_data_skip: bool = arg(
-        False, "On resume, start at the beginning of the data instead of where it stopped.", affects="weights"
+        False, "On resume, start at the beginning of the data instead of after the last sample.", affects="weights"
     )

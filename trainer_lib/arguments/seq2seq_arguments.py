@@ -10,7 +10,7 @@ from trainer_lib.arguments.fields import arg
 
 @dataclass
 class Seq2SeqArguments:
-    """What `Seq2SeqTrainer` adds."""
+    """The arguments that `Seq2SeqTrainer` adds."""
 
     sortish_sampler: bool = arg(
         False, "Sort samples by length with a little randomness, to save padding.", affects="weights"
@@ -26,8 +26,12 @@ class Seq2SeqArguments:
         ge=1,
     )
     generation_num_beams: int | None = arg(
-        None, "Beams of the search; the model's own setting when not given.", affects="evaluation", unit="beams", ge=1
+        None,
+        "Beams of the beam search; the model's own setting when not given.",
+        affects="evaluation",
+        unit="beams",
+        ge=1,
     )
     generation_config: Any = arg(
-        None, "Generation settings: a name or folder to load, or a GenerationConfig.", affects="evaluation"
+        None, "Generation settings: a GenerationConfig, or the name or folder to load one from.", affects="evaluation"
     )

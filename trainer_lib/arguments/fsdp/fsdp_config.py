@@ -130,7 +130,7 @@ def _refuse_without_fsdp(values: Mapping[str, Any]) -> None:
     asked = [key for key, value in values.items() if value not in (0, False, None, "", "false", "False", [], {})]
     if asked:
         raise ConfigError(
-            "These settings have no effect without fsdp.",
+            "Without fsdp, these settings have no effect.",
             field=FIELD,
             value=asked[0],
             remedy='Remove it, or set fsdp="full_shard auto_wrap".',
