@@ -1,12 +1,12 @@
-"""Rows to Arrow columns and back: what a column may hold, inferred from the first rows and enforced on the rest.
+"""Converts rows to Arrow columns. A column's type is inferred from the first rows and enforced on all others.
 
-    Python / NumPy value                 stored as                         comes back as
+    Python / NumPy value                 stored as                         read as
     bool, int, float, NumPy scalar       the same width (int64, float64)   bool, int, float
     str, bytes                           large_string, large_binary        str, bytes
     1-D array, list of numbers           large_list of the dtype           1-D array, any length
     array of 2 or more dimensions        fixed-size list, shape noted      array of that shape
 
-Nothing is narrowed: a list of Python floats is float64. Every refusal names split, row and column.
+No value loses precision: a list of Python floats is float64. Every error names the split, the row and the column.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Column:
-    """What one column holds.
+    """The type of a column.
 
     Attributes:
-        kind: "scalar", "string", "bytes", "list" (1-D, any length) or "array" (fixed shape).
-        dtype: NumPy name of the elements; empty for text and bytes.
-        shape: of an "array".
+        kind: "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape).
+        dtype: NumPy name of the elements' type; empty for text and bytes.
+        shape: shape of an "array"; empty for other kinds.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Column:
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """As people read it: ``float32[8,8]``, ``int64[*]``, ``string``."""
+        """The type as text: ``float32[8,8]``, ``int64[*]``, ``string``."""
         if self.kind == "list":
             return f"{self.dtype}[*]"
         if self.kind == "array":
@@ -49,10 +49,10 @@ class Column:
         return self.dtype or self.kind
 
     def field(self, name: str) -> pa.Field:
-        """The Arrow field, with what Arrow's type cannot say in its metadata."""
+        """The Arrow field; its metadata holds what Arrow's type does not express."""
         plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(self.kind)
         if plain is None:
-            # Arrow packs booleans into bits, which cannot be looked at without a copy: arrays keep a byte each.
+            # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
             stored = "uint8" if self.dtype == "bool" and self.kind != "scalar" else self.dtype
             plain = pa.from_numpy_dtype(np.dtype(stored))
         if self.kind == "list":
@@ -64,7 +64,7 @@ class Column:
 
     @classmethod
     def of_field(cls, field: pa.Field) -> Column:
-        """The column that `field` was made from."""
+        """The column whose `field` this is."""
         note = json.loads((field.metadata or {})[_NOTE])
         return cls(note["kind"], note["dtype"], tuple(note["shape"]))
 
@@ -73,8 +73,8 @@ class Schema:
     """The columns of a split.
 
     Args:
-        columns: by name, in order.
-        split: its name, for messages.
+        columns: name -> column, in order.
+        split: name of the split, for errors.
     """
 
     def __init__(self, columns: Mapping[str, Column], split: str) -> None:
@@ -84,7 +84,7 @@ class Schema:
 
     @classmethod
     def infer(cls, rows: Sequence[Mapping[str, Any]], split: str) -> Schema:
-        """The columns that hold all of `rows` (at least one)."""
+        """The columns that can hold all of `rows` (at least one). Raises DataError when there are none."""
         first = rows[0]
         if not isinstance(first, Mapping) or not first:
             raise _refuse(split, 0, None, f"a row must be a non-empty mapping, got {type(first).__name__}")
@@ -92,7 +92,9 @@ class Schema:
         for name in first:
             if not isinstance(name, str):
                 raise _refuse(split, 0, repr(name), "a column's name must be text")
-            columns[name] = _infer([_value(row, name, split, index) for index, row in enumerate(rows)], name, split)
+            columns[name] = _infer_column(
+                [_read_value(row, name, split, index) for index, row in enumerate(rows)], name, split
+            )
         columns.setdefault(ROW_ID, Column("scalar", "int64"))
         if columns[ROW_ID] != Column("scalar", "int64"):
             raise _refuse(split, 0, ROW_ID, "row ids must be integers")
@@ -100,11 +102,11 @@ class Schema:
 
     @classmethod
     def of_arrow(cls, schema: pa.Schema, split: str) -> Schema:
-        """The schema stored in a shard."""
+        """The schema that a shard stores."""
         return cls({field.name: Column.of_field(field) for field in schema}, split)
 
     def batch(self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool) -> pa.RecordBatch:
-        """`rows`, numbered from `first_row`, as one record batch. DataError names row and column of a misfit."""
+        """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types."""
         for index, row in enumerate(rows):
             unknown = set(row) - set(self.columns) if isinstance(row, Mapping) else None
             if unknown is None or unknown:
@@ -116,46 +118,51 @@ class Schema:
             if name == ROW_ID and not own_ids:
                 arrays.append(pa.array(np.arange(first_row, first_row + len(rows), dtype=np.int64)))
                 continue
-            values = [_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
-            arrays.append(self._array(name, column, values, first_row, allow_nan=allow_nan))
+            values = [_read_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
+            arrays.append(self._build_array(name, column, values, first_row, allow_nan=allow_nan))
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
-    def _array(self, name: str, column: Column, values: list[Any], first_row: int, *, allow_nan: bool) -> pa.Array:
+    def _build_array(
+        self, name: str, column: Column, values: list[Any], first_row: int, *, allow_nan: bool
+    ) -> pa.Array:
         if column.kind in ("string", "bytes"):
             expected = str if column.kind == "string" else bytes | bytearray | memoryview
             for index, value in enumerate(values):
                 if not isinstance(value, expected):
-                    self._unfit(first_row + index, name, column, type(value).__name__)
+                    self._refuse_type(first_row + index, name, column, type(value).__name__)
             return pa.array(values, type=self.arrow.field(name).type)
         dtype = np.dtype(column.dtype)
-        items = [self._item(value, name, column, dtype, first_row + index) for index, value in enumerate(values)]
+        items = [
+            self._convert_item(value, name, column, dtype, first_row + index) for index, value in enumerate(values)
+        ]
         flat = np.concatenate([item.reshape(-1) for item in items]) if items else np.empty(0, dtype)
         if dtype.kind == "f" and not allow_nan:
-            self._check_finite(flat, [item.size for item in items], name, first_row)
+            self._refuse_non_finite(flat, [item.size for item in items], name, first_row)
         if dtype.kind == "b" and column.kind != "scalar":
             flat = flat.view(np.uint8)
         if column.kind == "scalar":
             return pa.array(flat, type=self.arrow.field(name).type)
         if column.kind == "array":
             return pa.FixedSizeListArray.from_arrays(pa.array(flat), type=self.arrow.field(name).type)
+        # Offset i is where list i starts among the flat values.
         offsets = np.concatenate([[0], np.cumsum([item.size for item in items])]).astype(np.int64)
         return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat), type=self.arrow.field(name).type)
 
-    def _item(self, value: Any, name: str, column: Column, dtype: np.dtype[Any], row: int) -> np.ndarray:
-        """One value as an array of the column's dtype."""
+    def _convert_item(self, value: Any, name: str, column: Column, dtype: np.dtype[Any], row: int) -> np.ndarray:
+        """Convert one value to an array of the column's dtype and shape."""
         found = _as_array(value)
         fits = found is not None and (found.size == 0 or np.can_cast(found.dtype, dtype, "safe"))
         if found is None or not fits:
-            self._unfit(row, name, column, type(value).__name__ if found is None else str(found.dtype))
+            self._refuse_type(row, name, column, type(value).__name__ if found is None else str(found.dtype))
         shape = {"scalar": (), "array": column.shape}.get(column.kind, found.shape[:1])
         if found.shape != shape or (column.kind == "list" and found.ndim != 1):
-            self._unfit(row, name, column, f"an array of shape {list(found.shape)}")
+            self._refuse_type(row, name, column, f"an array of shape {list(found.shape)}")
         return found.astype(dtype, copy=False)
 
-    def _unfit(self, row: int, name: str, column: Column, what: str) -> NoReturn:
+    def _refuse_type(self, row: int, name: str, column: Column, what: str) -> NoReturn:
         raise _refuse(self._split, row, name, f"{what} does not fit {column}, which the first rows gave")
 
-    def _check_finite(self, flat: np.ndarray, sizes: list[int], name: str, first_row: int) -> None:
+    def _refuse_non_finite(self, flat: np.ndarray, sizes: list[int], name: str, first_row: int) -> None:
         finite = np.isfinite(flat)
         if finite.all():
             return
@@ -163,13 +170,13 @@ class Schema:
         row = first_row + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
         what = "NaN" if np.isnan(flat[place]) else "an infinite value"
         raise DataError(
-            f"{what} in split '{self._split}', row {row}, column '{name}'.",
+            f"There is {what} in split '{self._split}', row {row}, column '{name}'.",
             field="prepare",
             remedy="Repair or drop it in prepare(), or allow it with prepare.allow_nan=true.",
         )
 
 
-def _infer(values: list[Any], name: str, split: str) -> Column:
+def _infer_column(values: list[Any], name: str, split: str) -> Column:
     if all(isinstance(value, str) for value in values):
         return Column("string")
     if all(isinstance(value, bytes | bytearray | memoryview) for value in values):
@@ -178,7 +185,7 @@ def _infer(values: list[Any], name: str, split: str) -> Column:
     for row, value in enumerate(values):
         array = _as_array(value)
         if array is None:
-            raise _refuse(split, row, name, f"{_described(value)} cannot be stored beside the other rows' values")
+            raise _refuse(split, row, name, f"{_describe(value)} cannot be stored beside the other rows' values")
         arrays.append(array)
     dtype = np.result_type(*{array.dtype for array in arrays if array.size} or {np.dtype(np.int64)})
     kinds = {array.dtype.kind == "b" for array in arrays if array.size}
@@ -198,24 +205,24 @@ def _infer(values: list[Any], name: str, split: str) -> Column:
 
 
 def _as_array(value: Any) -> np.ndarray | None:
-    """Numbers of any dimension as an array; None for what is not numbers."""
+    """Numbers as an array ``[…]``; None for anything else."""
     if isinstance(value, str | bytes | bytearray | memoryview) or value is None:
         return None
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged lists; tensors that cannot be looked at
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # ragged lists; tensors that NumPy cannot read
         return None
     return array if array.dtype.kind in "biuf" else None
 
 
-def _value(row: Mapping[str, Any], name: str, split: str, index: int) -> Any:
+def _read_value(row: Mapping[str, Any], name: str, split: str, index: int) -> Any:
     value = row.get(name, _MISSING) if isinstance(row, Mapping) else _MISSING
     if value is _MISSING:
         raise _refuse(split, index, name, "the column is missing")
     return value
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Reading and collating one micro-batch, as if every sample were read under generators seeded for it alone."""
+"""Reads and collates micro-batches; every sample is read as if the random generators were seeded for it alone."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ from trainer_lib.data.collators import (
     default_data_collator,
     seeds_of_samples,
 )
-from trainer_lib.data.generators import keep_generators, seed_generators, watch
+from trainer_lib.data.generators import keep_generators, seed_generators, watch_generators
 from trainer_lib.data.order import Indices, sample_seeds
 
 T = TypeVar("T")
-_AHEAD = 8  # batches that are read at once when they are quick
-_QUICK = 250e-6  # seconds that reading a quick batch takes at most
+_AHEAD = 8  # quick batches that are read as one block
+_QUICK_S = 250e-6  # a quick batch is read in less time
 
 
 class Keys(NamedTuple):
-    """The samples of one micro-batch."""
+    """The samples of one micro-batch: an epoch, and dataset indices, int64 ``[micro-batch]``."""
 
     epoch: int
     indices: Indices
 
 
 def is_pure(dataset: Any) -> bool:
-    """Whether reading a sample certainly draws no random number; a dataset may say so with an attribute `is_pure`."""
+    """Whether reading a sample draws no random numbers for certain. A dataset can declare it as `is_pure = True`."""
     if isinstance(dataset, Subset):
         return is_pure(dataset.dataset)
     return isinstance(dataset, list | tuple | TensorDataset) or bool(getattr(dataset, "is_pure", False))
 
 
 def is_pure_collator(collate: Any) -> bool:
-    """Whether a collator certainly draws no random number; others may say so with an attribute `is_pure`."""
+    """Whether a collator draws no random numbers for certain. A collator can declare it as `is_pure = True`."""
     known = collate is default_data_collator or type(collate) in (DataCollatorWithPadding, DataCollatorForSeq2Seq)
     return known or bool(getattr(collate, "is_pure", False))
 
 
 class Fetch(Dataset[Any]):
-    """Reads and collates a whole micro-batch, as if under generators seeded per sample; runs where the data is loaded.
+    """Reads and collates whole micro-batches in the process that loads the data.
 
-    The first batch is, and shows whether reading draws random numbers. When it did not, the next ones are read as they
-    are; should one draw after all, it is read a second time, seeded, and all after it are seeded again.
+    The first batch is read under generators seeded per sample, which shows whether reading draws random numbers. When
+    it does not, later batches are read without seeding. A later batch that draws after all is read again, seeded, and
+    so are all batches after it.
+
+    Args:
+        dataset: map-style.
+        collate: list of samples -> batch.
+        seed: the seed from which, with epoch and index, each sample's seed follows.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
@@ -59,7 +65,7 @@ class Fetch(Dataset[Any]):
         self._pure_collate = is_pure_collator(collate)
         self._pure = is_pure(dataset) and self._pure_collate
         self._draws: bool | None = None  # None until the first batch is read
-        self._read_many = _batched_reader(dataset)
+        self._read_many = _find_batch_reader(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -68,86 +74,87 @@ class Fetch(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, keys: Keys) -> Any:
-        """The collated batch of `keys`."""
-        return self._block([keys])[0]
+        """The collated batch of these samples."""
+        return self._read_block([keys])[0]
 
-    def ahead(self, keys: Iterable[Keys]) -> Iterator[Any]:
-        """The collated batches. Those that are read in no time are read a few at once, for watching takes as long."""
+    def read_ahead(self, keys: Iterable[Keys]) -> Iterator[Any]:
+        """The collated batches in order. Quick ones are read in blocks, since watching the generators takes as long."""
         waiting, size = iter(keys), 1
         while block := list(itertools.islice(waiting, size)):
             started = time.perf_counter()
-            batches = self._block(block)
-            size = _AHEAD if time.perf_counter() - started < _QUICK * len(block) else 1
+            batches = self._read_block(block)
+            size = _AHEAD if time.perf_counter() - started < _QUICK_S * len(block) else 1
             yield from batches
 
-    def _block(self, block: list[Keys]) -> list[Any]:
+    def _read_block(self, block: list[Keys]) -> list[Any]:
         if self._pure:
-            return [self.collate(self._read(keys.indices.tolist())) for keys in block]
-        watched = watch() if self._draws is False else None
+            return [self.collate(self._read_rows(keys.indices.tolist())) for keys in block]
+        watched = watch_generators() if self._draws is False else None
         if watched is None:
-            return [self._seeded(keys) for keys in block]
+            return [self._read_seeded(keys) for keys in block]
         try:
-            batches = [self._as_it_is(keys) for keys in block]
+            batches = [self._read_unseeded(keys) for keys in block]
         except BaseException as error:
-            if not watched.moved():
+            # An error under moved generators counts only if the seeded reading repeats it.
+            if not watched.has_moved():
                 raise
-            watched.put_back()
+            watched.restore()
             if not isinstance(error, Exception):
                 raise
         else:
-            if not watched.moved():
+            if not watched.has_moved():
                 return batches
-            watched.put_back()
+            watched.restore()
         self._draws = True
-        return [self._seeded(keys) for keys in block]
+        return [self._read_seeded(keys) for keys in block]
 
-    def _as_it_is(self, keys: Keys) -> Any:
-        rows = self._read(keys.indices.tolist())
-        return self.collate(rows) if self._pure_collate else self._collated(rows, _Seeds(self._seed, keys))
+    def _read_unseeded(self, keys: Keys) -> Any:
+        rows = self._read_rows(keys.indices.tolist())
+        return self.collate(rows) if self._pure_collate else self._collate_with_seeds(rows, _Seeds(self._seed, keys))
 
-    def _seeded(self, keys: Keys) -> Any:
+    def _read_seeded(self, keys: Keys) -> Any:
         with keep_generators():
             seeds = sample_seeds(self._seed, keys.epoch, keys.indices).tolist()
-            rows = self._read(keys.indices.tolist(), seeds)
-            seed_generators(seeds[0] ^ 1)  # a collator's own draws: by the first sample, apart from that sample's
-            batch = self._noting_draws(lambda: self._collated(rows, seeds))
+            rows = self._read_rows(keys.indices.tolist(), seeds)
+            seed_generators(seeds[0] ^ 1)  # the collator draws other numbers than the first sample did
+            batch = self._note_draws(lambda: self._collate_with_seeds(rows, seeds))
         self._draws = bool(self._draws)
         return batch
 
-    def _noting_draws(self, read: Callable[[], T]) -> T:
-        """`read()`, under generators just seeded; in the first batch it is noted when it draws from them."""
+    def _note_draws(self, read: Callable[[], T]) -> T:
+        """Return `read()`, called under freshly seeded generators; in the first batch, note whether it draws."""
         if self._draws is not None:
             return read()
-        watched = watch()
+        watched = watch_generators()
         result = read()
-        if watched is None or watched.moved():
+        if watched is None or watched.has_moved():
             self._draws = True
         return result
 
-    def _collated(self, rows: list[Any], seeds: Sequence[int]) -> Any:
+    def _collate_with_seeds(self, rows: list[Any], seeds: Sequence[int]) -> Any:
         token = seeds_of_samples.set(seeds)
         try:
             return self.collate(rows)
         finally:
             seeds_of_samples.reset(token)
 
-    def _read(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
+    def _read_rows(self, indices: list[int], seeds: Sequence[int] | None = None) -> list[Any]:
         if (reader := self._read_many) is not None:
             if seeds is None:
                 return list(reader(indices))
             seed_generators(seeds[0])
-            return self._noting_draws(lambda: list(reader(indices)))
+            return self._note_draws(lambda: list(reader(indices)))
         if seeds is None:
             return list(map(self.dataset.__getitem__, indices))
         rows: list[Any] = []
         for index, seed in zip(indices, seeds, strict=True):
             seed_generators(seed)
-            rows.append(self._noting_draws(functools.partial(operator.getitem, self.dataset, index)))
+            rows.append(self._note_draws(functools.partial(operator.getitem, self.dataset, index)))
         return rows
 
 
 class _Seeds(Sequence[int]):
-    """Seeds of a batch's samples, computed when a collator asks for one."""
+    """The seeds of a batch's samples, computed when a collator first reads one."""
 
     def __init__(self, seed: int, keys: Keys) -> None:
         self._seed = seed
@@ -163,9 +170,9 @@ class _Seeds(Sequence[int]):
         return len(self._keys.indices)
 
 
-def _batched_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
-    # A Subset always has __getitems__, but only reads one by one when what it wraps does.
-    if isinstance(dataset, Subset) and _batched_reader(dataset.dataset) is None:
+def _find_batch_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
+    # Every Subset has __getitems__, which reads one by one when the dataset below has none.
+    if isinstance(dataset, Subset) and _find_batch_reader(dataset.dataset) is None:
         return None
     reader = getattr(dataset, "__getitems__", None)
     return reader if callable(reader) else None

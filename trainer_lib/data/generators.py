@@ -1,11 +1,11 @@
-"""The three CPU generators a sample may draw from - Python's, NumPy's, torch's: seeded, put back, and watched.
+"""Seeds, restores and watches the three CPU generators that a sample may draw from: Python's, NumPy's and torch's.
 
-Most data draws nothing, yet only the data itself could say so. Watching finds out: a batch is read as it is, and when a
-generator has moved by then it is put back, and the batch is read again with every sample seeded.
+Most data draws no random numbers, but only the data itself could declare it. Watching finds it out: a batch is read
+without seeding, and when a generator has moved, it is restored and the batch is read again with every sample seeded.
 
-Asking for states is slow (NumPy's 31 µs, Python's 8 µs: word by word), so the words are compared where they lie in
-memory. Both layouts are compared with what the public interface says before they are relied on; where they differ
-(another interpreter, another NumPy, another generator) nothing is watched and every sample is seeded.
+Reading the states through the public interface is slow (NumPy 31 µs, Python 8 µs), so their words are compared in
+memory. Both memory layouts are first verified against the public interface. Where they differ (another interpreter,
+another NumPy, another generator), nothing is watched and every sample is seeded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_WORDS = 624  # of a Mersenne twister, 32 bits each; then its position
+_WORDS = 624  # a Mersenne twister's state: 624 words of 32 bits, and a position
 _BYTES = 4 * (_WORDS + 1)
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Run a block under freshly seeded Python, NumPy and torch CPU generators, then put the old states back."""
+def generators_seeded(seed: int) -> Iterator[None]:
+    """Seed the Python, NumPy and torch CPU generators for a block, then restore their states."""
     with keep_generators():
         seed_generators(seed)
         yield
@@ -34,7 +34,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_generators() -> Iterator[None]:
-    """Put the states of the Python, NumPy and torch CPU generators back after a block."""
+    """Restore the states of the Python, NumPy and torch CPU generators after a block."""
     python, legacy, generator = random.getstate(), np.random.get_state(), torch.default_generator
     state = generator.get_state()
     try:
@@ -46,31 +46,35 @@ def keep_generators() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the three CPU generators from one 64-bit number. (torch.manual_seed would visit every device: 100 µs.)"""
+    """Seed the three CPU generators from one 64-bit number."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
+    # torch.manual_seed would seed every device, which takes 100 µs.
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
 class Watch:
-    """What the three generators were at one moment; made by `watch`."""
+    """The states of the three generators at one moment; created by `watch_generators`."""
 
     def __init__(self, python: bytes, numpy: bytes) -> None:
         self._python = python
-        self._gauss = _python_gauss()
+        self._gauss = _read_python_gauss()
         self._numpy = numpy
         self._torch = torch.default_generator.get_state()
 
-    def moved(self) -> bool:
-        """Whether anything was drawn from one of them since, or one was seeded."""
-        python, numpy = _python_words(), _numpy_words()  # copied, for views are compared word by word
+    def has_moved(self) -> bool:
+        """Whether a generator was drawn from or seeded since."""
+        python, numpy = (
+            _map_python_words(),
+            _map_numpy_words(),
+        )  # compared as bytes: memory views are compared word by word
         if python is None or numpy is None or bytes(python) != self._python or bytes(numpy) != self._numpy:
             return True
         now = torch.default_generator.get_state()
-        return _python_gauss() != self._gauss or now.numpy().tobytes() != self._torch.numpy().tobytes()
+        return _read_python_gauss() != self._gauss or now.numpy().tobytes() != self._torch.numpy().tobytes()
 
-    def put_back(self) -> None:
-        """Set all three back to that moment."""
+    def restore(self) -> None:
+        """Set the three generators back to that moment."""
         position, *words = np.frombuffer(self._python, dtype=np.uint32).tolist()
         random.setstate((3, (*words, position), self._gauss))
         *words, position = np.frombuffer(self._numpy, dtype=np.uint32).tolist()
@@ -78,28 +82,28 @@ class Watch:
         torch.default_generator.set_state(self._torch)
 
 
-def watch() -> Watch | None:
-    """Watch the generators from here on; None when that cannot be done without missing a draw."""
-    python, numpy = _python_words(), _numpy_words()
-    # NumPy keeps the second of two Gaussian numbers where no word shows it: handing it out would go unnoticed.
+def watch_generators() -> Watch | None:
+    """Watch the generators from now on; None when a draw could go unnoticed."""
+    python, numpy = _map_python_words(), _map_numpy_words()
+    # NumPy keeps the second of two Gaussian numbers outside the words: drawing that one would go unnoticed.
     if python is None or numpy is None:
         return None
     words = bytes(numpy)
     return Watch(bytes(python), words) if _holds_no_gauss(words) else None
 
 
-def _python_gauss() -> Any:
+def _read_python_gauss() -> Any:
     return getattr(random, "_inst").gauss_next  # noqa: B009 - typed as private
 
 
 @functools.cache
-def _python_words() -> memoryview | None:
-    """The memory of `random`'s own generator: behind the object's header its position, then the words."""
+def _map_python_words() -> memoryview | None:
+    """The memory of `random`'s generator: after the object's header, its position and then the words."""
     inst: Any = getattr(random, "_inst", None)
     base = type(inst).__mro__[1] if inst is not None else object
     if base.__basicsize__ < object.__basicsize__ + _BYTES:
         return None
-    memory = _memory(id(inst) + object.__basicsize__)
+    memory = _map_memory(id(inst) + object.__basicsize__)
     position, *words = np.frombuffer(memory, dtype=np.uint32).tolist()
     return memory if inst.getstate()[1] == (*words, position) else None
 
@@ -107,30 +111,30 @@ def _python_words() -> memoryview | None:
 _bit_generator: Any = getattr(np.random, "get_bit_generator")  # noqa: B009 - missing in NumPy's own types
 
 
-def _numpy_words() -> memoryview | None:
-    return _words_of(_bit_generator())
+def _map_numpy_words() -> memoryview | None:
+    return _map_words_of(_bit_generator())
 
 
 @functools.lru_cache(maxsize=1)
-def _words_of(generator: Any) -> memoryview | None:
-    """The memory of a generator of NumPy's: the words, then its position."""
+def _map_words_of(generator: Any) -> memoryview | None:
+    """The memory of NumPy's generator: the words, then its position."""
     if type(generator) is not np.random.MT19937:
         return None
-    memory = _memory(int(generator.ctypes.state_address))
+    memory = _map_memory(int(generator.ctypes.state_address))
     *words, position = np.frombuffer(memory, dtype=np.uint32).tolist()
     state = generator.state["state"]
     return memory if (state["key"].tolist(), state["pos"]) == (words, position) else None
 
 
-def _memory(address: int) -> memoryview:
+def _map_memory(address: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * _BYTES).from_address(address)).cast("B")
 
 
-_without_gauss = b""  # the words beside which there was certainly no second Gaussian number
+_without_gauss = b""  # the newest words with which no second Gaussian number was kept
 
 
 def _holds_no_gauss(words: bytes) -> bool:
-    # One appears only by drawing, which changes the words; as long as they have not changed there is none.
+    # Only a draw creates one, and a draw changes the words: unchanged words need no second look.
     global _without_gauss
     if words != _without_gauss:
         if np.random.get_state(legacy=False)["has_gauss"]:

@@ -19,7 +19,7 @@ from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, check_same, end_workers, has_length
 from trainer_lib.data.order import derive, sample_seeds
-from trainer_lib.data.skipping import Skip, keeps_everything
+from trainer_lib.data.skipping import Skip, has_complete_state
 from trainer_lib.errors import ConfigError
 
 _DATASET = "The iterable dataset has no state to restore"
@@ -237,14 +237,18 @@ class IterableLoader(DataLoader[Any]):
 
     def _skip(self, rounds: int, what: str = _DATASET) -> Skip:
         samples = rounds // self._accumulation * self.global_batch
-        return Skip(rounds, what, samples=samples, says=self._rank == 0)
+        return Skip(rounds, what, samples=samples, logs=self._rank == 0)
 
     def state(self) -> dict[str, Any]:
         """The batch, and the dataset's own state if it offers one (without workers: they hold copies of it)."""
         order = {"kind": "iterable", "workers": self.num_workers}  # a worker reads a stream, or a part, of its own
         state: dict[str, Any] = {"order": order, "global_batch": self.global_batch}
         stream = self.shares.stream
-        if self.num_workers == 0 and callable(give := getattr(stream, "state_dict", None)) and keeps_everything(stream):
+        if (
+            self.num_workers == 0
+            and callable(give := getattr(stream, "state_dict", None))
+            and has_complete_state(stream)
+        ):
             state["dataset"] = give()
         return state
 
@@ -256,7 +260,7 @@ class IterableLoader(DataLoader[Any]):
         if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
             self._restored = state["dataset"]
         else:
-            what = _DATASET if keeps_everything(stream) else _BUFFERED
+            what = _DATASET if has_complete_state(stream) else _BUFFERED
             self._skip(step * self._accumulation, what).announce()
 
     def _check_workers(self, before: Any) -> None:
@@ -351,4 +355,4 @@ class ForeignLoader:
             self._skip(step).announce()
 
     def _skip(self, steps: int) -> Skip:
-        return Skip(steps * self._accumulation * self._world, _LOADER, says=self._rank == 0)
+        return Skip(steps * self._accumulation * self._world, _LOADER, logs=self._rank == 0)

@@ -256,7 +256,7 @@ class EvalLoader(_SeededLoader):
         return self._fetch.__getitems__(Keys(0, np.arange(start, start + 1, dtype=np.int64)))
 
     def _read_here(self) -> Iterator[Any]:
-        return self._fetch.ahead(self._keys)
+        return self._fetch.read_ahead(self._keys)
 
 
 class _RowSampler:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer_lib.data.generators import seeded
+from trainer_lib.data.generators import generators_seeded
 from trainer_lib.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -211,7 +211,7 @@ class SamplerOrder:
         if self._listed is None or self._listed[0] != epoch:
             if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
                 set_epoch(epoch)
-            with seeded(int(derive(self._seed, epoch)[0])):
+            with generators_seeded(int(derive(self._seed, epoch)[0])):
                 listed = np.fromiter((int(index) for index in self._sampler), dtype=np.int64)
             self._listed = (epoch, listed)
         return self._listed[1]

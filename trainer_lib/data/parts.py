@@ -1,4 +1,4 @@
-"""Files that a repeated run need not write again: one small record each, written after the file it vouches for."""
+"""Records of finished files, so that a repeated run does not write them again. A record is written after its file."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 
 from trainer_lib.storage import FileEntry, Store
 
-RECORD_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 20
 
 
 class Part(NamedTuple):
-    """A finished file, and what its writer noted."""
+    """A finished file and its writer's notes."""
 
     entry: FileEntry
     notes: dict[str, Any]
 
 
 def record_part(store: Store, entry: FileEntry, settings: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-    """Say that `entry` is complete, and from which settings it was made."""
+    """Record that `entry` is complete, and the settings from which it was written."""
     record = {"file": dataclasses.asdict(entry), "settings": dict(settings), "notes": dict(notes)}
-    store.write_bytes(_record(entry.path), json.dumps(record).encode())
+    store.write_bytes(_record_path(entry.path), json.dumps(record).encode())
 
 
-def finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> Part | None:
-    """The finished file at `path`, if it was made from these settings and its bytes still have their digest."""
-    data = store.read_if_exists(_record(path), limit=RECORD_BYTES)
+def find_finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> Part | None:
+    """The finished file at `path`, if it was written from these settings and is intact; otherwise None."""
+    data = store.read_if_exists(_record_path(path), limit=MAX_RECORD_BYTES)
     if data is None:
         return None
     try:
@@ -37,11 +37,11 @@ def finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> Part 
             return None
         notes = dict(record["notes"])
     except (ValueError, KeyError, TypeError):
-        return None  # a record cut short by the crash: the file is written again
+        return None  # a crash cut the record short: the file is written again
     if not store.exists(path) or store.size(path) != entry.size or store.digest(path) != entry.sha256:
         return None
     return Part(entry, notes)
 
 
-def _record(path: str) -> str:
+def _record_path(path: str) -> str:
     return f"records/{path}.json"

@@ -1,8 +1,8 @@
-"""Predictions as Parquet parts of a fixed row range each: exactly once, whatever crashed in between.
+"""Writes predictions as Parquet files of fixed row ranges, each exactly once, whatever crashes in between.
 
-``predictions/<split>/part-00007.parquet`` always holds rows 7n … 8n - 1 and is written whole. A repeated run keeps the
-parts that are finished (see `trainer_lib.data.parts`); ranks share parts out by number, so the number of processes may
-change between the two.
+``predictions/<split>/part-00007.parquet`` always holds rows [7n, 8n) and is written as a whole. A repeated run keeps
+finished parts (`trainer_lib.data.parts`). Parts are assigned to ranks by number, so the number of processes may change
+between the runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.parts import finished_part, record_part
+from trainer_lib.data.parts import find_finished_part, record_part
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
@@ -28,8 +28,8 @@ class PredictionWriter:
     Args:
         store: the stage's folder.
         split: name of the split.
-        rows: how many there are.
-        rows_per_file: rows of each part; the last one may have fewer.
+        rows: number of rows in the split.
+        rows_per_file: rows per part; the last part may have fewer.
     """
 
     def __init__(self, store: Store, split: str, *, rows: int, rows_per_file: int = 10_000) -> None:
@@ -40,33 +40,37 @@ class PredictionWriter:
 
     @property
     def num_parts(self) -> int:
-        """How many files there will be."""
+        """Number of parts."""
         return -(-self._rows // self._rows_per_file)
 
     def parts(self, rank: int = 0, world_size: int = 1) -> Iterator[int]:
-        """The parts that `rank` takes: every `world_size`-th, so that all ranks end at about the same time."""
+        """The parts of `rank`: every `world_size`-th one, so that all ranks end at about the same time."""
         return iter(range(rank, self.num_parts, world_size))
 
     def row_range(self, part: int) -> tuple[int, int]:
-        """First row of a part, and the one after its last."""
+        """The rows [start, stop) of a part."""
         start = part * self._rows_per_file
         return start, min(start + self._rows_per_file, self._rows)
 
     def finished(self, part: int) -> FileEntry | None:
-        """The part's file if an earlier run completed it."""
-        found = finished_part(self._store, self._path(part), self._settings(part))
+        """The file of a part that an earlier run finished; otherwise None."""
+        found = find_finished_part(self._store, self._path(part), self._settings(part))
         return None if found is None else found.entry
 
     def write(self, part: int, row_ids: np.ndarray, columns: Mapping[str, Values]) -> FileEntry:
-        """Write a part: its row ids, int64 [rows], and the columns of its predictions.
+        """Write a part.
+
+        Args:
+            row_ids: int64 ``[rows]``.
+            columns: name -> one value per row, such as an array ``[rows, …]``.
 
         Raises:
-            DataError: a column that is called row_id, cannot be stored, or has another number of rows.
+            DataError: a column is called row_id, cannot be stored, or has another number of rows.
         """
         start, stop = self.row_range(part)
         arrays = {ROW_ID: pa.array(row_ids, type=pa.int64())}
         for name, values in columns.items():
-            arrays[name] = self._array(name, values)
+            arrays[name] = self._build_array(name, values)
         for name, array in arrays.items():
             if len(array) != stop - start:
                 raise self._refuse(name, f"{len(array)} values for {stop - start} rows")
@@ -76,9 +80,9 @@ class PredictionWriter:
         record_part(self._store, entry, self._settings(part), {})
         return entry
 
-    def _array(self, name: str, values: Values) -> pa.Array:
+    def _build_array(self, name: str, values: Values) -> pa.Array:
         if name == ROW_ID:
-            raise self._refuse(name, "the name is taken by the row's own id")
+            raise self._refuse(name, "the name is reserved for the row's own id")
         nested = any(np.ndim(value) > 1 for value in values[:1])
         try:
             return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))
@@ -87,7 +91,7 @@ class PredictionWriter:
 
     def _refuse(self, name: str, what: str) -> DataError:
         return DataError(
-            f"column '{name}' of the predictions for split '{self._split}': {what}.",
+            f"Column '{name}' of the predictions for split '{self._split}' cannot be written: {what}.",
             field="prediction_columns",
             remedy="Return one value (number, text, or array) per row under names of your own.",
         )

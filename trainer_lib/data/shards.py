@@ -1,8 +1,8 @@
-"""Prepared data on a store: each split as Arrow shards of a fixed number of rows; a crash costs one shard.
+"""Writes prepared data: each split as Arrow shards of a fixed number of rows, so that a crash costs one shard.
 
-``data/<split>/00000.arrow`` is an uncompressed Arrow IPC file with one record batch, so a reader maps it and looks at
-a row without reading the rest. Beside the shards, ``records/data/<split>/00000.arrow.json`` says which are finished: a
-run that is repeated under the same key takes those whose bytes still have their digest, and writes the others.
+``data/<split>/00000.arrow`` is an uncompressed Arrow IPC file with one record batch. A reader maps it and reads single
+rows. ``records/data/<split>/00000.arrow.json`` records that the shard is finished. A run that is repeated under the
+same key keeps the finished shards whose digest still holds, and writes the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from trainer_lib.data.arrow_split import ArrowSplit
 from trainer_lib.data.columns import Schema
-from trainer_lib.data.parts import finished_part, record_part
+from trainer_lib.data.parts import find_finished_part, record_part
 from trainer_lib.data.predictions import PredictionWriter
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
@@ -32,13 +32,13 @@ class SplitWriter:
 
     Args:
         store: the stage's folder.
-        split: its name; becomes a folder.
-        shard_rows: rows per file.
-        allow_nan: keep NaN and infinite values instead of refusing them.
-        on_shard: called with the number of rows so far, after each shard.
+        split: name of the split, and of its folder.
+        shard_rows: rows per shard.
+        allow_nan: store NaN and infinite values instead of refusing them.
+        on_shard: called with the number of rows so far after each shard.
 
     Attributes:
-        files: the shards written or found, in order.
+        files: the shards, written or kept, in order.
     """
 
     def __init__(
@@ -52,7 +52,10 @@ class SplitWriter:
     ) -> None:
         if not _SPLIT_NAME.fullmatch(split):
             raise DataError(
-                "cannot name a split.", field="prepare", value=split, remedy="Use letters, digits, '_', '-' and '.'."
+                "The text cannot be the name of a split.",
+                field="prepare",
+                value=split,
+                remedy="Use letters, digits, '_', '-' and '.'.",
             )
         self._store = store
         self._split = split
@@ -63,12 +66,12 @@ class SplitWriter:
         self.files: list[FileEntry] = []
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Write all rows. Returns ``{"rows", "shards": [paths], "columns": {name: type}}``.
+        """Write all rows; return ``{"rows", "shards": [paths], "columns": {name: type}}``.
 
-        The rows of finished shards are taken from the iterable and dropped: it must give the same rows every time.
+        The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time.
 
         Raises:
-            DataError: no row at all; a row that does not fit the first ones; NaN, with row and column.
+            DataError: there are no rows, a row does not have the type of the first ones, or a value is NaN or infinite.
         """
         source = iter(rows)
         total = 0
@@ -76,12 +79,12 @@ class SplitWriter:
             chunk = list(itertools.islice(source, self._shard_rows))
             if not chunk:
                 break
-            self.files.append(self._shard(number, chunk, total))
+            self.files.append(self._write_shard(number, chunk, total))
             total += len(chunk)
             self._on_shard(total)
         if self._schema is None:
             raise DataError(
-                f"split '{self._split}' is empty.",
+                f"The split '{self._split}' is empty.",
                 field="prepare",
                 value=self._split,
                 remedy="Check the filters and sources in prepare(); leave the split out if it is not needed.",
@@ -89,10 +92,10 @@ class SplitWriter:
         columns = {name: str(column) for name, column in self._schema.columns.items()}
         return {"rows": total, "shards": [entry.path for entry in self.files], "columns": columns}
 
-    def _shard(self, number: int, chunk: list[Mapping[str, Any]], first_row: int) -> FileEntry:
+    def _write_shard(self, number: int, chunk: list[Mapping[str, Any]], first_row: int) -> FileEntry:
         path = f"data/{self._split}/{number:05d}.arrow"
         settings = {"first_row": first_row, "rows": len(chunk), "allow_nan": self._allow_nan}
-        found = finished_part(self._store, path, settings)
+        found = find_finished_part(self._store, path, settings)
         if found is not None:
             if self._schema is None:
                 stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found.notes["schema"])))

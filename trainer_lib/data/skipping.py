@@ -1,7 +1,7 @@
-"""Reading up to a position where no other way leads there: said before it begins, priced after the first batches.
+"""Reads a stream up to a position when it cannot be restored there, and logs how long that takes.
 
-Map-style data never needs this. A stream can only be read from its start unless it can be put back (`state_dict`), and
-then exactly: datasets' shuffle buffer is not part of its own state, so what it holds would be lost.
+Map-style data never needs this. A stream without a `state_dict` can only be read from its start. So can one whose state
+is incomplete: the state of datasets' shuffled streams leaves out the samples in the shuffle buffer.
 """
 
 from __future__ import annotations
@@ -12,64 +12,65 @@ from collections.abc import Iterator
 from typing import Any
 
 _log = logging.getLogger(__name__)
-_PRICE_AFTER_S = 0.5  # long enough to tell, short enough to still be news
+_ESTIMATE_AFTER_S = 0.5  # long enough for an estimate, short enough to be useful
 
 
 class Skip:
     """Batches that are read and discarded.
 
     Args:
-        batches: how many, on this rank.
-        what: what they are read from, and why.
-        samples: how many samples that are over all ranks; None when unknown.
-        says: whether this rank tells (one is enough).
+        batches: number of batches to discard on this rank.
+        what: what they are read from, and why; begins the log message.
+        samples: number of samples over all ranks; None when unknown.
+        logs: whether this rank logs.
     """
 
-    def __init__(self, batches: int, what: str, *, samples: int | None = None, says: bool = True) -> None:
+    def __init__(self, batches: int, what: str, *, samples: int | None = None, logs: bool = True) -> None:
         self.batches = batches
         self._what = what
         self._samples = samples
-        self._says = says and batches > 0
+        self._logs = logs and batches > 0
         self._done = 0
-        self._begun: float | None = None
-        self._priced = False
+        self._started: float | None = None
+        self._estimated = False
 
     def announce(self) -> None:
-        """Say what is going to happen."""
-        if self._says:
+        """Log what will be read, before it starts."""
+        if self._logs:
             read = f"{self.batches:,} batches" if self._samples is None else f"{self._samples:,} samples"
             inside = "" if self._samples is None else f" ({self.batches:,} batches)"
-            text = "%s: reading and discarding %s%s up to the position; how long that takes is told after the first."
+            text = "%s: reading and discarding %s%s up to the position; an estimate of the time follows."
             _log.warning(text, self._what, read, inside)
 
     def begin(self) -> None:
-        """The first one is about to be read."""
-        self._begun = time.perf_counter()
+        """Start the clock, before the first batch is read."""
+        self._started = time.perf_counter()
 
     def tick(self) -> None:
-        """One more was discarded."""
+        """Count a discarded batch; log an estimate, or the total at the end."""
         self._done += 1
-        if self._begun is None or not self._says:
+        if self._started is None or not self._logs:
             return
-        seconds = time.perf_counter() - self._begun
+        seconds = time.perf_counter() - self._started
         if self._done == self.batches:
             _log.info("%d batches were discarded in %.1f s.", self.batches, seconds)
-        elif not self._priced and seconds >= _PRICE_AFTER_S:
-            self._priced = True
+        elif not self._estimated and seconds >= _ESTIMATE_AFTER_S:
+            self._estimated = True
             left = seconds / self._done * (self.batches - self._done)
             _log.warning(
                 "%d of %d batches were discarded in %.1f s: about %.0f s more.", self._done, self.batches, seconds, left
             )
 
     def discard_from(self, items: Iterator[Any]) -> None:
-        """Read and discard all of them."""
+        """Read and discard all batches."""
         self.begin()
         for _, _ in zip(range(self.batches), items, strict=False):
             self.tick()
 
 
-def keeps_everything(stream: Any) -> bool:
-    """Whether a stream's `state_dict` really puts it back; False for one that holds samples in a shuffle buffer."""
+def has_complete_state(stream: Any) -> bool:
+    """Whether a stream's `state_dict` restores it exactly; False for one with a shuffle buffer."""
+    # datasets wraps its sources in each other: any of them may hold a buffer.
     waiting, seen = [stream], set()
     while waiting:
         one = waiting.pop()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_lib.data.generators import keep_generators, watch
+from trainer_lib.data.generators import keep_generators, watch_generators
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
@@ -40,13 +40,13 @@ def _next() -> tuple[float, ...]:
 def test_a_draw_is_noticed_and_put_back(name: str) -> None:
     with keep_generators():
         expected = _next()
-    watched = watch()
+    watched = watch_generators()
     assert watched is not None
-    assert not watched.moved()
+    assert not watched.has_moved()
     DRAWS[name]()
-    assert watched.moved()
-    watched.put_back()
-    assert not watched.moved()
+    assert watched.has_moved()
+    watched.restore()
+    assert not watched.has_moved()
     assert _next() == expected
 
 
@@ -54,20 +54,20 @@ def test_half_of_pythons_pair_of_gaussians_is_noticed_and_put_back() -> None:
     random.gauss(0, 1)  # keeps the second of the pair beside the words
     with keep_generators():
         expected = _next()
-    watched = watch()
+    watched = watch_generators()
     assert watched is not None
     random.gauss(0, 1)
-    assert watched.moved()
-    watched.put_back()
+    assert watched.has_moved()
+    watched.restore()
     assert _next() == expected
 
 
 def test_nothing_is_watched_while_numpy_holds_half_a_pair_of_gaussians() -> None:
-    assert watch() is not None
+    assert watch_generators() is not None
     np.random.randn()
-    assert watch() is None  # handing out the other half would change no word
+    assert watch_generators() is None  # handing out the other half would change no word
     np.random.randn()
-    assert watch() is not None
+    assert watch_generators() is not None
 
 
 def test_nothing_is_watched_with_another_generator_in_numpys_place() -> None:
@@ -75,7 +75,7 @@ def test_nothing_is_watched_with_another_generator_in_numpys_place() -> None:
     own = given.get_bit_generator()
     try:
         given.set_bit_generator(np.random.PCG64(1))
-        assert watch() is None
+        assert watch_generators() is None
     finally:
         given.set_bit_generator(own)
-    assert watch() is not None
+    assert watch_generators() is not None

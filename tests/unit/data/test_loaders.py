@@ -85,7 +85,7 @@ def test_samples_of_which_few_are_random_are_read_as_if_all_were(monkeypatch: py
     unwatched = read(train_loader(dataset, micro=1))
     assert states() == before
     assert len(ROWS) < len(dataset.read) <= len(ROWS) + 1  # the first random one twice
-    monkeypatch.setattr("trainer_lib.data.fetch.watch", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.fetch.watch_generators", lambda: None)
     assert read(train_loader(Sometimes(ROWS), micro=1)) == unwatched
 
 
@@ -226,14 +226,14 @@ def eval_loader(dataset: Any) -> EvalLoader:
 
 
 def test_batches_read_ahead_in_evaluation_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.data.fetch._QUICK", 10.0)  # seconds: however slow the machine is
+    monkeypatch.setattr("trainer_lib.data.fetch._QUICK_S", 10.0)  # seconds: however slow the machine is
     state, dataset = random.getstate(), Sometimes(MORE)
     batches = iter(eval_loader(dataset))
     next(batches), next(batches)
     assert len(dataset.read) > 3  # quick samples come a few at a time
     ahead = [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))]
     assert random.getstate() == state
-    monkeypatch.setattr("trainer_lib.data.fetch.watch", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.fetch.watch_generators", lambda: None)
     assert [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))] == ahead
 
 

@@ -113,7 +113,7 @@ def test_an_empty_split_is_refused(tmp_path: Path, rows: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
 def test_a_split_must_be_nameable(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="cannot name a split"):
+    with pytest.raises(DataError, match="cannot be the name of a split"):
         SplitWriter(Store.open(tmp_path), name)
 
 
