@@ -1,8 +1,8 @@
-"""Iterable datasets: a stream of samples, shared out to ranks by position; and loaders that the user built.
+"""Iterable datasets, whose samples are divided among ranks by position, and DataLoaders that the user built.
 
-Every rank walks the same stream and keeps its share (positions as in `order`), so nothing is lost or read twice by the
-model. A stream has no random access: to resume, a dataset with `state_dict` / `load_state_dict` is put back where it
-was; any other is read and discarded up to the position, which is announced before it starts.
+Every rank reads the same stream and keeps its share (positions as in `order`), so no sample is lost or used twice. A
+stream has no random access. To resume, a dataset with `state_dict` and `load_state_dict` is restored; any other is read
+and discarded up to the position, which is logged before it starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators
-from trainer_lib.data.loader import LoaderOptions, Micro, check_same, end_workers, has_length
+from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.order import derive, sample_seeds
 from trainer_lib.data.skipping import Skip, has_complete_state
 from trainer_lib.errors import ConfigError
@@ -29,7 +29,7 @@ _BLOCK = 4096  # rounds whose seeds are computed at once
 
 
 class _Part(NamedTuple):
-    """A collated share with what its whole round held, on its way out of a worker."""
+    """A collated share from a worker, and the number of samples in its whole round."""
 
     batch: Any
     real: bool
@@ -37,10 +37,19 @@ class _Part(NamedTuple):
 
 
 class Shares(IterableDataset[_Part]):
-    """Cuts a stream into rounds of world x micro samples and collates this rank's part of each.
+    """Cuts a stream into rounds of ranks x micro-batch samples and collates this rank's part of each round.
 
-    Whatever a round draws from the generators is seeded by (seed, epoch, round), so a resumed stream repeats it and
-    dropout is not disturbed.
+    The random generators are seeded by (seed, epoch, round) for every round and restored after it, so a resumed stream
+    draws the same numbers, and dropout is not affected.
+
+    Args:
+        stream: the iterable dataset.
+        collate: list of samples -> batch.
+        global_batch: samples per optimizer step over all ranks.
+        micro_batch: samples that a rank computes at once.
+        data_parallel_size, rank: the number of ranks that share the stream, and this rank among them.
+        seed: seeds the rounds.
+        fillers: give a rank without samples a dummy batch instead of none.
     """
 
     def __init__(
@@ -59,8 +68,8 @@ class Shares(IterableDataset[_Part]):
         self.collate = collate
         self.epoch = 0
         self.first_round = 0
-        self.skip: Skip | None = None  # the rounds before `first_round`, when they have yet to be read
-        self.outside: torch.Tensor | None = None  # epoch and first round, where workers that live on see them
+        self.skip: Skip | None = None  # the rounds before `first_round`, when they must be read first
+        self.outside: torch.Tensor | None = None  # epoch and first round in shared memory, for persistent workers
         self._global_batch = global_batch
         self._micro = min(micro_batch, -(-global_batch // data_parallel_size))
         self._world = data_parallel_size
@@ -70,26 +79,26 @@ class Shares(IterableDataset[_Part]):
 
     def __iter__(self) -> Iterator[_Part]:
         worker = torch.utils.data.get_worker_info()
-        if worker is not None and self.outside is not None:  # a copy made in an earlier epoch
+        if worker is not None and self.outside is not None:  # this worker's copy may be of an earlier epoch
             epoch, self.first_round = self.outside.tolist()
             self.begin_epoch(epoch)
         number, room = self.first_round, self._global_batch
-        samples = None if self.skip is None else self._read_up(self.skip)
+        samples = None if self.skip is None else self._read_to_first_round(self.skip)
         while True:
             with keep_generators():
                 seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
                 seed_generators(seed)
                 samples = iter(self.stream) if samples is None else samples
                 unit = list(itertools.islice(samples, min(room, self._world * self._micro)))
-                part = self._part(unit, seed) if unit else None
+                part = self._collate_part(unit, seed) if unit else None
             if part is None:
                 return
             yield part
             number += 1
             room = room - len(unit) or self._global_batch
 
-    def _read_up(self, skip: Skip) -> Iterator[Any]:
-        """The stream after the rounds before the first: each was read under its own seed, as it was the first time."""
+    def _read_to_first_round(self, skip: Skip) -> Iterator[Any]:
+        """Read the stream up to the first round. Each round is read under its own seed, as in the interrupted run."""
         skip.begin()
         samples: Iterator[Any] | None = None
         room = self._global_batch
@@ -105,19 +114,20 @@ class Shares(IterableDataset[_Part]):
         return iter(self.stream) if samples is None else samples
 
     def begin_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch begins: through `set_epoch`, or by re-seeding its `generator`."""
+        """Pass the epoch to the stream: call its `set_epoch`, or seed its `generator`."""
         self.epoch = epoch
-        if callable(tell := getattr(self.stream, "set_epoch", None)):
-            tell(epoch)
+        if callable(set_epoch := getattr(self.stream, "set_epoch", None)):
+            set_epoch(epoch)
         elif isinstance(generator := getattr(self.stream, "generator", None), torch.Generator):
             generator.manual_seed(self._seed + epoch)
 
-    def _part(self, unit: list[Any], seed: int) -> _Part:
+    def _collate_part(self, unit: list[Any], seed: int) -> _Part:
         first = self._rank * self._micro
         share = unit[first : first + self._micro]
         if not share and not self._fillers:
             return _Part(None, False, len(unit))
-        places = np.arange(first, first + max(1, len(share)), dtype=np.int64)  # else every rank would mask alike
+        # By the place in the round: otherwise every rank would mask the same tokens.
+        places = np.arange(first, first + max(1, len(share)), dtype=np.int64)
         token = seeds_of_samples.set(sample_seeds(seed, self.epoch, places).tolist())
         try:
             return _Part(self.collate(share or unit[:1]), bool(share), len(unit))
@@ -126,7 +136,7 @@ class Shares(IterableDataset[_Part]):
 
 
 class IterableLoader(DataLoader[Any]):
-    """This rank's micro-batches of an iterable dataset; iterating it gives the plain batches."""
+    """This rank's micro-batches of an iterable dataset. Iteration yields the plain batches."""
 
     def __init__(
         self,
@@ -171,35 +181,35 @@ class IterableLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         if self.epoch_samples is None:
-            raise TypeError("the iterable dataset has no length")
+            raise TypeError("The iterable dataset has no length.")
         return -(-self.epoch_samples // self._unit)
 
     def __iter__(self) -> Any:
-        """The batches alone."""
+        """The batches, without the parts that have none."""
         return (part.batch for part in super().__iter__() if part.batch is not None)
 
     def micro_steps(self, step: int) -> int:
-        """Micro-batches of a full step."""
+        """Micro-batches per full step."""
         return self._accumulation
 
     def step_samples(self, step: int) -> int:
-        """Samples of a step, as far as the length tells."""
+        """Samples of a step; those of a full step while the length is unknown."""
         left = self.global_batch if self.epoch_samples is None else self.epoch_samples - step * self.global_batch
         return max(0, min(self.global_batch, left))
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch begins."""
+        """Pass the epoch to the dataset, also in persistent workers."""
         self.shares.begin_epoch(epoch)
-        self._tell_workers()
+        self._share_position()
 
-    def _tell_workers(self) -> None:
+    def _share_position(self) -> None:
         if self.shares.outside is not None:
             self.shares.outside[0], self.shares.outside[1] = self.shares.epoch, self.shares.first_round
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
-        """This rank's micro-batches of an epoch from a step on."""
+        """This rank's micro-batches of an epoch, from a step on."""
         self.set_epoch(epoch)
-        parts = self._parts(start_step)
+        parts = self._iterate_parts(start_step)
         while step := list(itertools.islice(parts, self._accumulation)):
             if self._drop_last and sum(part.samples for part in step) < self.global_batch:
                 return
@@ -207,78 +217,81 @@ class IterableLoader(DataLoader[Any]):
                 yield Micro(part.batch, part.real)
 
     def rounds(self) -> Iterator[Micro]:
-        """One pass for evaluation: a part without a sample on this rank has no batch."""
+        """One pass for evaluation; a round in which this rank has no samples yields None or a dummy batch."""
         self.shares.first_round, self.shares.skip = 0, None
         self.set_epoch(0)
         for part in super().__iter__():
             yield Micro(part.batch, part.real)
 
-    def _parts(self, start_step: int) -> Iterator[_Part]:
+    def _iterate_parts(self, start_step: int) -> Iterator[_Part]:
         rounds = start_step * self._accumulation
         self.shares.first_round, self.shares.skip = rounds, None
         if self._restored is not None:
             self.shares.stream.load_state_dict(self._restored)
             self._restored = None
         elif self.num_workers > 0:
-            # Every worker cuts its own stream: only what comes out of all of them can be counted off.
+            # Every worker reads a stream of its own: rounds are counted where the workers' outputs meet.
             self.shares.first_round = 0
-            self._tell_workers()
+            self._share_position()
             parts = iter(super().__iter__())
-            self._skip(rounds).discard_from(parts)
+            self._create_skip(rounds).discard_from(parts)
             return parts
         elif rounds:
-            self.shares.skip = self._skip(rounds)
-        self._tell_workers()
+            self.shares.skip = self._create_skip(rounds)
+        self._share_position()
         return iter(super().__iter__())
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         end_workers(self)
 
-    def _skip(self, rounds: int, what: str = _DATASET) -> Skip:
+    def _create_skip(self, rounds: int, what: str = _DATASET) -> Skip:
         samples = rounds // self._accumulation * self.global_batch
         return Skip(rounds, what, samples=samples, logs=self._rank == 0)
 
     def state(self) -> dict[str, Any]:
-        """The batch, and the dataset's own state if it offers one (without workers: they hold copies of it)."""
-        order = {"kind": "iterable", "workers": self.num_workers}  # a worker reads a stream, or a part, of its own
+        """The global batch and, without workers, the dataset's own state if it has a complete one."""
+        order = {
+            "kind": "iterable",
+            "workers": self.num_workers,
+        }  # workers determine the order: each reads its own stream or part
         state: dict[str, Any] = {"order": order, "global_batch": self.global_batch}
         stream = self.shares.stream
         if (
             self.num_workers == 0
-            and callable(give := getattr(stream, "state_dict", None))
+            and callable(read := getattr(stream, "state_dict", None))
             and has_complete_state(stream)
         ):
-            state["dataset"] = give()
+            state["dataset"] = read()
         return state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Put the dataset back, or say what reading up to the position will cost."""
-        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
-        self._check_workers(state.get("order", {}).get("workers"))
+        """Restore the dataset, or log that it will be read up to the position."""
+        refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
+        self._refuse_other_workers(state.get("order", {}).get("workers"))
         stream = self.shares.stream
         if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
             self._restored = state["dataset"]
         else:
             what = _DATASET if has_complete_state(stream) else _BUFFERED
-            self._skip(step * self._accumulation, what).announce()
+            self._create_skip(step * self._accumulation, what).announce()
 
-    def _check_workers(self, before: Any) -> None:
+    def _refuse_other_workers(self, before: Any) -> None:
         if max(1, before if isinstance(before, int) else self.num_workers) != max(1, self.num_workers):
             raise ConfigError(
-                f"was {before} when the checkpoint was written. Every worker of an iterable dataset reads a stream of "
-                "its own, so the order of the samples is another one.",
+                f"The value was {before} when the checkpoint was written. Every worker of an iterable dataset reads a "
+                "stream of its own, so the order of the samples would change.",
                 field="dataloader_num_workers",
                 value=self.num_workers,
-                remedy="Restore it, or set ignore_data_skip=True to begin the epoch's data anew.",
+                remedy="Restore it, or set ignore_data_skip=True to read the epoch's data from the start.",
             )
 
 
 class ForeignLoader:
-    """A DataLoader of the user's own: its batches are dealt out to ranks in turn.
+    """A DataLoader of the user's own, whose batches go to the ranks in turn.
 
-    One with `state_dict` / `load_state_dict` (torchdata's StatefulDataLoader) is put back where it was on resume; any
-    other is read and discarded up to the position.
+    A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored when training resumes.
+    Any other is read and discarded up to the position.
     """
 
     def __init__(
@@ -304,55 +317,55 @@ class ForeignLoader:
         return batches // per_step if self._drop_last else -(-batches // per_step)
 
     def micro_steps(self, step: int) -> int:
-        """Micro-batches of a full step."""
+        """Micro-batches per full step."""
         return self._accumulation
 
     def step_samples(self, step: int) -> int:
-        """Samples of a full step."""
+        """Samples per full step over all ranks; 0 when unknown."""
         return self.global_batch
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
-        """Every world-th batch of an epoch, from a step on; the last round is filled up with fillers."""
+        """This rank's batches of an epoch, from a step on; in an incomplete last round some are dummy batches."""
         if self._restored is not None:
             self.loader.load_state_dict(self._restored)
             self._restored = None
             start_step = 0
         self._set_epoch(epoch)
-        with keep_generators():  # what is read only to be discarded must not disturb what was restored
+        with keep_generators():  # discarding batches must not change the restored generators
             seed_generators(self._seed + epoch)
             batches = iter(self.loader)
-            self._skip(start_step).discard_from(batches)
+            self._create_skip(start_step).discard_from(batches)
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
             yield Micro(turn[self._rank] if real else turn[0], real)
 
     def close(self) -> None:
-        """Its workers are the user's."""
+        """Do nothing: the user owns the loader's workers."""
 
     def _set_epoch(self, epoch: int) -> None:
         parts = [getattr(self.loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
         parts.append(getattr(parts[0], "sampler", None))
         for part in parts:
-            if callable(tell := getattr(part, "set_epoch", None)):
-                tell(epoch)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
             if isinstance(part, RandomSampler) and (part.generator is None or part.generator is self._generator):
-                # It would draw its seed from the global generator at the first batch: another one on every rank.
+                # Otherwise it would draw its seed from the global generator, which differs between ranks.
                 part.generator = self._generator.manual_seed(self._seed + epoch)
 
     def state(self) -> dict[str, Any]:
-        """The loader's own state, if it offers one."""
+        """The global batch, and the loader's own state if it has one."""
         state: dict[str, Any] = {"order": {"kind": "loader"}, "global_batch": self.global_batch}
-        if callable(give := getattr(self.loader, "state_dict", None)):
-            state["loader"] = give()
+        if callable(read := getattr(self.loader, "state_dict", None)):
+            state["loader"] = read()
         return state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Put the loader back, or say what reading up to the position will cost."""
-        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
+        """Restore the loader, or log that it will be read up to the position."""
+        refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
         if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
             self._restored = state["loader"]
         else:
-            self._skip(step).announce()
+            self._create_skip(step).announce()
 
-    def _skip(self, steps: int) -> Skip:
+    def _create_skip(self, steps: int) -> Skip:
         return Skip(steps * self._accumulation * self._world, _LOADER, logs=self._rank == 0)

@@ -1,8 +1,8 @@
-"""Loaders whose state is a position: an epoch can start at any step at once, with nothing replayed.
+"""Loaders whose state is a position: an epoch can start at any step at once, without replaying earlier ones.
 
-Randomness inside a sample (augmentation in ``__getitem__``) and inside a collator (masking) is seeded by (seed, epoch,
-sample), in workers and in the training process alike, so it neither depends on the number of workers nor touches the
-generators that dropout draws from. Data that draws nothing is spared the seeding: see `generators`.
+Random numbers of a sample (augmentation in ``__getitem__``) and of a collator (masking) are seeded by (seed, epoch,
+sample), in workers and in the training process. They do not depend on the number of workers, and do not change the
+generators that dropout draws from. Data that draws no random numbers is read without seeding (`generators`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer_lib.errors import ConfigError
 
 
 class Micro(NamedTuple):
-    """A micro-batch on its way to the model.
+    """A micro-batch for the model.
 
     Attributes:
-        batch: what the collator made.
-        real: False for a filler: another rank has samples in this micro-step and this one has none, so it computes one
-            at weight zero to take part in the collectives.
+        batch: the collator's batch, a tree of tensors ``[micro-batch, …]``.
+        real: False for a dummy batch: other ranks have samples in this micro-step and this one has none, so it computes
+            one sample at weight zero to take part in the collectives.
     """
 
     batch: Any
@@ -35,11 +35,11 @@ class Micro(NamedTuple):
 
 
 class TrainSource(Protocol):
-    """Where the training loop's micro-batches come from.
+    """The source of the training loop's micro-batches.
 
     Attributes:
         global_batch: samples of a full step over all ranks; 0 when unknown.
-        steps_per_epoch: None when only the end of the data tells.
+        steps_per_epoch: optimizer steps per epoch; None when unknown before the data ends.
         epoch_samples: samples of one epoch over all ranks; None when unknown.
     """
 
@@ -48,27 +48,27 @@ class TrainSource(Protocol):
     epoch_samples: int | None
 
     def micro_steps(self, step: int) -> int:
-        """How many micro-batches step `step` of an epoch has, at most."""
+        """The largest number of micro-batches that step `step` of an epoch has."""
 
     def step_samples(self, step: int) -> int:
-        """Samples of step `step` of an epoch over all ranks; a full step's when only the end of the data tells."""
+        """Samples of step `step` of an epoch over all ranks; those of a full step while the length is unknown."""
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of `epoch` from `start_step` on."""
 
     def close(self) -> None:
-        """End the processes that load the data, if any still live."""
+        """End the worker processes, if any."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides epoch and step, JSON."""
+        """What a checkpoint holds besides epoch and step, as JSON values."""
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Take up `state` again. Raises ConfigError when the data or the batch is another one."""
+        """Continue from `state`. Raises ConfigError when the data or the batch changed."""
 
 
 @dataclass
 class LoaderOptions:
-    """Settings of torch's DataLoader, as the arguments give them."""
+    """Settings of torch's DataLoader, from the arguments."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -78,7 +78,7 @@ class LoaderOptions:
     in_order: bool = True
 
     def keywords(self) -> dict[str, Any]:
-        """As keyword arguments; those that make no sense without workers are left out."""
+        """The settings as keyword arguments, without those that need workers when there are none."""
         common: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
         if self.num_workers == 0:
             return common
@@ -91,12 +91,12 @@ class LoaderOptions:
         }
 
 
-def _as_is(batch: Any) -> Any:
+def _return_batch(batch: Any) -> Any:
     return batch
 
 
 class _KeySampler:
-    """Tells torch's DataLoader which samples make a batch; lives in the training process."""
+    """Yields the samples of each batch to torch's DataLoader, in the training process."""
 
     def __init__(self, order: Order, plan: BatchPlan) -> None:
         self.order = order
@@ -105,7 +105,7 @@ class _KeySampler:
         self.start_step = 0
 
     def shares(self, step: int) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, real) of this rank's micro-batches of a step; a filler is the step's first sample."""
+        """(start, stop, real) of this rank's micro-batches of a step; a dummy batch is the step's first sample."""
         plan = self.plan
         first = step * plan.global_batch
         for micro_step in range(plan.micro_steps(step)):
@@ -124,7 +124,7 @@ class _KeySampler:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """End workers that live on between epochs. Left to the garbage collector they are waited for, 5 s each."""
+    """End persistent workers. Left to the garbage collector, each of them would be waited for, up to 5 s."""
     iterator: Any = getattr(loader, "_iterator", None)
     if iterator is not None:
         loader._iterator = None
@@ -132,7 +132,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 class _SeededLoader(DataLoader[Any]):
-    """A DataLoader that never draws from torch's global generator."""
+    """A DataLoader that does not draw from torch's global generator."""
 
     def __init__(self, fetch: Fetch, batch_sampler: Any, options: LoaderOptions) -> None:
         self._fetch = fetch
@@ -140,26 +140,26 @@ class _SeededLoader(DataLoader[Any]):
         super().__init__(
             fetch,
             batch_sampler=batch_sampler,
-            collate_fn=_as_is,
-            generator=torch.Generator().manual_seed(0),  # workers are re-seeded per sample: the value is of no account
+            collate_fn=_return_batch,
+            generator=torch.Generator().manual_seed(0),  # any seed: every sample is seeded anyway
             **options.keywords(),
         )
 
     def __iter__(self) -> Any:
-        """Batches; without workers and pinned memory they are read right here, past torch's machinery."""
-        return super().__iter__() if self.num_workers or self.pin_memory else self._read_here()
+        """The batches. Without workers and pinned memory they are read directly, past torch's iterator."""
+        return super().__iter__() if self.num_workers or self.pin_memory else self._read_directly()
 
     def close(self) -> None:
-        """End its workers."""
+        """End the workers."""
         end_workers(self)
 
-    def _read_here(self) -> Iterator[Any]:
-        # One by one: what a callback changes in the data between two steps must hold from the next step on.
+    def _read_directly(self) -> Iterator[Any]:
+        # One by one: a callback's change of the data must apply from the next step on.
         return map(self._fetch.__getitems__, self._keys)
 
 
 class TrainLoader(_SeededLoader):
-    """This rank's micro-batches of a map-style dataset; iterating it gives the batches of `set_epoch`'s epoch."""
+    """This rank's micro-batches of a map-style dataset. Iteration yields the batches of the epoch in `set_epoch`."""
 
     def __init__(
         self,
@@ -180,11 +180,11 @@ class TrainLoader(_SeededLoader):
         super().__init__(Fetch(dataset, collate, seed), self.keys, options)
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Iterate that epoch from now on, from that step."""
+        """Iterate over that epoch from now on, from `start_step`."""
         self.keys.epoch, self.keys.start_step = epoch, start_step
 
     def micro_steps(self, step: int) -> int:
-        """Micro-batches of a step."""
+        """Micro-batches of a step of the epoch."""
         return self.plan.micro_steps(step)
 
     def step_samples(self, step: int) -> int:
@@ -192,7 +192,7 @@ class TrainLoader(_SeededLoader):
         return self.plan.step_samples(step)
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
-        """This rank's micro-batches of an epoch from a step on."""
+        """This rank's micro-batches of an epoch, from a step on."""
         self.set_epoch(epoch, start_step)
         if self.plan.data_parallel_size == 1:
             return map(Micro, self, itertools.repeat(True))
@@ -200,34 +200,36 @@ class TrainLoader(_SeededLoader):
         return map(Micro, self, (real for step in steps for _, _, real in self.keys.shares(step)))
 
     def state(self) -> dict[str, Any]:
-        """The order's fingerprint and the global batch: the position itself is (epoch, step)."""
+        """The order's fingerprint and the global batch; the position itself is (epoch, step)."""
         return {"order": self.order.fingerprint(), "global_batch": self.global_batch}
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Compare: a position means nothing in another order or under another global batch."""
-        check_same("global_batch_size", state.get("global_batch"), self.global_batch)
-        check_same("train_dataset", state.get("order"), self.order.fingerprint())
+        """Raise ConfigError for another order or global batch, in which the position means other samples."""
+        refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
+        refuse_change("train_dataset", state.get("order"), self.order.fingerprint())
 
 
-def check_same(field: str, saved: Any, now: Any) -> None:
-    """Raise ConfigError when a resumed run's data position would mean something else."""
+def refuse_change(field: str, saved: Any, now: Any) -> None:
+    """Raise ConfigError when a setting changed on which the position in the data depends."""
     if saved is not None and saved != now:
         raise ConfigError(
-            f"was {saved} when the checkpoint was written, so its position in the data does not fit.",
+            f"The value was {saved} when the checkpoint was written, so its position in the data does not apply.",
             field=field,
             value=now,
-            remedy="Restore it, or start anew (for a change of processes: set global_batch_size to the old product).",
+            remedy="Restore it, or start a new run. After a change of processes, keep global_batch_size as it was.",
         )
 
 
 class EvalLoader(_SeededLoader):
-    """This rank's share of a map-style dataset in its own order; nothing is padded or repeated.
+    """This rank's share of a map-style dataset in the dataset's order, without padding or repetition.
 
-    Round b covers rows [b*world*batch, (b+1)*world*batch); each rank takes its slice, or none in the last round.
+    Round b covers rows [b*size*batch, (b+1)*size*batch), where `size` is the number of data-parallel ranks. Each rank
+    reads its slice; in the last round it may have none.
 
     Attributes:
-        rounds: the same on every rank; `batches` may be one fewer here.
-        rows: the [start, stop) rows that are read, of the dataset's own numbering.
+        rounds: number of rounds, equal on every rank; this rank may have one batch fewer.
+        rows: the rows [start, stop) of the dataset that all ranks read together.
+        slices: the rows [start, stop) of each of this rank's batches.
     """
 
     def __init__(
@@ -250,12 +252,12 @@ class EvalLoader(_SeededLoader):
         self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
         super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
 
-    def filler(self) -> Any:
-        """A batch of the first row alone, for a rank that has to compute beside others that have batches left."""
+    def dummy_batch(self) -> Any:
+        """A dummy batch of the first row, for a rank without rows that takes part in the others' collectives."""
         start, _ = self.rows
         return self._fetch.__getitems__(Keys(0, np.arange(start, start + 1, dtype=np.int64)))
 
-    def _read_here(self) -> Iterator[Any]:
+    def _read_directly(self) -> Iterator[Any]:
         return self._fetch.read_ahead(self._keys)
 
 
@@ -272,7 +274,7 @@ class _RowSampler:
 
 
 def has_length(dataset: Any) -> bool:
-    """Whether `len(dataset)` works; an iterable dataset may have a length too."""
+    """Whether `len(dataset)` works. An iterable dataset may have a length, too."""
     if not isinstance(dataset, Sized):
         return False
     try:

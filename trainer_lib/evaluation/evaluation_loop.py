@@ -126,7 +126,7 @@ class EvaluationLoop:
     def _run_dummy_forward(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
         """Take part in the collectives of the other ranks' forwards (sharded models gather parameters there)."""
         if self._hooks.strategy.forward_communicates:
-            dummy = loader.filler() if isinstance(loader, EvalLoader) else batch
+            dummy = loader.dummy_batch() if isinstance(loader, EvalLoader) else batch
             self._hooks.prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
 
     def _gather(self, tree: Any, last: bool) -> None:

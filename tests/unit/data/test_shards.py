@@ -309,8 +309,8 @@ def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) 
     ("columns", "what"),
     [
         ({"p": [1, 2]}, "2 values for 3 rows"),
-        ({"row_id": [1, 2, 3]}, "taken by the row's own id"),
-        ({"p": [1, "a", 2]}, "column 'p'"),
+        ({"row_id": [1, 2, 3]}, "reserved for the row's own id"),
+        ({"p": [1, "a", 2]}, "Column 'p'"),
     ],
 )
 def test_columns_that_cannot_be_written_are_named(tmp_path: Path, columns: dict[str, Any], what: str) -> None:
