@@ -29,7 +29,6 @@ STILL_WORDED = {
     "trainer_lib",
     "trainer_lib/arguments",
     "trainer_lib/arguments/fsdp",
-    "trainer_lib/data",
     "trainer_lib/launch",
     "trainer_lib/machines",
     "trainer_lib/strategies",

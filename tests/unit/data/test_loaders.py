@@ -165,7 +165,7 @@ def test_pure_data_is_known_through_subsets_and_by_its_own_word() -> None:
 def test_a_position_in_another_order_or_under_another_batch_is_refused() -> None:
     state = train_loader(ROWS).state()
     train_loader(ROWS, world=2, micro=1).load_state(state, epoch=0, step=3)
-    with pytest.raises(ConfigError, match=r"global_batch_size = 8: was 4 when"):
+    with pytest.raises(ConfigError, match=r"global_batch_size = 8: The value was 4 when"):
         train_loader(ROWS, batch=8).load_state(state, epoch=0, step=3)
     with pytest.raises(ConfigError, match="train_dataset"):
         train_loader(ROWS[:22]).load_state(state, epoch=0, step=3)
