@@ -1,10 +1,10 @@
-"""A tiny Llama learns the standard library's docstrings through LoRA adapters, offline.
+"""Train LoRA adapters of a tiny Llama on the standard library's docstrings, offline.
 
 Written for the Trainer of transformers; only the import line was changed. Run it with
 
     python examples/causal_lm_lora/train.py --output_dir out/lora
 
-The base model has random weights, for nothing is downloaded; so embeddings and head are trained beside the adapters.
+Nothing is downloaded, so the base model has random weights; embeddings and head are therefore trained as well.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def read_docstrings() -> list[str]:
 
 
 def build_tokenizer(texts: list[str]) -> Any:
-    """A byte-level vocabulary of 1,024 learnt from the texts."""
+    """Learn a byte-level vocabulary of 1,024 tokens from the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def build_tokenizer(texts: list[str]) -> Any:
 
 
 def build_base(tokenizer: Any) -> LlamaForCausalLM:
-    """The base model, always with the same random weights."""
+    """Build the base model; its random weights are equal at every call."""
     set_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -72,7 +72,7 @@ def build_base(tokenizer: Any) -> LlamaForCausalLM:
 
 
 def main() -> None:
-    """Train adapters, evaluate, save, and write with what was saved."""
+    """Train adapters, evaluate, save, load what was saved and generate with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", default="out/causal_lm_lora")
     parser.add_argument("--max_steps", type=int, default=300)
@@ -130,7 +130,7 @@ def main() -> None:
     trainer.save_model()
     print(f"perplexity {math.exp(before['eval_loss']):.0f} -> {math.exp(metrics['eval_loss']):.0f}")
 
-    # What was saved is an ordinary adapter of peft: put it on the base it was trained on.
+    # What was saved is an ordinary adapter of peft, which needs the base model that it was trained on.
     loaded = PeftModel.from_pretrained(build_base(tokenizer), options.output_dir).eval()
     prompt = tokenizer("Return the", return_tensors="pt")
     with torch.no_grad():

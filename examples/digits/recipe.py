@@ -21,11 +21,14 @@ Row = dict[str, Any]
 
 
 def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iterator[Row]]:
-    """Split the scans into train, validation and test, every class in the same proportions.
+    """Split the scans into train, validation and test, with equal shares of every class.
 
     Args:
-        options: `validation` and `test` (shares of the whole), `seed` (of the split).
-        out: `out.info` travels with the data to `build_model` and the model card.
+        options: the spec's `prepare.options`: `validation` and `test` (shares of all scans), `seed` (of the split).
+        out: `out.info` is stored with the data; `build_model` and the model card read it.
+
+    Returns:
+        For every split its rows: `row_id`, `pixels` (uint8 `[8, 8]`, 0 to 16) and `label` (0 to 9).
     """
     from sklearn.datasets import load_digits
 
@@ -39,7 +42,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
 
 
 def _stratified(labels: np.ndarray, validation: float, test: float, seed: int) -> dict[str, np.ndarray]:
-    """Row numbers of each split, ascending: every class is shuffled by `seed` and cut in the same proportions."""
+    """The row numbers of each split, ascending; `labels` is `[rows]`. Every class is shuffled and cut by itself."""
     rng = np.random.default_rng(seed)
     parts: dict[str, list[np.ndarray]] = {"train": [], "validation": [], "test": []}
     for label in np.unique(labels):
@@ -58,12 +61,12 @@ def _rows(images: np.ndarray, labels: np.ndarray, chosen: np.ndarray) -> Iterato
 
 
 class DigitNet(nn.Module):
-    """Three convolutions and a linear layer. GroupNorm, not BatchNorm: no sample depends on its neighbours.
+    """Three convolutions and a linear layer, with GroupNorm, so that a sample does not depend on the rest of its batch.
 
     Args:
         width: channels of the first layer.
-        dropout: probability before the linear layer.
-        num_classes: number of digits.
+        dropout: dropout probability before the linear layer.
+        num_classes: number of classes.
     """
 
     def __init__(self, width: int, dropout: float, num_classes: int) -> None:
@@ -79,7 +82,7 @@ class DigitNet(nn.Module):
         self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * width * 2 * 2, num_classes))
 
     def forward(self, pixels: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Loss (with `labels`, [batch]) and logits [batch, num_classes] for pixels [batch, 1, 8, 8] in 0..1."""
+        """Logits `[batch, num_classes]` for pixels `[batch, 1, 8, 8]` from 0 to 1; with labels `[batch]` a loss too."""
         logits: Tensor = self.head(self.features(pixels))
         if labels is None:
             return {"logits": logits}
@@ -95,12 +98,12 @@ def _block(channels_in: int, channels_out: int) -> tuple[nn.Module, ...]:
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
-    """The network, untrained; `options` are the spec's `train.model`."""
+    """Build the untrained network; `options` are the spec's `train.model`."""
     return DigitNet(options["width"], options["dropout"], len(data.info["classes"]))
 
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
-    """Rows to a batch: pixels [batch, 1, 8, 8] in 0..1 and, where the rows have them, labels [batch]."""
+    """Make a batch of rows: pixels `[batch, 1, 8, 8]` from 0 to 1 and, if the rows have labels, labels `[batch]`."""
     pixels = np.stack([row["pixels"] for row in rows])[:, np.newaxis]
     batch = {"pixels": torch.from_numpy(pixels.astype(np.float32) / 16.0)}
     if "label" in rows[0]:
@@ -109,7 +112,7 @@ def collate(rows: list[Row]) -> dict[str, Tensor]:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Accuracy, and that of the class recognised worst."""
+    """Accuracy over all samples, and the lowest accuracy of any class; predictions are `[samples, num_classes]`."""
     labels = np.asarray(evaluation.label_ids)
     right = np.asarray(evaluation.predictions).argmax(axis=-1) == labels
     per_class = [float(right[labels == label].mean()) for label in np.unique(labels)]
@@ -117,7 +120,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> Mapping[str, Sequence[Any]]:
-    """What the prediction files hold beside `row_id`: the digit, and how sure the model is (0..1)."""
+    """Turn logits `[samples, num_classes]` into the columns of the prediction files: the digit and its probability."""
     scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     best = predictions.argmax(axis=-1)

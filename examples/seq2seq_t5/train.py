@@ -1,10 +1,10 @@
-"""A small T5 learns to read numbers aloud: "4071" -> "four thousand seventy one". Offline, about a minute on one core.
+"""Train a small T5 to read numbers: "4071" -> "four thousand seventy one". Offline, about a minute on one core.
 
-Written as for transformers' own Seq2SeqTrainer; only the import of it is another. Run it with
+Written for the Seq2SeqTrainer of transformers; only its import was changed. Run it with
 
     python examples/seq2seq_t5/train.py --output_dir out/t5
 
-It ends with the share of held-out numbers that are read without a fault, judged on what the model generates.
+The metric is the share of held-out numbers for which the model generates exactly the right words.
 """
 
 import argparse
@@ -24,7 +24,7 @@ TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 
 
 def words(number: int) -> str:
-    """English for a number below 10,000."""
+    """Write a number below 10,000 in English."""
     for size, name in ((1000, "thousand"), (100, "hundred")):
         if number >= size:
             rest = number % size
@@ -35,7 +35,7 @@ def words(number: int) -> str:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per digit and per word, made here."""
+    """Build a tokenizer with one token per digit and per word."""
     names = ["<pad>", "</s>", "<unk>", *"0123456789", *ONES, *TEENS, *TENS, "hundred", "thousand"]
     tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -48,7 +48,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_dataset(tokenizer: PreTrainedTokenizerFast) -> DatasetDict:
-    """4,000 numbers to learn from and 200 others to be asked."""
+    """Sample 4,000 numbers for training and 200 others for evaluation."""
     numbers = random.Random(0).sample(range(10_000), 4_200)
     dataset = Dataset.from_dict({"digits": [str(n) for n in numbers], "words": [words(n) for n in numbers]})
 
@@ -60,7 +60,7 @@ def build_dataset(tokenizer: PreTrainedTokenizerFast) -> DatasetDict:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneration:
-    """A T5 of 170,000 weights that has seen nothing yet."""
+    """Build an untrained T5 of 170,000 parameters."""
     config = T5Config(
         vocab_size=len(tokenizer),
         d_model=64,
@@ -77,7 +77,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> T5ForConditionalGeneratio
 
 
 def arguments(output_dir: str, epochs: float, tokenizer: PreTrainedTokenizerFast) -> Seq2SeqTrainingArguments:
-    """Evaluate and save every epoch, judge by what is generated, keep the best."""
+    """Evaluate and save every epoch, on generated text; keep the best model."""
     generation_config = GenerationConfig(
         max_length=16,
         pad_token_id=tokenizer.pad_token_id,
@@ -107,7 +107,7 @@ def arguments(output_dir: str, epochs: float, tokenizer: PreTrainedTokenizerFast
 
 
 def main() -> dict[str, float]:
-    """Train, evaluate on generated words, show five of them."""
+    """Train, evaluate on generated text, and print five answers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", default="out/seq2seq_t5")
     parser.add_argument("--epochs", type=float, default=16)
@@ -120,9 +120,9 @@ def main() -> dict[str, float]:
     def compute_metrics(eval_preds: Any) -> dict[str, float]:
         preds, labels = eval_preds
         labels = np.where(labels != -100, labels, tokenizer.pad_token_id)
-        said = tokenizer.batch_decode(preds, skip_special_tokens=True)
-        meant = tokenizer.batch_decode(labels, skip_special_tokens=True)
-        return {"exact_match": sum(s == m for s, m in zip(said, meant, strict=True)) / len(meant)}
+        answers = tokenizer.batch_decode(preds, skip_special_tokens=True)
+        expected = tokenizer.batch_decode(labels, skip_special_tokens=True)
+        return {"exact_match": sum(a == e for a, e in zip(answers, expected, strict=True)) / len(expected)}
 
     trainer = Seq2SeqTrainer(
         model=model,

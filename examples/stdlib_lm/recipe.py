@@ -1,9 +1,11 @@
 """A small GPT that learns to write Python from the running interpreter's own standard library.
 
-Real text that every machine has. Modules are held out whole, by their top-level name, and the model is measured in
-bits per byte of them, beside what bz2 and xz need for the same bytes. What is left out, and why: test suites (many
-distributions strip them, and they repeat themselves), tables of numbers written as Python (encodings, html.entities),
-documentation generated into modules (pydoc_data), build output (_sysconfigdata*, config-*), and what pip installed.
+The corpus is real text that every machine has. Modules are held out as a whole, by their top-level name. The model is
+measured in bits per byte of the held-out modules, next to what bz2 and xz need for the same bytes.
+
+These files are left out: test suites (many distributions strip them, and they repeat themselves), tables of numbers
+written as Python (encodings, html.entities), documentation generated into modules (pydoc_data), build output
+(_sysconfigdata*, config-*), and packages that pip installed.
 """
 
 from __future__ import annotations
@@ -34,20 +36,24 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-END, END_ID = "<|end|>", 0  # stands between files; costs bits when it is predicted, and covers no bytes
+END, END_ID = "<|end|>", 0  # stands between files; predicting it costs bits, although it covers no bytes
 NO_TARGET = -100
 NOT_OURS = {"site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 LEFT_OUT = NOT_OURS | {"test", "tests", "idle_test", "encodings", "pydoc_data"}
-HELD_OUT = {"test": (0, 7), "validation": (7, 12)}  # buckets of a hundred
+HELD_OUT = {"test": (0, 7), "validation": (7, 12)}  # of 100 buckets, [first, end)
 
 
 # ---------------------------------------------------------------------------------------------------------- data
 def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iterator[Row]]:
-    """Read the library, hold modules out, learn a byte-pair vocabulary on the rest, cut all of it into blocks.
+    """Read the library, hold modules out, learn a byte-pair vocabulary from the rest, and cut all of it into blocks.
 
     Args:
         options: `vocab_size`, `block_tokens` (targets per row) and `seed` (which modules are held out).
-        out: gets `tokenizer.json`, `token_bytes.bin` (uint16: bytes each token stands for) and a table of sizes.
+        out: receives `tokenizer.json`, `token_bytes.bin` (uint16 `[vocab_size]`: the bytes that each token stands for)
+            and a table of sizes.
+
+    Returns:
+        For every split its rows, as `_blocks` makes them.
     """
     texts = {name: list(_texts(files)) for name, files in _splits(options["seed"]).items()}
     tokenizer = _learn_tokenizer(texts["train"], options["vocab_size"])
@@ -61,7 +67,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
 
 
 def _splits(seed: int) -> dict[str, list[Path]]:
-    """The library's files, in order of their names; every top-level module falls into one split by its hashed name."""
+    """The library's files by split, in the order of their names; the hash of a module's name picks its split."""
     root = Path(sysconfig.get_path("stdlib"))
     splits: dict[str, list[Path]] = {"train": [], "validation": [], "test": []}
     for path in sorted(root.rglob("*.py")):
@@ -87,7 +93,7 @@ def _split_of(module: str, seed: int) -> str:
 
 
 def _texts(files: Sequence[Path]) -> Iterator[bytes]:
-    """The files' bytes; one that is not UTF-8 (none is, in CPython's own library) is left out."""
+    """The files' bytes; files that are not UTF-8 are left out (CPython's own library has none)."""
     for path in files:
         text = path.read_bytes()
         try:
@@ -98,7 +104,7 @@ def _texts(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _compressors(text: bytes) -> dict[str, float]:
-    """Bits per byte of the usual compressors at their best, on one stream of all held-out files."""
+    """Bits per byte of common compressors at their highest level, on one stream of all files of a split."""
     sizes = {"bz2": len(bz2.compress(text, 9)), "xz": len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))}
     return {name: 8 * size / len(text) for name, size in sizes.items()}
 
@@ -122,13 +128,13 @@ def _learn_tokenizer(texts: Sequence[bytes], vocab_size: int) -> Tokenizer:
 
 
 def _token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes each token stands for: byte-level BPE writes every byte as one printable character."""
+    """The bytes that each token stands for, `[vocab_size]`: byte-level BPE writes a byte as one printable character."""
     lengths = {index: 0 if token == END else len(token) for token, index in tokenizer.get_vocab().items()}
     return np.array([lengths[index] for index in range(len(lengths))], dtype=np.uint16)
 
 
 def _blocks(tokenizer: Tokenizer, texts: Sequence[bytes], block_tokens: int) -> Iterator[Row]:
-    """Consecutive blocks of `block_tokens` + 1 tokens that share one: every token but the first is a target once."""
+    """Rows of `block_tokens + 1` tokens. Neighbours share one token, so every token but the first is a target once."""
     tokens = [token for text in texts for token in (END_ID, *tokenizer.encode(text.decode()).ids)]
     stream = np.array([*tokens, END_ID], dtype=np.uint16)
     for start in range(0, len(stream) - 1, block_tokens):
@@ -139,7 +145,7 @@ def _blocks(tokenizer: Tokenizer, texts: Sequence[bytes], block_tokens: int) -> 
 
 
 def collate(rows: list[Row]) -> dict[str, Tensor]:
-    """Rows to a batch: input_ids and labels, both [batch, block_tokens]; the last block's padding is no target."""
+    """Make a batch of rows: input_ids and labels, both `[batch, block_tokens]`; padding is not a target."""
     tokens = torch.from_numpy(np.stack([row["tokens"] for row in rows]).astype(np.int64))
     num_targets = torch.tensor([row["num_targets"] for row in rows])
     labels = tokens[:, 1:].clone()
@@ -149,12 +155,15 @@ def collate(rows: list[Row]) -> dict[str, Tensor]:
 
 # --------------------------------------------------------------------------------------------------------- model
 class GPT(nn.Module):
-    """Decoder-only transformer; the output layer is the embedding itself (tied weights).
+    """A decoder-only transformer whose output layer is its embedding (tied weights).
 
     Args:
-        token_bytes: [vocabulary], bytes each token stands for; kept with the weights so that the model can be measured.
-        width, layers, heads: of the residual stream [batch, tokens, width].
-        block_tokens: longest input.
+        token_bytes: the bytes that each token stands for, `[vocabulary]`; saved with the weights, because measuring the
+            model needs them.
+        width: width of the residual stream `[batch, tokens, width]`.
+        layers: number of blocks.
+        heads: attention heads per block.
+        block_tokens: the longest input.
     """
 
     def __init__(self, token_bytes: Tensor, width: int, layers: int, heads: int, block_tokens: int) -> None:
@@ -167,14 +176,15 @@ class GPT(nn.Module):
         self.register_buffer("token_bytes", token_bytes)
         self.token_bytes: Tensor
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:  # GPT-2: what adds to the residual stream starts smaller, the deeper the smaller
+            if parameter.ndim == 2:  # as GPT-2: layers that write to the residual stream start smaller
                 residual = name.endswith(("project.weight", "shrink.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Logits [batch, tokens, vocabulary]; with `labels` (next tokens, -100: none) also the loss and target bytes.
+        """Logits `[batch, tokens, vocabulary]` for `input_ids` `[batch, tokens]`; with `labels` also the loss.
 
-        `target_bytes` [batch] counts the bytes that each row's targets stand for.
+        `labels` `[batch, tokens]` are the next tokens, -100 where there is no target. With them, `target_bytes`
+        `[batch]` counts the bytes that each row's targets stand for.
         """
         hidden = self.tokens(input_ids) + self.positions.weight[: input_ids.shape[1]]
         for block in self.blocks:
@@ -188,7 +198,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each behind a norm and added to the stream."""
+    """Causal self-attention and a feed-forward layer, each after a norm and added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -201,7 +211,7 @@ class Block(nn.Module):
         self.shrink = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, tokens, width] to the same."""
+        """Map the residual stream `[batch, tokens, width]` to one of equal shape."""
         batch, tokens, width = hidden.shape
         mixed = self.mix(self.attention_norm(hidden)).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = mixed.permute(2, 0, 3, 1, 4)
@@ -212,33 +222,33 @@ class Block(nn.Module):
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
-    """The network, untrained; `options` are the spec's `train.model`: width, layers, heads."""
+    """Build the untrained network; `options` are the spec's `train.model`: width, layers, heads."""
     token_bytes = np.frombuffer(data.read_file("token_bytes.bin"), dtype=np.uint16).astype(np.int64)
     return GPT(torch.from_numpy(token_bytes), block_tokens=data.info["block_tokens"], **options)
 
 
 # --------------------------------------------------------------------------------------------------- measurement
 def preprocess_logits_for_metrics(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Each row's negative log-likelihood in nats, and its bytes: [batch, 2] instead of [batch, tokens, vocabulary]."""
+    """Reduce `[batch, tokens, vocabulary]` to `[batch, 2]`: each row's negative log-likelihood (nats) and its bytes."""
     logits, target_bytes = outputs
     nats = functional.cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=NO_TARGET, reduction="none")
     return torch.stack((nats.sum(dim=1), target_bytes.to(nats.dtype)), dim=1)
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Bits per byte: what an arithmetic coder driven by the model would need."""
+    """Bits per byte, which an arithmetic coder driven by the model would need; predictions are `[rows, 2]`."""
     nats, num_bytes = np.asarray(evaluation.predictions, dtype=np.float64).sum(axis=0)
     return {"bits_per_byte": float(nats / math.log(2) / num_bytes), "bytes": float(num_bytes)}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> Mapping[str, Sequence[Any]]:
-    """Per block: how many bytes it covers, and how surprising the model found them."""
+    """Turn `[rows, 2]` into the columns of the prediction files: the bytes of each block, and its bits per byte."""
     nats, num_bytes = predictions.astype(np.float64).T
     return {"bytes": num_bytes.astype(np.int64), "bits_per_byte": nats / math.log(2) / np.maximum(num_bytes, 1)}
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Samples, the learning curve beside the compressors, and the compressors' numbers beside the model's."""
+    """Write samples and the learning curve; report the compressors' bits per byte next to the model's."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(data.read_file("tokenizer.json").decode())
@@ -256,7 +266,7 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
 
 @torch.no_grad()
 def _sample(model: nn.Module, tokenizer: Tokenizer, block_tokens: int, num_tokens: int, prompt: str) -> str:
-    """`prompt` continued by `num_tokens` tokens drawn at temperature 0.8; the same every time."""
+    """Continue `prompt` by `num_tokens` tokens drawn at temperature 0.8, with a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device
     ids = [END_ID, *tokenizer.encode(prompt).ids]
@@ -269,7 +279,7 @@ def _sample(model: nn.Module, tokenizer: Tokenizer, block_tokens: int, num_token
 
 
 def _curve(data: DataInfo) -> bytes:
-    """Held-out bits per byte over optimizer steps, with what bz2 and xz need for the same bytes; an SVG."""
+    """Plot validation bits per byte over optimizer steps, with those of bz2 and xz on the same bytes; an SVG file."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Which module of the standard library is this line from? A tiny BERT, trained from scratch on a laptop, offline.
+"""Train a tiny BERT from scratch to recognise which module of the standard library a line is from, offline.
 
 Written for the Trainer of transformers; only the import line was changed. Run it with
 
@@ -29,7 +29,7 @@ MODULES = ["argparse", "ast", "tarfile", "turtle"]
 
 
 def read_lines() -> list[dict[str, Any]]:
-    """Every line of the four modules with at least three words, once."""
+    """Read the lines of the four modules that have at least three words, each once."""
     rows = []
     for label, name in enumerate(MODULES):
         source = Path(sysconfig.get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def read_lines() -> list[dict[str, Any]]:
 
 
 def build_tokenizer(texts: list[str]) -> Any:
-    """A WordPiece vocabulary of 2,000 learnt from the texts."""
+    """Learn a WordPiece vocabulary of 2,000 tokens from the texts."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -60,13 +60,13 @@ def build_tokenizer(texts: list[str]) -> Any:
 
 
 def compute_metrics(eval_pred: EvalPrediction) -> dict[str, float]:
-    """Share of lines whose module was recognised."""
+    """The share of lines whose module was recognised; logits are `[lines, modules]`, labels `[lines]`."""
     logits, labels = eval_pred
     return {"accuracy": float((np.argmax(logits, axis=-1) == labels).mean())}
 
 
 def main() -> None:
-    """Train, evaluate, save, and use what was saved."""
+    """Train, evaluate, save, load what was saved and classify a line with it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output_dir", default="out/text_classification")
     parser.add_argument("--max_steps", type=int, default=-1)
@@ -129,7 +129,7 @@ def main() -> None:
     trainer.save_metrics("eval", metrics)
     trainer.save_state()
 
-    # What was saved is an ordinary folder of transformers.
+    # What was saved is an ordinary folder for from_pretrained.
     loaded = AutoModelForSequenceClassification.from_pretrained(options.output_dir).eval()
     line = "parser.add_argument(dest, help=help)"
     inputs = AutoTokenizer.from_pretrained(options.output_dir)(line, return_tensors="pt")
