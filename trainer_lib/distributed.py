@@ -1,18 +1,21 @@
-"""Processes that train together: who they are, how they talk, which device each one uses.
+"""Processes that train together: their ranks, their process group, and the control messages between them.
 
 Ranks come from the environment that a launcher sets (`trainer_lib.arguments.environment`); nothing here starts a
-process. Control messages are JSON or raw bytes carried as ``uint8`` CPU tensors over gloo: no pickled collectives,
-so bytes from a peer are never unpickled, and a control message never waits for an accelerator's queue.
+process. Control messages are JSON or raw bytes, carried as ``uint8`` CPU tensors over gloo. No collective pickles, so
+bytes from a peer are never unpickled, and a control message never waits for an accelerator's queue.
 
-Glossary: *rank* = number of a process in the whole job, *local rank* = its number on this machine, *world* = all ranks.
+Glossary: *rank* = number of a process in the whole job, *local rank* = its number on this machine, *world* = all ranks,
+*data parallel* = the ranks that work on different samples.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from trainer_lib import devices, exits
 from trainer_lib.arguments import environment
@@ -31,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class DistributedSettings(Protocol):
-    """The arguments this module reads (`TrainingArguments` has them)."""
+    """The arguments that this module reads, among those of `TrainingArguments`."""
 
     use_cpu: bool
     ddp_backend: str | None
@@ -54,15 +58,15 @@ class DataParallel(NamedTuple):
 
 
 class Pending(Protocol):
-    """A collective under way; `result` waits for it (host side only)."""
+    """A collective that is under way."""
 
     def result(self) -> bool:
-        """Whether the flag was true on any rank."""
+        """Wait on the host, and return whether the flag is true on any rank."""
 
 
 @runtime_checkable
 class Communicator(Protocol):
-    """What ranks say to each other outside of the gradients. Every method is collective: all ranks call it."""
+    """Messages between ranks beside the gradients. Every method is collective: all ranks call it, in the same order."""
 
     rank: int
     world_size: int
@@ -74,35 +78,35 @@ class Communicator(Protocol):
         """Wait until every rank is here."""
 
     def gather_json(self, obj: Any) -> list[Any] | None:
-        """Every rank's object, in rank order, on rank 0; None elsewhere."""
+        """Return every rank's object on rank 0, in rank order; None elsewhere."""
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """Every rank's bytes, in rank order, on rank 0; None elsewhere."""
+        """Return every rank's bytes on rank 0, in rank order; None elsewhere. Nothing is padded to the longest."""
 
     def broadcast_json(self, obj: Any) -> Any:
-        """Rank 0's object on every rank (a copy that went through JSON, so equal everywhere)."""
+        """Return rank 0's object on every rank. It went through JSON on rank 0 as well, so all are equal."""
 
     def agree(self, error: TrainflowError | None) -> None:
-        """Every rank raises the first failing rank's error, or none does."""
+        """Raise the error of the lowest rank that has one, on every rank; return when no rank has one."""
 
     def any(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
+        """Return True on every rank when `flag` is true on one."""
 
     def any_later(self, flag: bool) -> Pending:
-        """Like `any`, answered later: the message travels while the caller computes."""
+        """Start `any` and return at once: the message travels while the caller computes."""
 
     def sum_ints(self, values: list[int]) -> list[int]:
-        """Element-wise sum over ranks of a few integers, without touching a device."""
+        """Return the element-wise sum over ranks of a few integers, without touching a device."""
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, as a new tensor on the same device."""
+        """Return the sum over ranks of a tensor of any shape, as a new tensor on the same device."""
 
     def twin(self, timeout_s: float) -> Communicator:
-        """The same ranks over connections of their own: for one other thread, whose messages mix with none of ours."""
+        """Return the same ranks over connections of their own, for the messages of one other thread."""
 
 
 class _Known:
-    """An answer that needed no message."""
+    """The result of a collective that needed no message."""
 
     def __init__(self, value: bool) -> None:
         self._value = value
@@ -111,8 +115,8 @@ class _Known:
         return self._value
 
 
-class SingleProcess:
-    """A world of one: every message is a plain return."""
+class SingleProcess(Communicator):
+    """A world of one: each message is a plain return, through JSON where several ranks would use it."""
 
     rank = 0
     world_size = 1
@@ -120,49 +124,50 @@ class SingleProcess:
     local_world_size = 1
     data_parallel = DataParallel(0, 1)
 
+    @override
     def barrier(self) -> None:
-        """Nothing to wait for."""
+        return
 
+    @override
     def gather_json(self, obj: Any) -> list[Any] | None:
-        """A list of one, through JSON as with many ranks, so that types agree."""
         return [json.loads(json.dumps(obj))]
 
+    @override
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """A list of one."""
         return [data]
 
+    @override
     def broadcast_json(self, obj: Any) -> Any:
-        """The object, through JSON as with many ranks, so that types agree."""
         return json.loads(json.dumps(obj))
 
+    @override
     def agree(self, error: TrainflowError | None) -> None:
-        """Raise the error, if there is one."""
         if error is not None:
             raise error
 
+    @override
     def any(self, flag: bool) -> bool:
-        """The flag itself."""
         return flag
 
+    @override
     def any_later(self, flag: bool) -> Pending:
-        """The flag itself."""
         return _Known(flag)
 
+    @override
     def sum_ints(self, values: list[int]) -> list[int]:
-        """The values themselves."""
         return list(values)
 
+    @override
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
         return tensor.detach().clone()
 
+    @override
     def twin(self, timeout_s: float) -> Communicator:
-        """Itself: nothing is sent."""
         return self
 
 
-class _Flag:
-    """An all-reduce of one integer under way."""
+class _PendingFlag:
+    """An all-reduce of one integer that is under way."""
 
     def __init__(self, flag: bool, group: dist.ProcessGroup | None) -> None:
         self._value = np.array([int(flag)], dtype=np.int64)
@@ -175,8 +180,8 @@ class _Flag:
         return bool(self._value[0])
 
 
-class ProcessGroup:
-    """A world of several processes over a `torch.distributed` group, the default one (its CPU side is always gloo)."""
+class ProcessGroup(Communicator):
+    """Several processes over a `torch.distributed` group, by default the job's; its CPU side is always gloo."""
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
@@ -187,20 +192,20 @@ class ProcessGroup:
         self.waited_s = 0.0
         "Seconds in `sum_ints`, which ranks call in every step: mostly waiting for the others."
 
+    @override
     def barrier(self) -> None:
-        """Wait until every rank is here."""
         dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=self._group)
 
+    @override
     def gather_json(self, obj: Any) -> list[Any] | None:
-        """Every rank's object on rank 0; None elsewhere."""
         gathered = self.gather_bytes(json.dumps(obj).encode())
         return None if gathered is None else [json.loads(data) for data in gathered]
 
+    @override
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """Every rank's bytes on rank 0; None elsewhere. Nothing is padded to the longest."""
         sizes = np.zeros(self.world_size, dtype=np.int64)
         sizes[self.rank] = len(data)
-        dist.all_reduce(torch.from_numpy(sizes), group=self._group)
+        dist.all_reduce(torch.from_numpy(sizes), group=self._group)  # a sum of one non-zero entry per rank
         if self.rank != 0:
             if data:
                 dist.send(_to_tensor(data), dst=0, group=self._group)
@@ -213,8 +218,8 @@ class ProcessGroup:
             gathered.append(buffer.numpy().tobytes())
         return gathered
 
+    @override
     def broadcast_json(self, obj: Any) -> Any:
-        """Rank 0's object on every rank."""
         data = json.dumps(obj).encode() if self.rank == 0 else b""
         size = np.array([len(data)], dtype=np.int64)
         dist.broadcast(torch.from_numpy(size), src=0, group=self._group)
@@ -222,8 +227,9 @@ class ProcessGroup:
         dist.broadcast(buffer, src=0, group=self._group)
         return json.loads(buffer.numpy().tobytes())
 
+    @override
     def agree(self, error: TrainflowError | None) -> None:
-        """Every rank raises the first failing rank's error, or none does. One small message when nobody failed."""
+        # One small message settles the usual case; the errors themselves travel only when there is one.
         if not self.any(error is not None):
             return
         if error is not None and error.rank is None:
@@ -235,33 +241,34 @@ class ProcessGroup:
             raise error
         raise from_record(record)
 
+    @override
     def any(self, flag: bool) -> bool:
-        """True on every rank when it is true on one."""
         return self.any_later(flag).result()
 
+    @override
     def any_later(self, flag: bool) -> Pending:
-        """Like `any`, answered later."""
-        return _Flag(flag, self._group)
+        return _PendingFlag(flag, self._group)
 
+    @override
     def sum_ints(self, values: list[int]) -> list[int]:
-        """Element-wise sum over ranks, on the CPU side of the group."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         total = np.array(values, dtype=np.int64)
         dist.all_reduce(torch.from_numpy(total), group=self._group)
-        self.waited_s += time.perf_counter() - begun
+        self.waited_s += time.perf_counter() - started
         return [int(value) for value in total]
 
+    @override
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, as a new tensor on the same device."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self._group)
         return total
 
+    @override
     def twin(self, timeout_s: float) -> Communicator:
-        """A gloo group of its own, formed at the first call (collective) and ended with the job."""
+        # Formed at the first call, by all ranks; `destroy_process_group` ends it with the job's group.
         if self._twin is None:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            self._twin = ProcessGroup(self._ranks, group)
+            timeout = timedelta(seconds=timeout_s)
+            self._twin = ProcessGroup(self._ranks, dist.new_group(backend="gloo", timeout=timeout))
         return self._twin
 
 
@@ -273,20 +280,27 @@ ranks_from_environment = environment.ranks
 choose_device = devices.choose_device
 mention_idle_gpus = devices.mention_idle_gpus
 
+_LEAVE_S = 10.0
+
 _current: Communicator | None = None
-_owned = False  # whether the process group is ours to end
+_owned = False  # whether `init` or `form_alone` formed the process group, so that `shutdown` ends it
 
 
 def init(args: DistributedSettings) -> Communicator:
-    """Join the job the environment describes, once per process; later calls return the same communicator.
+    """Join the job that the environment describes, once per process; later calls return the same communicator.
 
-    A process group that the caller had formed is used as it is, and left alone by `shutdown`.
-    Raises InfrastructureError when the peers cannot be reached within ``ddp_timeout`` seconds.
+    A process group that the caller has formed is used as it is, and `shutdown` leaves it alone. Whatever group still
+    stands when the program ends is ended then.
+
+    Raises:
+        ConfigError: the environment does not describe a job.
+        InfrastructureError: the peers cannot be reached within ``ddp_timeout`` seconds.
     """
     global _current, _owned
     if _current is not None:
         return _current
     if dist.is_available() and dist.is_initialized():
+        exits.report_failures()
         ranks = ranks_from_environment()
         _current = ProcessGroup(Ranks(dist.get_rank(), dist.get_world_size(), ranks.local_rank, ranks.local_world_size))
         return _current
@@ -301,7 +315,7 @@ def init(args: DistributedSettings) -> Communicator:
     if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    exits.prepare(shutdown)
+    exits.report_failures()
     try:
         dist.init_process_group(_backend(args.ddp_backend, device), timeout=timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
@@ -319,7 +333,7 @@ def init(args: DistributedSettings) -> Communicator:
 
 
 def form_alone(device: torch.device) -> None:
-    """A process group of this process alone, for what needs one; `shutdown` ends it."""
+    """Form a process group of this process alone, for a library that needs one; `shutdown` ends it."""
     global _owned
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -335,14 +349,33 @@ def shutdown() -> None:
     _current, _owned = None, False
 
 
+def _end_group_at_exit() -> None:
+    """End the process group that still stands, the caller's own as well, when the program ends in order.
+
+    Without this, a program that forgot to end its group is aborted now and then, after all its work is done: threads
+    of the group are still running when the interpreter destroys it. A program that fails leaves the group as it is:
+    its peers may be gone, and ending the group could wait for them.
+    """
+    if exits.has_failed() or not (dist.is_available() and dist.is_initialized()):
+        return
+    # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
+    thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
+    thread.start()
+    thread.join(_LEAVE_S)
+
+
+# Functions registered first run last: a program that ends its own group at exit, as it should, does so before.
+atexit.register(_end_group_at_exit)
+
+
 def current() -> Communicator:
-    """The communicator of this process; a world of one before `init`."""
+    """Return the communicator of this process; a world of one before `init`."""
     return _current or SingleProcess()
 
 
 @contextlib.contextmanager
 def main_process_first(args: DistributedSettings, *, local: bool = True) -> Iterator[None]:
-    """Rank 0 (of each machine when `local`) runs the block before the others: it fills a cache that they then read."""
+    """Run the block on rank 0 (of each machine when `local`) before the others, so that it fills a cache for them."""
     comm = init(args)
     first = (comm.local_rank if local else comm.rank) == 0
     if not first:
@@ -355,9 +388,11 @@ def main_process_first(args: DistributedSettings, *, local: bool = True) -> Iter
 
 
 def _backend(asked: str | None, device: torch.device) -> str:
-    """The backend string; whatever serves the device, gloo serves CPU tensors (control messages)."""
+    """Return the name of the backend. Whatever serves the device, gloo serves the CPU tensors of control messages."""
     if device.type == "cpu":
         if asked not in (None, "gloo", "mpi"):
-            raise ConfigError("cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy="Use gloo on CPU.")
+            raise ConfigError(
+                "This backend cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy="Use gloo on CPU."
+            )
         return asked or "gloo"
     return f"cpu:gloo,{device.type}:{asked or 'nccl'}" if asked != "gloo" else "gloo"
