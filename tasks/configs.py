@@ -1,6 +1,6 @@
-"""The stages' settings: what a pipeline spec may say, each with its unit.
+"""The settings of the stages, which a pipeline spec holds: each with its unit, and with what it can change.
 
-Importing this module takes no prefect, no mlflow and no torch: a spec is validated before any engine is started.
+Importing this module imports neither Prefect nor MLflow nor torch: a spec is validated before any engine starts.
 The Prefect UI draws its form from the descriptions below. Unknown keys are refused with the nearest name.
 """
 
@@ -115,7 +115,7 @@ class LaunchSettings(Settings):
     )
 
     def on_one_machine(self) -> LaunchSettings:
-        """The same for a stage that one machine does alone."""
+        """These settings, for a stage that runs on one machine."""
         alone = {"nodes": 1, "node_rank": None, "rendezvous": None, "config_file": None}
         kind = "auto" if self.kind in ("accelerate", "environment") else self.kind
         return self.model_copy(update={**alone, "kind": kind})
@@ -197,7 +197,7 @@ class TrainConfig(StageSettings):
     )
 
     def with_launchers_arguments(self) -> TrainConfig:
-        """The same with what accelerate's configuration file says about the arguments; a contradiction is refused."""
+        """These settings, with the arguments of accelerate's configuration file; a contradiction is refused."""
         if self.launch.kind != "accelerate" or self.launch.config_file is None:
             return self
         from trainer_lib.launch import accelerate

@@ -1,6 +1,6 @@
 """One MLflow run per pipeline run: opened once, re-attached by every retry and stage, ended with its status.
 
-Nothing here fails a stage: when the tracking server is out of reach the first failure is said and the work goes on.
+Nothing here fails a stage: when the tracking server is out of reach, the first failure is logged and the work goes on.
 Metrics then wait in a spool on disk (see `trainer_lib.trackers.spool`) and are delivered by the next run; artifacts and
 tags are not: the model itself is in the storage, not in MLflow.
 
@@ -46,7 +46,7 @@ HTTP_RETRIES = 1
 HTTP_TIMEOUT_S = 15
 
 _log = logging.getLogger(__name__)
-_silenced: set[str] = set()  # servers whose failure has been said
+_silenced: set[str] = set()  # servers whose failure has been logged
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def open_run(
         project: folder whose git commit is noted; the working directory when unset.
 
     Returns:
-        The handle, or None when tracking is off or the server is out of reach (said once, never raised).
+        The handle, or None when tracking is off or the server is out of reach (logged once, never raised).
 
     Raises:
         ConfigError: `tracking.uri` holds a password.
@@ -228,7 +228,7 @@ def log_dataset(
     schema: Mapping[str, str] | None = None,
     profile: Mapping[str, Any] | None = None,
 ) -> None:
-    """Note a dataset as an input of the run: its name, where it lies, its sha256 (whole in the tag `data.<name>`)."""
+    """Log a dataset as an input of the run: its name, its URL, its SHA-256 (complete in the tag `data.<name>`)."""
     if handle is None:
         return
     with _never_failing(handle.tracking_uri, f"log the dataset {name}"):
@@ -335,7 +335,7 @@ def _private_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _never_failing(uri: str, what: str) -> Iterator[None]:
-    """Say the first failure of a server, and go on; what stops the process is not a failure of the server."""
+    """Log the first failure of a server and go on. Exceptions that stop the process pass through."""
     try:
         yield
     except Exception as error:

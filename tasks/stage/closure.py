@@ -30,6 +30,12 @@ class Closure:
     files: dict[str, str]
     unseen: tuple[str, ...] = field(default=())
     """Places where a module is named only at run time, as ``file:line``."""
+    marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    """Size in bytes and time of change (ns) of each file, taken before it was read."""
+
+    def is_current(self) -> bool:
+        """Whether no file has changed since; a worker reads the files as they are now."""
+        return all(_mark(path) == mark for path, mark in self.marks.items())
 
 
 def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = "recipe") -> Closure:
@@ -40,7 +46,7 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
     """
     recipe = Path(recipe).absolute()
     if not recipe.is_file():
-        reason = "A folder, not a file." if recipe.is_dir() else "There is no such file."
+        reason = "This is a folder, not a file." if recipe.is_dir() else "There is no such file."
         raise ConfigError(reason, field=field, value=str(recipe), remedy="Give the path of the recipe's Python file.")
     if recipe.suffix != ".py":
         raise ConfigError(
@@ -48,7 +54,7 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
         )
     walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), field)
     walk.visit(recipe)
-    return Closure(dict(sorted(walk.digests.items())), tuple(sorted(walk.unseen)))
+    return Closure(dict(sorted(walk.digests.items())), tuple(sorted(walk.unseen)), walk.marks)
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
@@ -85,6 +91,7 @@ class _Walk:
         self.field = field
         self.digests: dict[str, str] = {}
         self.unseen: list[str] = []
+        self.marks: dict[Path, tuple[int, int]] = {}
 
     def visit(self, first: Path) -> None:
         waiting = [first]
@@ -93,6 +100,7 @@ class _Walk:
             name = self._name(path)
             if name in self.digests:
                 continue
+            self.marks[path] = _mark(path)
             tree = _parse(path, self.field)
             self.digests[name] = _digest(tree)
             waiting.extend(self._imports(path, tree))
@@ -150,6 +158,14 @@ class _Walk:
             self.unseen.append(f"{self._name(path)}:{node.lineno}")
 
 
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1  # it is gone, or cannot be read
+    return status.st_size, status.st_mtime_ns
+
+
 def _submodules(name: str) -> list[str]:
     return [] if name == "*" else [name]
 
@@ -175,20 +191,24 @@ def _siblings(package: Path) -> list[Path]:
 def _parse(path: Path, field: str) -> ast.Module:
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError("Too large for a Python file.", field=field, value=str(path), remedy="Check the path.")
+            raise ConfigError(
+                "The file is too large for Python source.", field=field, value=str(path), remedy="Check the path."
+            )
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise ConfigError(
-            f"Not valid Python: {error.msg} (line {error.lineno}).",
+            f"The file is not valid Python: {error.msg} (line {error.lineno}).",
             field=field,
             value=str(path),
             remedy="Correct the file.",
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"Not valid Python: {error}.", field=field, value=str(path), remedy="Correct it.") from error
+        raise ConfigError(
+            f"The file is not valid Python: {error}.", field=field, value=str(path), remedy="Correct it."
+        ) from error
     except OSError as error:
         raise ConfigError(
-            f"Cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
+            f"The file cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
         ) from error
 
 

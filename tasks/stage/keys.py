@@ -84,7 +84,7 @@ class Difference:
 
 
 def canonical(value: Any) -> bytes:
-    """The one JSON text of a value: sorted keys, no spaces."""
+    """The canonical JSON of a value: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
 

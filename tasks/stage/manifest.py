@@ -1,9 +1,9 @@
-"""What stages exchange: manifests. One exists if and only if its stage was completed, and a hit is verified each time.
+"""Manifests, which stages exchange. One exists if and only if its stage is complete, and every hit is verified.
 
     <storage>/stages/<stage>/<key[:16]>/
         key.json        every field of the content key, so that a miss can be explained
         attempts/       one record when an attempt begins, one when it ends
-        lease/          who is at work here
+        lease/          the process at work here
         ...             the stage's files
         COMMIT.json     written last: the names, sizes and digests of the files, metrics and lineage
 
@@ -34,7 +34,7 @@ _KEY_BYTES = 16 << 20
 _READ_BACK_BYTES = 256 << 20
 """On a remote store digests are checked up to this many bytes, beyond it the sizes: a hit must not download a model."""
 _TRUST_S = 60.0
-"""A run looks at each result twice, for its plan and in the stage: digests read back this many seconds ago hold."""
+"""A run verifies each result twice, for its plan and in the stage; digests are read back again only after this time."""
 
 _verified: dict[tuple[str, str, str], float] = {}
 
@@ -231,7 +231,7 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
 
 
 def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether two keys of a stage are about the same thing: they share a recipe's file, or the published name.
+    """Whether two keys of a stage belong to one pipeline: they share a recipe's file, or the published name.
 
     Pipelines may share a storage; another one's run explains nothing.
     """
@@ -254,4 +254,4 @@ def _fields(stages: Store, name: str) -> dict[str, Any] | None:
         record = json.loads(data) if data else None
         return dict(record["fields"]) if record else None
     except (ValueError, KeyError, TypeError, DamagedError):
-        return None  # not ours, or torn: no candidate
+        return None  # of another program, or half written

@@ -1,4 +1,4 @@
-"""What is going on, for whoever wants to show it: the terminal, Prefect's progress artifact, Prefect's logs.
+"""Progress of the stages, for every display: the terminal, Prefect's progress artifact, Prefect's logs.
 
 An event is a small dict. `event` says which: "stage" (it started, was cached, committed, failed or will be retried),
 "line" (a line that a worker printed), or what workers report: "start", "progress", "log", "save", "resume", "warning".
@@ -20,12 +20,13 @@ Listener = Callable[[Event], None]
 
 _ARTIFACT_EVERY_S = 2.0
 
+# Displays of this process, as `logging` keeps its handlers: no result of the work passes through here.
 _listeners: list[Listener] = []
 _log = logging.getLogger(__name__)
 
 
 def publish(event: Mapping[str, Any]) -> None:
-    """Tell every listener. One that raises an ordinary exception is dropped: a display must not end the work."""
+    """Pass an event to every listener. One that raises is dropped: a display must not end the work."""
     for listener in tuple(_listeners):
         try:
             listener(dict(event))
@@ -49,7 +50,7 @@ def subscribe(listener: Listener) -> Iterator[None]:
 class StageProgress:
     """One attempt's events and lines: published, logged to the Prefect run, and drawn as its progress artifact.
 
-    Outside a Prefect run only the listeners hear of them. Prefect's server being away never ends the work.
+    Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never ends the work.
     """
 
     def __init__(self, stage: str) -> None:
@@ -80,7 +81,7 @@ class StageProgress:
             self._draw()
 
     def close(self) -> None:
-        """Draw what came last."""
+        """Draw the newest state."""
         if self._artifact is not None:
             self._draw()
 
@@ -116,7 +117,7 @@ def describe(event: Mapping[str, Any]) -> str:
 
 
 def measured(event: Mapping[str, Any]) -> str:
-    """``step 120: eval_accuracy 0.98, eval_loss 0.06`` from what was logged by an evaluation, else nothing."""
+    """``step 120: eval_accuracy 0.98, eval_loss 0.06`` from the log of an evaluation, else an empty text."""
     timings = ("_runtime", "_per_second")
     logs = event.get("logs") or {}
     values = [
@@ -139,7 +140,7 @@ def duration(seconds: float) -> str:
 
 
 class TypedFailuresInOneLine(logging.Filter):
-    """Takes the traceback off a log record about a typed failure: its message says what, where and what to do."""
+    """Removes the traceback from a log record about a typed failure: its message names place, reason and remedy."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Always True; the record is changed in place."""

@@ -1,8 +1,8 @@
 """What several stages, checks and keys of one command ask for: worked out once, then remembered.
 
 The training arguments of a stage, its launch on this machine and the source closure of its recipe are needed by the
-check of the spec, by the content keys and by the tasks. One `Resolver` serves one command, so an edited recipe is read
-again by the next one; nothing is remembered between commands.
+check of the spec, by the content keys and by the tasks. One `Resolver` serves one command; nothing is
+remembered between commands.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Resolver:
         return self._once(("launch", _text(plain), str(use_cpu)), lambda: check(from_settings(plain), use_cpu=use_cpu))
 
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
-        """The files that a recipe consists of.
+        """The files that a recipe consists of. One that was edited meanwhile is read again.
+
+        A stage is keyed by the code that its worker is about to load: while a long training runs, somebody may edit the
+        functions that evaluate uses.
 
         Args:
             field: the setting that names the recipe, for the message of an error.
@@ -63,6 +66,9 @@ class Resolver:
             ConfigError: the recipe is not a Python file, or a file that it imports has a syntax error.
         """
         key = ("closure", str(recipe), "" if root is None else str(root))
+        known: Closure | None = self._found.get(key)
+        if known is not None and not known.is_current():
+            self._found.pop(key, None)
         return self._once(key, lambda: closure(recipe, root, field=field))
 
     def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:

@@ -1,9 +1,9 @@
-"""Which failures of a stage are tried again, and how.
+"""The policy of retries: which failures of a stage are tried again, and how.
 
     preempted                    again, free of charge
     out of memory                again with half the micro-batch, the same global batch; free of charge
     store, worker lost           again while the stage's `retries` last
-    config, code, data, full …   never
+    config, code, data, full     never
 
 Prefect's retry is only the trigger: it re-runs a task with the same parameters, counts every attempt alike and picks
 delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder. It rides on the

@@ -2,7 +2,7 @@
 
 committed under this key, and intact?  -> Cached
 take the lease                             (another process at work: wait for its result)
-what a damaged or unwanted result left     -> withdrawn
+a damaged or unwanted result              -> withdrawn
 record the attempt
 work                                       (its checkpoints and finished shards are found again by the next attempt)
 remove leftovers, check the lease, COMMIT
@@ -56,7 +56,7 @@ class StageAttempt:
     """How often the micro-batch has to be halved, because memory ran out before."""
     progress: _progress.StageProgress
     is_lost: Callable[[], bool]
-    """Whether another process has taken the folder over: work should stop, for it cannot be committed."""
+    """Whether another process has taken over the folder: the work should stop, because it cannot be committed."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _attempt(
     halvings = min(ledger.batch_halvings(), max_halvings)
     number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
-    _tell(key.stage, "started", reason, attempt=number)
+    _report_stage(key.stage, "started", reason, attempt=number)
     try:
         output = work(StageAttempt(key.stage, store, number, halvings, progress, lambda: lease.lost))
         manifest = _commit(key, store, lease, output, commit_facts(output.facts, reason, number, halvings))
@@ -161,7 +161,7 @@ def _attempt(
     finally:
         progress.close()
     ledger.end(number, "committed")
-    _tell(key.stage, "committed", reason, attempt=number)
+    _report_stage(key.stage, "committed", reason, attempt=number)
     return manifest
 
 
@@ -189,17 +189,17 @@ def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, re
         _progress.publish({"event": "warning", "stage": stage, "message": str(unwritten)})
     status = "retrying" if decision.retry and in_task_run() else outcome
     message = error.message if isinstance(error, TrainflowError) else str(error)
-    _tell(stage, status, decision.reason, attempt=number, message=message)
+    _report_stage(stage, status, decision.reason, attempt=number, message=message)
 
 
 def _cached(manifest: StageManifest) -> StageManifest:
-    _tell(manifest.stage, "cached", f"committed {manifest.created}", key=manifest.key)
+    _report_stage(manifest.stage, "cached", f"committed {manifest.created}", key=manifest.key)
     if not in_task_run():
         return manifest
     from prefect.states import Completed
 
     message = f"Committed under key {manifest.key[:16]}."
-    # Prefect takes a returned state for the task's outcome: who calls the task gets the manifest in it.
+    # Prefect takes a returned state for the task's outcome; `StageTask` gives the caller the manifest in it.
     return cast("StageManifest", Completed(name="Cached", data=manifest, message=message))
 
 
@@ -227,7 +227,7 @@ def _acquire(
         return wait and look()[0] is not None
 
     def waiting(holder: object) -> None:
-        _tell(key.stage, "waiting", f"another process is at work on it: {holder}")
+        _report_stage(key.stage, "waiting", f"another process is at work on it: {holder}")
 
     return acquire_lease(store, wait=done, on_wait=waiting)
 
@@ -247,5 +247,5 @@ def _remove_leftovers(store: Store, committed: set[str]) -> None:
             store.delete(info.path)
 
 
-def _tell(stage: str, status: str, reason: str, **more: Any) -> None:
+def _report_stage(stage: str, status: str, reason: str, **more: Any) -> None:
     _progress.publish({"event": "stage", "stage": stage, "status": status, "reason": reason, **more})

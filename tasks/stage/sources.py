@@ -37,16 +37,22 @@ _STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 
 
 def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
-    """Raises ConfigError for a source that is of no known kind, or that is local and missing. Reads no data."""
+    """Refuse a source of an unknown kind, and a local one that is missing. Reads no data.
+
+    Raises:
+        ConfigError: names `field` and the source.
+    """
     for source in sources:
         kind, rest = _kind(source, field)
         if kind == "local" and not Path(rest).exists():
-            raise ConfigError("There is no such file or folder.", field=field, value=source, remedy="Check the path.")
+            raise ConfigError(
+                "This file or folder does not exist.", field=field, value=source, remedy="Check the path."
+            )
         if kind == "package":
             _distribution(rest, field, source)
         if kind == "stdlib" and not (_stdlib() / rest).exists():
             remedy = "Name a file or folder of it, such as stdlib:json."
-            raise ConfigError("No such part of the standard library.", field=field, value=source, remedy=remedy)
+            raise ConfigError("The standard library has no such part.", field=field, value=source, remedy=remedy)
 
 
 def fingerprints(
@@ -130,7 +136,7 @@ def _label(path: Path, root: str | Path | None) -> str:
 
 
 class _Memory:
-    """Digests of local files, remembered by what the file system says of them. Losing it costs only time."""
+    """Digests of local files, remembered by size, time of change and inode. Losing them costs only time."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -231,11 +237,11 @@ def _store_files(source: str, field: str) -> list[tuple[str, str]]:
     bucket, _, rest = path.partition("/")
     files = Store.open(f"{scheme}://{bucket}", field=field).list(rest.strip("/"))
     if not files:
-        raise ConfigError("There is nothing there.", field=field, value=source, remedy="Check the URL.")
+        raise ConfigError("There is nothing at this address.", field=field, value=source, remedy="Check the URL.")
     untagged = [info.path for info in files if info.tag is None]
     if untagged:
         raise ConfigError(
-            f"The store says nothing of the content of {untagged[0]}.",
+            f"The store gives no content tag for {untagged[0]}.",
             field=field,
             value=source,
             remedy="Download it to a folder and declare that.",

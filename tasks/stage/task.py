@@ -1,4 +1,4 @@
-"""`prefect.task` as stages want it."""
+"""Prefect tasks for stages: the outcome of a cached stage, and the policy of retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StageTask(Task[P, R]):
             return result.result() if isinstance(result, State) and not kwargs.get("return_state") else result
 
         def with_options(self, **options: Any) -> StageTask[P, R]:
-            """The same stage with other Prefect options."""
+            """This stage with other Prefect options."""
             changed = super().with_options(**options)
             changed.__class__ = type(self)  # Prefect makes a plain Task of it
             return changed

@@ -24,8 +24,6 @@ STILL_WORDED = {
     "flows/cli",
     "flows/server",
     "flows/spec",
-    "tasks",
-    "tasks/stage",
     "trainer_lib",
     "trainer_lib/arguments",
     "trainer_lib/arguments/fsdp",
@@ -36,7 +34,6 @@ STILL_WORDED = {
     "trainer_lib/strategies/fsdp",
     "trainer_lib/trackers",
     "trainer_lib/trainer",
-    "trainer_lib/worker",
 }
 
 #: Rooms with public functions of tensors whose docstring says no shape. The table only shrinks.

@@ -76,7 +76,7 @@ MANY = str((os.cpu_count() or 1) + 1)
         ("train.args.max_steps=many", "train.args.max_steps = many", "not a whole number", "whole number"),
         ("prepare.shard_rows=[1]", "prepare.shard_rows", "integer", "Correct"),
         ("recipe=absent.py", "absent.py", "no such file", "recipe's Python file"),
-        ("recipe=broken.py", "broken.py", r"Not valid Python: .*line 2", "Correct the file"),
+        ("recipe=broken.py", "broken.py", r"not valid Python: .*line 2", "Correct the file"),
         ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),
         ("storage=file", "file", "is a file, not a folder", "Choose a folder"),
         ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),

@@ -71,5 +71,5 @@ def test_objects_count_by_the_stores_own_tags(s3_url: str) -> None:
     store.write_bytes("sub/b.csv", b"TWO")
     assert digest(s3_url) != folder
     assert digest(f"{s3_url}/a.csv") == file
-    with pytest.raises(ConfigError, match="nothing there"):
+    with pytest.raises(ConfigError, match="nothing at this address"):
         digest(f"{s3_url}/nowhere")

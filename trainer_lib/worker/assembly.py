@@ -1,4 +1,4 @@
-"""Recipe + request -> Trainer: what the verbs train, evaluate and predict have in common."""
+"""From a recipe and a request to a Trainer: what the verbs train, evaluate and predict share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trainer_lib.worker.session import Work
 def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
     """The request's training arguments, completed by what the worker decides.
 
-    Nobody sits before a worker: progress goes out as events, not as bars. With a tracked run, the training curve goes
-    to MLflow (the flow logs the other stages' results). A recipe that collates its rows itself gets all their columns.
+    Progress leaves a worker as events, so there are no progress bars. With a tracked run, the training curve goes to
+    MLflow; the flow logs the results of the other stages. A recipe with its own `collate` gets all columns of its rows.
     """
     given = dict(work.request.args)
     given["output_dir"] = output_dir
     given.setdefault("disable_tqdm", True)
-    if verb != "train":  # these arguments come from training, and ask for what is not there now
+    if verb != "train":  # these arguments come from training, but there is no evaluation set and nothing to save
         given |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
     if work.recipe.collate is not None:
         given.setdefault("remove_unused_columns", False)
@@ -43,7 +43,7 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
 
 
 def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.Module:
-    """The recipe's model. Its initial weights depend on the seed only: every rank and every retry has the same."""
+    """The recipe's model. Its initial weights depend only on the seed, so they are equal on every rank and retry."""
     set_seed(args.seed)
     model = work.recipe.build_model(work.request.model, data)
     if not isinstance(model, nn.Module):
@@ -63,7 +63,7 @@ def build_trainer(
     callbacks: Sequence[Any],
     **datasets: Any,
 ) -> Any:
-    """The recipe's Trainer (or ours) around its functions and `callbacks`. What it logs is reported, not printed."""
+    """The recipe's Trainer (or ours) with its functions and `callbacks`. Its logs become events and are not printed."""
     recipe = work.recipe
     own = recipe.callbacks(work.request.options)
     trainer = recipe.trainer_class(Trainer)(
@@ -88,7 +88,7 @@ def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
 
 
 def load_weights(model: nn.Module, url: str) -> None:
-    """Put the exported weights at `url` into the model.
+    """Load the exported weights at `url` into the model.
 
     Raises:
         DamagedError: weights are missing, left over, or of another shape: another model was exported there.
@@ -106,7 +106,7 @@ def load_weights(model: nn.Module, url: str) -> None:
 
 def _other_model(url: str, what: str) -> DamagedError:
     return DamagedError(
-        f"does not hold this model's weights ({what}).",
+        f"The weights do not fit this model ({what}).",
         field="model",
         value=url,
         remedy="Train again (--force train): the model or its options differ from what was exported.",

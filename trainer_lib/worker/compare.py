@@ -1,4 +1,4 @@
-"""The verb *compare*: whether two trainings went the same way, step by step and byte by byte.
+"""The verb *compare*: two trainings, step by step and byte by byte.
 
 Their committed checkpoints are read back and compared file by file. Equal digests are equal bytes: every tensor, random
 state and counter in them. What differs is opened, and the first difference in it is named.
@@ -25,9 +25,9 @@ _SHOWN = 20  # differences that are named
 _STEP = ("loss", "grad_norm", "learning_rate")
 _TIMES = ("_runtime", "_per_second")
 _PLACES = ("output_dir", "logging_dir", "resume_from_checkpoint", "best_model_checkpoint")
-"""What says where a run lies or when it ran, not what it computed."""
+"""Settings about where a run lies, which cannot differ in what it computed."""
 _ORDER = ("model", "optimizer", "scheduler", "scaler", "data", "rng", "trainer_state")
-"""In which order a checkpoint's files are told when several differ."""
+"""The order in which differing files of a checkpoint are reported."""
 
 Difference = dict[str, Any]
 
@@ -36,7 +36,7 @@ def run(work: Work[CompareRequest]) -> CompareResult:
     """Compare the checkpoints of two trainings: differences in the order of time, steps before states.
 
     Raises:
-        DamagedError: a checkpoint has none of its steps in common, or is not as it was committed.
+        DamagedError: the runs end at different steps, or a checkpoint has changed since it was committed.
     """
     whole, resumed = Store.open(work.request.whole), Store.open(work.request.resumed)
     pairs = _common(whole, resumed)
@@ -45,7 +45,7 @@ def run(work: Work[CompareRequest]) -> CompareResult:
     differences = list(_history(_log_history(last[0]), _log_history(last[1]), counts))
     for step, one, other in pairs:
         found = list(_checkpoint(step, one, other, counts))
-        if found:  # what follows from it is no news
+        if found:  # later checkpoints differ as a consequence
             differences += found
             break
     return CompareResult(tuple(differences[:_SHOWN]), counts)
@@ -168,7 +168,7 @@ def _values(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _without_places(record: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a run computed; where it lay and how long it took are left out."""
+    """The record without the places and times of the run: what it computed."""
     kept = {key: value for key, value in record.items() if key not in _PLACES}
     if name == TRAINER_STATE:
         kept["log_history"] = [_timeless(entry) for entry in record.get("log_history", [])]

@@ -43,7 +43,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
     files: list[FileEntry] = []
-    if work.rank == 0:  # should this raise, the others lose contact, which is reported as the consequence that it is
+    if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
@@ -56,13 +56,13 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:
-    """What the train stage logged, from beside the model it exported; nothing for a model from elsewhere."""
+    """The log of the train stage, which lies beside the exported model; empty for a model from elsewhere."""
     stage = Store.open(model_url.rstrip("/").rpartition("/")[0])
     return list(json.loads(stage.read_bytes(HISTORY))) if stage.exists(HISTORY) else []
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Without the Trainer's prefix: the split says what was evaluated."""
+    """The numbers, without the Trainer's prefix: the split's name stands for it."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     return {name.removeprefix(f"{PREFIX}_"): float(value) for name, value in numbers.items()}
 

@@ -1,4 +1,4 @@
-"""Progress of a Trainer as events: what is logged, and in between a sign of life twice a second at most."""
+"""Progress of a Trainer as events: what is logged, and in between a sign of life at most twice a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_S = 0.5
 
 
 class EventsCallback(TrainerCallback):
-    """Turns callback events into progress events. Reads counters only: never a tensor, so it costs no synchronisation.
+    """Turns callback events into progress events. It reads counters and never a tensor, so it never waits for a GPU.
 
     Args:
         events: where they go.
@@ -39,7 +39,7 @@ class EventsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Say from where training goes on, and start the clock."""
+        """Report the step that training continues from, and start the clock."""
         self._began, self._first_step = time.monotonic(), state.global_step
         if state.global_step:
             self.resumed_from = state.global_step
@@ -47,7 +47,7 @@ class EventsCallback(TrainerCallback):
             self._events.emit("resume", step=state.global_step, max_steps=state.max_steps, message=message)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A sign of life."""
+        """Report a sign of life."""
         if self._due():
             self._events.emit("progress", **self._where(state))
 
@@ -59,24 +59,24 @@ class EventsCallback(TrainerCallback):
         logs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Everything logged, with where training is."""
+        """Report the logged values, with the position of the training."""
         numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, int | float | str)}
         self._events.emit("log", loss=numbers.get("loss"), logs=numbers, **self._where(state))
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A sign of life."""
+        """Report a sign of life."""
         self._predicted += 1
         if self._due():
             self._events.emit("progress", message=f"evaluating: batch {self._predicted}", **self._where(state))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Start counting batches anew."""
+        """Start to count batches from zero."""
         self._predicted = 0
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint is committed."""
+        """Report that a checkpoint is committed."""
         self._events.emit("save", **self._where(state))
 
     def _due(self) -> bool:

@@ -1,7 +1,7 @@
-"""The model of a checkpoint that another program wrote, built on no device: its names, shapes and order are wanted.
+"""The model of a checkpoint that another program wrote, built on the meta device for its names, shapes and their order.
 
-From config.json only classes of the installed transformers are built; no code in the folder or on the Hub is ever run,
-nothing is downloaded, and a configuration that describes more layers than there are weights is refused on the way.
+config.json can only name classes of the installed transformers. No code in the folder or on the Hub runs, nothing is
+downloaded, and a configuration that describes many more parameters than there are weights is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEW = 1_000
 
 
 def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module | None:
-    """The transformers model that config.json describes, without values; None when there is no such description.
+    """The transformers model that config.json describes, without values; None without such a description.
 
     Args:
         config: config.json.
@@ -112,7 +112,7 @@ def _no_adapter(why: str) -> ConfigError:
 
 
 def _harmless(value: Any, depth: int = 0) -> Any:
-    """A configuration without what names code, kernels or places."""
+    """The configuration without its keys that name code, kernels or places."""
     if isinstance(value, list):
         return [_harmless(item, depth + 1) for item in value]
     if not isinstance(value, dict):
@@ -126,7 +126,7 @@ def _harmless(value: Any, depth: int = 0) -> Any:
 
 @contextmanager
 def _limited(parameters: int) -> Iterator[None]:
-    """A block in which no more than so many parameters can be made."""
+    """Refuse, inside the block, to make more than so many parameters."""
     left = parameters
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

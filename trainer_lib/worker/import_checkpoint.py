@@ -1,4 +1,4 @@
-"""The verb *import_checkpoint*: a checkpoint of the transformers Trainer, committed anew in our format."""
+"""The verb *import_checkpoint*: a checkpoint of the transformers Trainer, committed in our format."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _weights(source: importing.Source, model: nn.Module | None) -> tuple[dict[st
 
 
 def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """All names of the model's state; tied weights, which the file has once, under each of theirs."""
+    """All names of the model's state; tied weights, which the file holds once, under each of their names."""
     objects = model.state_dict(keep_vars=True)
     if not tensors.keys() <= objects.keys():
         tensors = converted(model, tensors) or tensors
@@ -158,7 +158,7 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     return {name: tensor for name, tensor in complete.items() if tensor is not None}
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- what the result says ----------------------------------------------------------------------------------------------
 
 
 def _trainer_state(source: importing.Source, root: Store) -> dict[str, Any]:

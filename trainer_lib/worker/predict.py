@@ -44,18 +44,18 @@ def run(work: Work[PredictRequest]) -> PredictResult:
 def _part(
     work: Work[PredictRequest], writer: PredictionWriter, part: int, trainer: Any, split: ArrowSplit, data: DataInfo
 ) -> FileEntry:
-    """The finished part of an earlier run, or a new one. Memory holds the outputs of one part (on disk when large)."""
+    """The finished part of an earlier run, or a new one. Memory holds the outputs of one part, large ones on disk."""
     finished = writer.finished(part)
     if finished is not None:
         return finished
     start, stop = writer.row_range(part)
     spool = PredictionSpool(None)
-    told = 0.0
+    reported = 0.0
     try:
         for rows, outputs in stream_predictions(trainer, split, start=start, stop=stop):
             spool.append(outputs)
-            if time.monotonic() - told >= QUIET_S:
-                told = time.monotonic()
+            if time.monotonic() - reported >= QUIET_S:
+                reported = time.monotonic()
                 message = f"predicting: row {int(rows[-1]) + 1:,} of {len(split):,}"
                 work.events.emit("progress", step=int(rows[-1]) + 1, max_steps=len(split), message=message)
         outputs = spool.tree()
@@ -66,7 +66,7 @@ def _part(
 
 
 def _single(outputs: Any) -> Any:
-    """The array where the model gives one; several outputs stay the tree that they are."""
+    """The only array of the outputs; several outputs stay a tree."""
     if isinstance(outputs, dict | list | tuple) and len(outputs) == 1:
         return next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
     return np.asarray(outputs) if isinstance(outputs, np.ndarray) else outputs

@@ -30,14 +30,14 @@ class ProofCallback(TrainerCallback):
         self._signal = signal.SIGKILL if kill else signal.SIGTERM
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The signal, at its step; the last checkpoint, whatever the interval."""
+        """Send the signal at its step; save the last step, whatever the interval."""
         if state.global_step == self._stop_at:
             self._stop_at = None
             os.kill(os.getpid(), self._signal)
         self._save_the_end(control, last=state.global_step >= state.max_steps)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Training may end by what an evaluation found (early stopping)."""
+        """Save where an evaluation ends the training (early stopping)."""
         self._save_the_end(control, last=False)
 
     def _save_the_end(self, control: TrainerControl, *, last: bool) -> None:

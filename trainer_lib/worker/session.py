@@ -112,18 +112,18 @@ def main(argv: list[str]) -> int:
 
 
 def _take_local_rank() -> None:
-    """One of several tasks that something else has started on this machine: each has an agent, which knows only one."""
+    """Take the local rank from the launcher: each of a machine's tasks has an agent that knows only itself."""
     local, _, world = os.environ.get("TRAINFLOW_LOCAL_RANK", "").partition("/")
     if local:
         os.environ.update({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world})
 
 
 def _check_world(world_size: int) -> None:
-    """Refuse to be fewer than asked for: `accelerate launch --cpu --num_processes 2` starts one and says nothing."""
+    """Refuse fewer processes than requested: `accelerate launch --cpu --num_processes 2` silently starts one."""
     asked = int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))
     if asked != world_size:
         raise ConfigError(
-            f"the launcher formed a world of {world_size} process(es).",
+            f"The launcher started {world_size} process(es).",
             field="train.launch.processes",
             value=asked,
             remedy="Set train.launch.kind=torchrun, or correct the launcher's configuration file.",
@@ -190,7 +190,7 @@ def _run_verb(work: Work[Any]) -> Any:
 
 
 def _set_up_streams(rank: int) -> None:
-    """Whole lines at once, so that the ranks' output does not mix; ranks above 0 say who speaks."""
+    """Write whole lines at once, so that the output of ranks does not mix; ranks above 0 prefix theirs."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if rank == 0:
@@ -236,12 +236,12 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
 
 
 def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work[Any] | None) -> int:
-    """Write down why, end whatever this rank started, and return the exit code."""
+    """Record the failure, end every process that this rank started, and return the exit code."""
     root = work.recipe.root if work is not None else run_dir.path
     secondary = world_size > 1 and is_lost_peer(error)
     if secondary:
         typed: TrainflowError = InfrastructureError(
-            f"rank {rank} lost contact with the others.",
+            f"Rank {rank} lost contact with the others.",
             remedy="The same command continues from the last save.",
             details=recipes.user_error(error, root).details,
         )

@@ -118,7 +118,7 @@ def test_an_override_reaches_into_a_launcher_given_by_name(spec_file: Path) -> N
         ("name=null", "name", "string"),
         ("recipe=nowhere.py", "recipe", "no such file"),
         ("predict.recipe=nowhere.py", "predict.recipe", "no such file"),
-        ("prepare.sources=[nowhere.csv]", "prepare.sources", "no such file"),
+        ("prepare.sources=[nowhere.csv]", "prepare.sources", "does not exist"),
         ("prepare.sources=[hf://datasets/x]", "prepare.sources", "not tracked"),
         ("prepare.sources=[package:nunpy]", "prepare.sources", "numpy"),
         ("storage=s4://bucket/x", "storage", "scheme"),
@@ -233,7 +233,7 @@ def test_an_extra_that_is_not_installed_is_named(spec_file: Path) -> None:
         ("def prepare(options, out): ...\n", "build_model"),
         ("def build_model(options, data): ...\n", "prepare"),
         ("def prepare(:\n", "line 1"),
-        ("x = 'a\0b'\n", "Not valid Python"),
+        ("x = 'a\0b'\n", "not valid Python"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused_before_it_is_run(spec_file: Path, recipe: str, words: str) -> None:

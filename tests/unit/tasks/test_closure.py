@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.stage.closure import closure, find_root
+from tasks.stage import resolver as _resolver
+from tasks.stage.closure import Closure, closure, find_root
 from trainer_lib.errors import ConfigError
 
 
@@ -176,3 +177,22 @@ def test_other_encodings_are_read(tmp_path: Path) -> None:
     latin = closure(recipe, tmp_path)
     recipe.write_text("x = 'é'\n", "utf-8")
     assert closure(recipe, tmp_path) == latin
+
+
+def test_a_recipe_is_read_once_for_a_command_and_again_when_it_was_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[Path] = []
+
+    def walk(recipe: Path, root: Path, *, field: str) -> Closure:
+        walks.append(recipe)
+        return closure(recipe, root, field=field)
+
+    monkeypatch.setattr(_resolver, "closure", walk)
+    recipe, resolver = write(tmp_path, recipe="import helper", helper="x = 1"), _resolver.Resolver()
+    first = resolver.closure(recipe, tmp_path)
+    assert resolver.closure(recipe, tmp_path) is first
+    assert len(walks) == 1
+    (tmp_path / "helper.py").write_text("x = 1234")
+    assert resolver.closure(recipe, tmp_path) != first  # what evaluate's worker would load now
+    assert len(walks) == 2

@@ -84,10 +84,10 @@ def test_installed_packages_and_the_standard_library_count_by_their_files() -> N
     [
         ("package:nunpy", "numpy"),
         ("package:numpy/nowhere", "no such files"),
-        ("stdlib:nowhere", "No such part"),
+        ("stdlib:nowhere", "no such part"),
         ("hf://datasets/x", "not tracked"),
         ("ftp://host/x", "not tracked"),
-        ("/nowhere/at/all", "no such file"),
+        ("/nowhere/at/all", "does not exist"),
     ],
 )
 def test_what_cannot_be_tracked_is_refused(source: str, words: str) -> None:

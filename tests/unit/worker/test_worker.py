@@ -151,7 +151,7 @@ def test_weights_of_another_model_are_refused(
     other = tiny.RECIPE.replace("nn.Linear(16, 2)", "nn.Linear(16, 3)")
     model = {"model_url": f"{trained[0]}/model", "model": {}}
     more = {"data": prepared_data, **model, "args": tiny.ARGS, "splits": ("test",)}
-    with pytest.raises(DamagedError, match="does not hold this model's weights"):
+    with pytest.raises(DamagedError, match="weights do not fit this model"):
         tiny.run(request(tmp_path, other, "evaluate", **more), kind="in_process")
 
 
