@@ -25,14 +25,11 @@ STILL_WORDED = {
     "flows/server",
     "flows/spec",
     "trainer_lib",
-    "trainer_lib/arguments",
-    "trainer_lib/arguments/fsdp",
     "trainer_lib/launch",
     "trainer_lib/machines",
     "trainer_lib/strategies",
     "trainer_lib/strategies/deepspeed",
     "trainer_lib/strategies/fsdp",
-    "trainer_lib/trackers",
     "trainer_lib/trainer",
 }
 

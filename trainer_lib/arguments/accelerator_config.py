@@ -73,7 +73,7 @@ class BatchSettings:
         for key in values:
             if key not in ACCELERATOR_KEYS:
                 remedy = suggestion(str(key), ACCELERATOR_KEYS)
-                raise ConfigError("There is no such setting.", field=_FIELD, value=str(key), remedy=remedy)
+                raise ConfigError("No setting has this name.", field=_FIELD, value=str(key), remedy=remedy)
         group = values.pop(_ACCUMULATION, None) or {}
         if not isinstance(group, Mapping):
             raise ConfigError(
@@ -138,5 +138,5 @@ def _accumulation_flag(name: str, value: Any) -> bool | None:
         )
     known = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
     if name not in known:
-        raise ConfigError("There is no such setting.", field=field, value=value, remedy=suggestion(str(name), known))
+        raise ConfigError("No setting has this name.", field=field, value=value, remedy=suggestion(str(name), known))
     return _flag(f"{_ACCUMULATION}.{name}", value)

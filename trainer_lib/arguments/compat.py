@@ -172,7 +172,7 @@ OLD_NAMES: Mapping[str, OldName] = {
     "use_ipex": _refused(_BF16, False),
     "xpu_backend": _refused("Use ddp_backend.", None),
     "tpu_num_cores": _refused("The launcher decides how many processes there are.", None),
-    "ray_scope": _refused("hyperparameter_search asks Optuna; its storage and pruner say what is best.", "last"),
+    "ray_scope": _refused("hyperparameter_search uses Optuna, whose pruner decides which trials go on.", "last"),
 }
 
 

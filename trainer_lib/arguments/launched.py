@@ -48,7 +48,7 @@ _FSDP_FLAGS = {
 }
 
 
-class Said(NamedTuple):
+class LauncherSetting(NamedTuple):
     """One argument that the launcher sets, and the variable that holds it."""
 
     name: str
@@ -66,11 +66,11 @@ def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = 
             environment asks for something that is not supported.
     """
     args.validate()
-    said = list(implied(os.environ if environ is None else environ))
-    if not said:
+    settings = list(implied(os.environ if environ is None else environ))
+    if not settings:
         return args
     args = copy.copy(args)
-    for one in said:
+    for one in settings:
         setattr(args, one.name, _merged(one, getattr(args, one.name), _default(args, one.name)))
     args.validate()
     return args
@@ -89,12 +89,12 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
     """
     from trainer_lib.arguments.training import TrainingArguments
 
-    said = list(implied(environ))
-    if not said:
+    settings = list(implied(environ))
+    if not settings:
         return dict(given)
     parsed, merged = TrainingArguments.from_dict(given, prefix=prefix), dict(given)
     try:
-        for one in said:
+        for one in settings:
             merged[one.name] = _merged(one, getattr(parsed, one.name), _default(parsed, one.name))
     except ConfigError as error:
         error.field = f"{prefix}.{error.field}" if prefix else error.field
@@ -102,7 +102,7 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
     return merged
 
 
-def implied(environ: Mapping[str, str]) -> Iterator[Said]:
+def implied(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     """Yield the arguments that these variables set; without `accelerate launch`, none. Raises ConfigError."""
     for name, remedy in _UNSERVED.items():
         if _is_true(environ.get(name)):
@@ -111,32 +111,32 @@ def implied(environ: Mapping[str, str]) -> Iterator[Said]:
             )
     yield from _precision(environ)
     if _is_true(environ.get("ACCELERATE_USE_CPU")):
-        yield Said("use_cpu", True, "ACCELERATE_USE_CPU")
+        yield LauncherSetting("use_cpu", True, "ACCELERATE_USE_CPU")
     for name, field, kind in (
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation_steps", int),
         ("ACCELERATE_GRADIENT_CLIPPING", "max_grad_norm", float),
     ):
         text = environ.get(name, "")
         if text.lower() not in _NOTHING and not (kind is int and text == "1"):
-            yield Said(field, _number(name, text, kind), name)
+            yield LauncherSetting(field, _number(name, text, kind), name)
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend not in _NOTHING:
-        yield Said("torch_compile", True, "ACCELERATE_DYNAMO_BACKEND")
-        yield Said("torch_compile_backend", backend, "ACCELERATE_DYNAMO_BACKEND")
+        yield LauncherSetting("torch_compile", True, "ACCELERATE_DYNAMO_BACKEND")
+        yield LauncherSetting("torch_compile_backend", backend, "ACCELERATE_DYNAMO_BACKEND")
         mode = environ.get("ACCELERATE_DYNAMO_MODE", "default")
         if mode != "default":
-            yield Said("torch_compile_mode", mode, "ACCELERATE_DYNAMO_MODE")
+            yield LauncherSetting("torch_compile_mode", mode, "ACCELERATE_DYNAMO_MODE")
     if _is_true(environ.get("ACCELERATE_USE_FSDP")):
         yield from _fsdp(environ)
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         yield _deepspeed(environ)
 
 
-def _precision(environ: Mapping[str, str]) -> Iterator[Said]:
+def _precision(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     name = "ACCELERATE_MIXED_PRECISION"
     word = environ.get(name, "no").lower()
     if word in ("bf16", "fp16"):
-        yield Said(word, True, name)
+        yield LauncherSetting(word, True, name)
     elif word not in _NOTHING:
         raise ConfigError(
             "This is not supported.",
@@ -146,8 +146,8 @@ def _precision(environ: Mapping[str, str]) -> Iterator[Said]:
         )
 
 
-def _fsdp(environ: Mapping[str, str]) -> Iterator[Said]:
-    yield Said("fsdp", " ".join(_fsdp_words(environ)), "FSDP_SHARDING_STRATEGY")
+def _fsdp(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
+    yield LauncherSetting("fsdp", " ".join(_fsdp_words(environ)), "FSDP_SHARDING_STRATEGY")
     settings: dict[str, Any] = {}
     for name, key in _FSDP_TEXTS.items():
         text = environ.get(name, "").lower()
@@ -165,7 +165,7 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[Said]:
     if policy == "SIZE_BASED_WRAP":
         text = environ.get("FSDP_MIN_NUM_PARAMS", "")
         settings["min_num_params"] = _number("FSDP_MIN_NUM_PARAMS", text, int)
-    yield Said("fsdp_config", settings, "FSDP_*")
+    yield LauncherSetting("fsdp_config", settings, "FSDP_*")
 
 
 def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
@@ -191,11 +191,11 @@ def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
         yield "auto_wrap"
 
 
-def _deepspeed(environ: Mapping[str, str]) -> Said:
+def _deepspeed(environ: Mapping[str, str]) -> LauncherSetting:
     prefix = "ACCELERATE_DEEPSPEED_"
     file = environ.get(f"{prefix}CONFIG_FILE", "")
     if file.lower() not in _NOTHING:
-        return Said("deepspeed", file, f"{prefix}CONFIG_FILE")
+        return LauncherSetting("deepspeed", file, f"{prefix}CONFIG_FILE")
     stage = environ.get(f"{prefix}ZERO_STAGE", "2")
     zero: dict[str, Any] = {"stage": _number(f"{prefix}ZERO_STAGE", stage, int)}
     for what in ("OPTIMIZER", "PARAM"):
@@ -210,25 +210,25 @@ def _deepspeed(environ: Mapping[str, str]) -> Said:
     # The rest follows from the arguments, which already hold the launcher's settings.
     automatic = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {**dict.fromkeys((*automatic, "gradient_clipping"), "auto"), "zero_optimization": zero}
-    return Said("deepspeed", config, f"{prefix}ZERO_STAGE")
+    return LauncherSetting("deepspeed", config, f"{prefix}ZERO_STAGE")
 
 
 def _default(args: TrainingArguments, name: str) -> Any:
     return {"fsdp": "", "fsdp_config": None}.get(name, field_map(args)[name].default)
 
 
-def _merged(said: Said, given: Any, default: Any) -> Any:
+def _merged(setting: LauncherSetting, given: Any, default: Any) -> Any:
     """The one value of a setting that both may give."""
-    if said.name == "fsdp":
-        return _merged_words(said, given)
-    if given is None or given == default or given == said.value:
-        return said.value
-    if said.name in ("fsdp_config", "deepspeed"):
-        if isinstance(given, str) and isinstance(said.value, str):
-            raise _contradiction(said.name, given, said.value, said.source)
-        ours, theirs = (_mapping(value, said.name) for value in (given, said.value))
-        return _merged_mappings(ours, theirs, said.name, said.source)
-    raise _contradiction(said.name, given, said.value, said.source)
+    if setting.name == "fsdp":
+        return _merged_words(setting, given)
+    if given is None or given == default or given == setting.value:
+        return setting.value
+    if setting.name in ("fsdp_config", "deepspeed"):
+        if isinstance(given, str) and isinstance(setting.value, str):
+            raise _contradiction(setting.name, given, setting.value, setting.source)
+        ours, theirs = (_mapping(value, setting.name) for value in (given, setting.value))
+        return _merged_mappings(ours, theirs, setting.name, setting.source)
+    raise _contradiction(setting.name, given, setting.value, setting.source)
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
@@ -236,12 +236,12 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     return found
 
 
-def _merged_words(said: Said, given: Any) -> str:
+def _merged_words(setting: LauncherSetting, given: Any) -> str:
     ours = given.split() if isinstance(given, str) else list(given or [])
-    theirs = said.value.split()
+    theirs = setting.value.split()
     for word in ours:
         if word in _WAYS and word not in theirs:
-            raise _contradiction("fsdp", given, said.value, said.source)
+            raise _contradiction("fsdp", given, setting.value, setting.source)
     return " ".join(dict.fromkeys([*theirs, *ours]))
 
 
@@ -269,9 +269,9 @@ def _plain(value: Any) -> Any:
     return [part.strip() for part in text.split(",")] if "," in text else text
 
 
-def _contradiction(name: str, given: Any, said: Any, source: str) -> ConfigError:
+def _contradiction(name: str, given: Any, launched: Any, source: str) -> ConfigError:
     return ConfigError(
-        f"This contradicts the launcher, which sets {said} ({source}).",
+        f"This contradicts the launcher, which sets {launched} ({source}).",
         field=name,
         value=given,
         remedy="Remove one of the two, or make them equal.",

@@ -367,4 +367,4 @@ def _from_files(words: list[str], beside_script: bool, filename: str | None, fla
 
 def _unknown(name: str, options: Sequence[str]) -> ConfigError:
     bare = name.split("=")[0]
-    return ConfigError("There is no such argument.", field=bare, remedy=suggestion(bare, options, listing=False))
+    return ConfigError("No argument has this name.", field=bare, remedy=suggestion(bare, options, listing=False))

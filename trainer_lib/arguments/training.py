@@ -49,7 +49,7 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in given:
         if name not in known:
             remedy = suggestion(name, [*known, *compat.OLD_NAMES], listing=False)
-            raise ConfigError("There is no such argument.", field=name, remedy=remedy)
+            raise ConfigError("No argument has this name.", field=name, remedy=remedy)
 
 
 def _joined(present: Any, changed: Any) -> Any:

@@ -331,7 +331,7 @@ def _check_mappings(args: ArgumentGroups) -> None:
     for key in config:
         if key not in ACCELERATOR_KEYS:
             remedy = suggestion(str(key), ACCELERATOR_KEYS)
-            raise ConfigError("There is no such setting.", field="accelerator_config", value=str(key), remedy=remedy)
+            raise ConfigError("No setting has this name.", field="accelerator_config", value=str(key), remedy=remedy)
     if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
         raise ConfigError(
             "Its num_steps contradicts gradient_accumulation_steps.",

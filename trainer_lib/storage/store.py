@@ -48,7 +48,7 @@ class DigestingWriter:
                 piece = view[start : start + CHUNK]
                 taken = self._stream.write(piece)
                 if taken is not None and taken != len(piece):
-                    raise OSError(errno.EIO, f"the store took {taken} of {len(piece)} bytes")
+                    raise OSError(errno.EIO, f"the store accepted {taken} of {len(piece)} bytes")
                 self._digest.update(piece)
         self._size += len(view)
         return len(view)

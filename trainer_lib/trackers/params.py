@@ -13,9 +13,9 @@ MAX_KEY = 250
 
 
 def flatten_params(params: Mapping[str, Any]) -> dict[str, str]:
-    """Nested mappings become dotted keys, values text of at most 500 characters, secrets `***`.
+    """Return nested mappings with dotted keys, values as text of at most 500 characters, and secrets as `***`.
 
-    What a secret is says `trainer_lib.secrets`. Characters that trackers refuse in a key become `_`.
+    `trainer_lib.secrets` recognises secrets. Characters that trackers refuse in a key become `_`.
     """
     flat: dict[str, str] = {}
     _flatten("", params, flat)
@@ -23,12 +23,12 @@ def flatten_params(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def clean_key(key: str) -> str:
-    """A metric or parameter name that MLflow accepts: letters, digits and `_-.:/` and spaces."""
+    """Return a metric or parameter name that MLflow accepts: letters, digits and `_-.:/` and spaces."""
     return re.sub(r"[^\w.\-:/ ]", "_", str(key), flags=re.ASCII).strip("/")[:MAX_KEY] or "_"
 
 
 def sectioned(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Names as trackers with sections group them: `eval_loss` becomes `eval/loss`, `loss` becomes `train/loss`."""
+    """Rename metrics for trackers with sections: `eval_loss` becomes `eval/loss`, `loss` becomes `train/loss`."""
     named = {}
     for name, value in metrics.items():
         section, _, rest = name.partition("_")

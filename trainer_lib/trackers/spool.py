@@ -72,8 +72,8 @@ class State:
 
     Attributes:
         offset: bytes of points.jsonl that the server has.
-        floor: per key, the last step that the server had when sending began; a resumed run repeats the points up to it,
-            and they are not sent again. None: sending has not begun.
+        floor: per key, the last step that the server had when sending started; a resumed run repeats the points up to
+            it, and they are not sent again. None: nothing was sent yet.
         closed: "FINISHED", "FAILED" or "KILLED"; None while the attempt runs, and when its process died.
         end_ms: the end of the attempt, in milliseconds since 1970.
     """

@@ -197,7 +197,7 @@ def test_any_dataclass_becomes_arguments() -> None:
         ("--name x --size medium", "size = medium: This is not one of the choices. Choose one of: small, large."),
         ("--name x --width wide", "width = wide: This is not a whole number."),
         ("--name x --layers 1 two", "layers = two: This is not a whole number."),
-        ("--name x --widht 3", '--widht: There is no such argument. Did you mean "--width"?'),
+        ("--name x --widht 3", '--widht: No argument has this name. Did you mean "--width"?'),
         ("", "the following arguments are required: --name"),
         ("--name x --tie maybe", "tie = maybe: This is not a truth value."),
     ],
@@ -272,7 +272,7 @@ def test_mappings_and_files_become_instances(tmp_path: Path) -> None:
     assert (
         parser.parse_json_file(tmp_path / "v.json") == parser.parse_yaml_file(str(tmp_path / "v.yaml")) == (args, model)
     )
-    with pytest.raises(ConfigError, match=r'nmae: There is no such argument\. Did you mean "name"'):
+    with pytest.raises(ConfigError, match=r'nmae: No argument has this name\. Did you mean "name"'):
         parser.parse_dict({**values, "nmae": "y"})
     assert parser.parse_dict({**values, "nmae": "y"}, allow_extra_keys=True)[1].name == "x"
     with pytest.raises(ConfigError, match="name = none: ModelChoice needs this argument"):

@@ -184,7 +184,7 @@ def test_an_error_is_not_buried_under_two_hundred_options(capsys: pytest.Capture
     shown = capsys.readouterr().err.splitlines()
     assert len(shown) == 2
     assert shown[0].startswith("usage: train.py ")
-    assert shown[1] == 'train.py: error: --lerning_rate: There is no such argument. Did you mean "--learning_rate"?'
+    assert shown[1] == 'train.py: error: --lerning_rate: No argument has this name. Did you mean "--learning_rate"?'
 
 
 _SCRIPT = """

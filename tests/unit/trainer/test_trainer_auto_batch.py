@@ -242,7 +242,7 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
         ),
         (
             {"gradient_accumulation_kwargs": {"sync": True}},
-            "gradient_accumulation_kwargs.sync = True: There is no such setting",
+            "gradient_accumulation_kwargs.sync = True: No setting has this name",
         ),
     ],
 )

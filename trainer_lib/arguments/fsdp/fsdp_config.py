@@ -80,7 +80,7 @@ class FsdpSettings:
 
     @property
     def reshards(self) -> bool:
-        """Whether gathered parameters are let go between forward and backward."""
+        """True when gathered parameters are released between forward and backward pass."""
         return self.mode in ("full_shard", "hybrid_shard", "no_shard")
 
 
@@ -98,10 +98,10 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
         return None
     reading = Reading({"mode": next(word for word in words if word in MODES)})
     if FSDPOption.OFFLOAD in words:
-        reading.say("offload", True, by="fsdp")
+        reading.set_value("offload", True, by="fsdp")
     for key, value in values.items():
         if key not in KEYS:
-            raise ConfigError("There is no such setting.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
+            raise ConfigError("No setting has this name.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
         if value is not None:
             KEYS[key](reading, key, value)
     _choose_parts(reading, asked=FSDPOption.AUTO_WRAP in words)

@@ -31,20 +31,20 @@ class Reading:
 
     Attributes:
         values: settings by name.
-        said: name of a setting -> the key that set it.
+        set_by: name of a setting -> the key that set it.
     """
 
     values: dict[str, Any]
-    said: dict[str, str] = field(default_factory=dict)
+    set_by: dict[str, str] = field(default_factory=dict)
 
-    def say(self, name: str, value: Any, *, by: str) -> None:
+    def set_value(self, name: str, value: Any, *, by: str) -> None:
         """Set `name` on behalf of the key `by`. Raises ConfigError when another key set another value."""
-        if name in self.said and self.values[name] != value:
+        if name in self.set_by and self.values[name] != value:
             raise ConfigError(
-                f"This contradicts {self.said[name]}.", field=by, value=value, remedy="Keep one of the two."
+                f"This contradicts {self.set_by[name]}.", field=by, value=value, remedy="Keep one of the two."
             )
         self.values[name] = value
-        self.said.setdefault(name, by)
+        self.set_by.setdefault(name, by)
 
 
 _Reader = Callable[[Reading, str, Any], None]
@@ -54,7 +54,7 @@ def _flag(name: str) -> _Reader:
     """Read a setting that is on or off."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
-        reading.say(name, coerce(value, bool, field=f"{FIELD}.{key}"), by=f"{FIELD}.{key}")
+        reading.set_value(name, coerce(value, bool, field=f"{FIELD}.{key}"), by=f"{FIELD}.{key}")
 
     return read
 
@@ -122,7 +122,7 @@ def _reshard(reading: Reading, key: str, value: Any) -> None:
 
 def _policy(reading: Reading, key: str, value: Any) -> None:
     names = {"transformer_based_wrap": "classes", "size_based_wrap": "size", "no_wrap": "whole"}
-    reading.say("wrap", _choice(key, value, names), by=f"{FIELD}.{key}")
+    reading.set_value("wrap", _choice(key, value, names), by=f"{FIELD}.{key}")
 
 
 def _names(name: str) -> _Reader:
@@ -132,7 +132,7 @@ def _names(name: str) -> _Reader:
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
             raise ConfigError("This is not a list of names.", field=f"{FIELD}.{key}", value=value, remedy="Give names.")
-        reading.say(name, tuple(part.strip() for part in parts if part.strip()), by=f"{FIELD}.{key}")
+        reading.set_value(name, tuple(part.strip() for part in parts if part.strip()), by=f"{FIELD}.{key}")
 
     return read
 
@@ -144,7 +144,7 @@ def _count(name: str) -> _Reader:
             raise ConfigError(
                 "The number must be at least 0.", field=f"{FIELD}.{key}", value=count, remedy="Give a number."
             )
-        reading.say(name, count or None, by=f"{FIELD}.{key}")
+        reading.set_value(name, count or None, by=f"{FIELD}.{key}")
 
     return read
 
@@ -152,12 +152,12 @@ def _count(name: str) -> _Reader:
 def _prefetch(reading: Reading, key: str, value: Any) -> None:
     # backward_post gathers the next layers when the gradients of these are there, as gathering on demand does.
     options = {"backward_pre": True, "1": True, "backward_post": False, "backward_pos": False, "2": False}
-    reading.say("backward_prefetch", _choice(key, value, options | {"no_prefetch": False, "3": False}), by=key)
+    reading.set_value("backward_prefetch", _choice(key, value, options | {"no_prefetch": False, "3": False}), by=key)
 
 
 def _state_dict(reading: Reading, key: str, value: Any) -> None:
     where = f"{FIELD}.{key}"
-    reading.say("sharded_checkpoints", sharded_checkpoints(value, field=where), by=where)
+    reading.set_value("sharded_checkpoints", sharded_checkpoints(value, field=where), by=where)
 
 
 def sharded_checkpoints(value: Any, *, field: str) -> bool:
@@ -199,14 +199,14 @@ def _precision(reading: Reading, key: str, value: Any) -> None:
     for name, given in parts.items():
         if name not in ("param_dtype", "reduce_dtype"):
             raise ConfigError(
-                "There is no such setting: buffers keep their own format, outputs that of the computation.",
+                "No setting has this name: buffers keep their own format, outputs that of the computation.",
                 field=where,
                 value=name,
                 remedy="Give param_dtype and reduce_dtype.",
             )
         if given is not None:
             chosen = _choice(f"{key}.{name}", str(given).removeprefix("torch."), _FORMATS)
-            reading.say(str(name), chosen, by=f"{where}.{name}")
+            reading.set_value(str(name), chosen, by=f"{where}.{name}")
 
 
 _XLA = _refused("XLA devices are not.", "Remove it; on TPUs use the transformers Trainer with torch_xla.")
@@ -225,7 +225,7 @@ KEYS: Mapping[str, _Reader] = {
     "backward_prefetch": _prefetch,
     "backward_prefetch_policy": _prefetch,
     "forward_prefetch": _flag("forward_prefetch"),
-    "limit_all_gathers": _always(True, "memory for parts to come is never taken ahead of its turn."),
+    "limit_all_gathers": _always(True, "memory for a unit is allocated only when its turn has come."),
     "use_orig_params": _always(True, "every parameter keeps its name, its shape and its own requires_grad."),
     "sync_module_states": _flag("sync_module_states"),
     "cpu_ram_efficient_loading": _flag("cpu_ram_efficient_loading"),
