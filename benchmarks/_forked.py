@@ -1,7 +1,7 @@
-"""A piece of work in a forked process that may be killed at any moment: real SIGKILL, without importing torch anew.
+"""Work in a forked process that may be killed at any moment by a real SIGKILL, without importing torch again.
 
-The parent imports everything, starts no thread, and never computes; each child begins where the imports ended. What a
-child was doing when it was killed is read from memory that both share.
+The parent imports everything, starts no thread, and never computes; each child starts where the imports ended. Memory
+that both share says what a child did when it was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FACTS = struct.Struct("<bii64s64s512s")  # phase, step, resumed from, two diges
 
 @dataclass(frozen=True)
 class Facts:
-    """What a child has left in the shared memory.
+    """What a child wrote into the shared memory.
 
     Attributes:
         phase: a number that the work chose.
@@ -62,7 +62,7 @@ class Board:
         return Facts(phase, step, resumed, *(text.rstrip(b"\0").decode(errors="replace") for text in texts))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
 
@@ -77,11 +77,11 @@ class End:
 
 
 Moment = Callable[[Facts, float], bool]
-"""Whether now is the time, from what a child has told and the seconds it has lived."""
+"""Decides when to kill a child, from the facts that it wrote and the seconds that it has lived."""
 
 
 def fork(work: Callable[[Board], None], *, kill_when: Moment | None) -> End:
-    """Run `work` in a child, killed with SIGKILL when the moment has come, unless it has ended by then.
+    """Run `work` in a child, and kill it with SIGKILL when `kill_when` says so, unless it has ended before.
 
     Raises:
         RuntimeError: this process has threads, or the child has not ended after `HANG_S` seconds.
@@ -117,14 +117,14 @@ def fork(work: Callable[[Board], None], *, kill_when: Moment | None) -> End:
 
 
 def _threads() -> list[str]:
-    """The names of this process's further threads; jemalloc's (pyarrow brings it) is prepared for a fork."""
+    """Return the names of this process's other threads, except jemalloc's (from pyarrow), which survives a fork."""
     tasks = [path for path in Path("/proc/self/task").glob("*") if path.name != str(os.getpid())]
     names = [(path / "comm").read_text(encoding="ascii").strip() for path in tasks]
     return [name for name in names if name != "jemalloc_bg_thd"]
 
 
 def _child(work: Callable[[Board], None], board: Board, ours: int) -> None:
-    """Everything of a child's life; never returns. Its end of the pipe closes with it, however it ends."""
+    """Live a child's life and never return. Its end of the pipe closes however it ends."""
     code = 1
     try:
         os.close(ours)

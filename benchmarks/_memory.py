@@ -1,4 +1,4 @@
-"""How much anonymous memory something takes at its highest, measured in a process of its own."""
+"""Peak anonymous memory of a function, measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EVERY = 0.01  # seconds between two looks
 
 
 def anonymous_bytes() -> int:
-    """This process's resident memory that no file backs (RssAnon of /proc/self/status)."""
+    """Return this process's resident memory without file mappings, in bytes (RssAnon of /proc/self/status)."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -21,7 +21,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """Looks at the anonymous memory every 10 ms for the length of a block; `bytes` is the most it saw."""
+    """Samples the anonymous memory every 10 ms during a block; `bytes` is the maximum."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -43,7 +43,7 @@ class Peak:
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a fresh process, which ends with it."""
+    """Run `function(*arguments)` in a new process and return its result."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()

@@ -1,4 +1,4 @@
-"""Where numbers go: a dated JSON file with the machine they were taken on."""
+"""Results of benchmarks: a dated JSON file with the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def arguments(description: str | None, sizes: Sequence[str]) -> argparse.Namespace:
-    """`--size` (one of `sizes`) and `--save` (a folder; nothing is written without it)."""
+    """Parse `--size` (one of `sizes`) and `--save` (a folder; without it nothing is written)."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sizes, default=sizes[0])
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
@@ -25,7 +25,7 @@ def arguments(description: str | None, sizes: Sequence[str]) -> argparse.Namespa
 
 
 def machine() -> dict[str, Any]:
-    """The processor, cores, load and versions that the numbers depend on."""
+    """Return the processor, cores, load and versions that the numbers depend on."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -37,7 +37,7 @@ def machine() -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, and the quartiles around it."""
+    """Return the median and the quartiles around it."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {"median": middle, "q1": low, "q3": high}
 

@@ -1,18 +1,18 @@
-"""How long a save keeps training waiting: in the background, against waiting for all of it; beside torch's own.
+"""How long a save blocks training: in the background, waiting for all of it, and with torch's own checkpoints.
 
     python -m benchmarks.async_save --size full --save
 
 A stack of square layers trained with AdamW (three tensors per weight: 12 bytes per parameter), by our Trainer with
 `save_async` and without, and by a loop by hand with torch.distributed.checkpoint's `async_save` (with its reusing
-stager) and `save`. The four take turns, each run in this process and on the same disk. A save is asked for once the one
-before is committed and some quiet steps have passed, so what is measured is a save, never a queue. Training computes
-with one thread: the machine has a core left for the one that writes.
+stager) and `save`. The four take turns in this process and on the same disk. The next save is requested after the
+last one is committed and some quiet steps have passed, so each measurement is a save, never a queue. Training computes
+with one thread, so the machine has a core left for the thread that writes.
 
 Reported, over all saves of all runs (median and quartiles): seconds between the end of the step that is saved and the
 beginning of the next (`blocked`); the same of the first save of each run alone, which pays for the copy's memory
 (`first`); seconds until the commit is known (`until_known`); step time while a save is written, to a quiet step's
 (`slowdown`). Ratios are of medians. Before each run's last save the state is hashed, and what was committed is compared
-with that (`bytes_equal`). Wanted: blocked in the background at most 1/5 of blocked waiting.
+with that (`bytes_equal`). The goal: blocked in the background at most 1/5 of blocked waiting.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """The loss of being anything but zero."""
+        """Compute the mean square of the outputs [batch, width] as the loss."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return {"loss": x.square().mean()}
@@ -78,14 +78,14 @@ class Clock:
     _since: float = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note the start of a step."""
         self._begun = time.perf_counter()
         if self._asked is not None:
             self.blocked.append(self._begun - self._asked)
             self._asked = None
 
     def end(self) -> bool:
-        """A step has ended; whether it is to be saved."""
+        """Note the end of a step; return whether it is to be saved."""
         took = time.perf_counter() - self._begun
         if self._writing:
             self.beside.append(took)
@@ -96,28 +96,28 @@ class Clock:
         return self._pause > QUIET and len(self.until_known) < self.saves
 
     def ask(self) -> None:
-        """The step that has just ended is saved from here on."""
+        """Note that the save of the step that has just ended starts here."""
         self._writing, self._pause = True, 0
         self._asked = self._since = time.perf_counter()
 
     def known(self) -> None:
-        """The save is committed, and training knows."""
+        """Note that training knows of the commit."""
         self.until_known.append(time.perf_counter() - self._since)
         self._writing = False
 
     @property
     def is_last(self) -> bool:
-        """Whether the save that is due is the run's last."""
+        """The save that is due is the run's last."""
         return len(self.until_known) == self.saves - 1
 
     @property
     def finished(self) -> bool:
-        """Whether all saves are done and the steps after the last are counted."""
+        """All saves are done and the steps after the last are counted."""
         return len(self.until_known) == self.saves and self._pause > QUIET
 
 
 class Pacer(TrainerCallback):
-    """A clock's wishes in our Trainer."""
+    """Saves and stops our Trainer as the clock decides."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -128,7 +128,7 @@ class Pacer(TrainerCallback):
         self.clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask for a save, or for the end."""
+        """Request a save or the end of training."""
         if self.clock.end():
             if self.clock.is_last:
                 self.expected = digests(kwargs["model"], kwargs["optimizer"])
@@ -137,12 +137,12 @@ class Pacer(TrainerCallback):
         control.should_training_stop = self.clock.finished
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """It is committed."""
+        """Note the commit."""
         self.clock.known()
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """SHA-256 of every tensor that a checkpoint holds."""
+    """Return the SHA-256 of every tensor that a checkpoint holds."""
     moments = snapshot_optimizer(optimizer, dict(model.named_parameters())).tensors
     return _digests(model.state_dict()) | _digests(moments)
 
@@ -153,7 +153,7 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def by_trainer(folder: Path, width: int, depth: int, saves: int, *, save_async: bool) -> Clock:
-    """Our Trainer."""
+    """Run our Trainer."""
     clock = Clock(saves)
     pacer = Pacer(clock)
     torch.manual_seed(0)
@@ -179,7 +179,7 @@ def by_trainer(folder: Path, width: int, depth: int, saves: int, *, save_async: 
 
 
 def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool) -> Clock:
-    """A loop by hand with torch.distributed.checkpoint."""
+    """Run a loop by hand with torch.distributed.checkpoint."""
     clock = Clock(saves)
     torch.manual_seed(0)
     model = Stack(width, depth)
@@ -215,7 +215,7 @@ def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool
 
 
 def measure(width: int, depth: int, saves: int, rounds: int) -> dict[str, Any]:
-    """All four, alternating."""
+    """Run all four, alternating."""
     ways: dict[str, Callable[[Path], Clock]] = {
         "ours_waiting": lambda folder: by_trainer(folder, width, depth, saves, save_async=False),
         "ours_background": lambda folder: by_trainer(folder, width, depth, saves, save_async=True),

@@ -5,15 +5,15 @@
     python -m benchmarks.chaos --count 50 --seconds 120 --seed 3 --save
 
 A run is started, killed after a random time, started again with ``resume_from_checkpoint="auto"``, killed again, up to
-five times, until it comes to its end; then the next run begins. Each process is forked from one that has imported torch
+five times, until it reaches its end; then the next run starts. Each process is forked from one that has imported torch
 already, so a life costs tenths of a second; the signal and the files are real. The model is small and easy to resume
 wrongly: dropout, accumulation, an uneven last batch, evaluations, a cosine schedule, two checkpoints kept.
 
 The Trainer of transformers runs in the same harness, resuming from its newest folder as its documentation says. Where
 its resume crashes, that folder is removed by hand, which is counted, and the run goes on.
 
-Reported per library: kills by phase; starts that crashed; steps that had to be trained again, at most; runs that came
-to their end, and of these the ones equal, bit for bit, to the run that nobody killed: in weights, optimizer and
+Reported per library: kills by phase; starts that crashed; steps that had to be trained again, at most; runs that
+reached their end, and of these the ones equal, bit for bit, to the uninterrupted run: in weights, optimizer and
 schedule, and in random states and the whole log, too. Exit code 1 when one of ours is not.
 """
 
@@ -56,7 +56,7 @@ Life = Callable[[Path, Board], None]
 
 
 class Classifier(nn.Module):
-    """12 -> 64 -> 3, with dropout."""
+    """A classifier 12 -> 64 -> 3 with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(64, 3)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Loss and logits."""
+        """Return loss and logits [batch, classes]."""
         logits = self.head(self.dropout(torch.relu(self.norm(self.body(x)))))
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
@@ -103,14 +103,14 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 def our_life(folder: Path, board: Board) -> None:
-    """Train from wherever the folder says, to the end."""
+    """Train from the newest checkpoint of the folder to the end."""
     trainer = _built(Trainer, TrainerCallback, TrainingArguments, folder, board)
     trainer.train(resume_from_checkpoint="auto")
     _tell_end(trainer, board)
 
 
 def peer_life(folder: Path, board: Board) -> None:
-    """The same with the Trainer of transformers."""
+    """Train with the Trainer of transformers, likewise from the newest checkpoint."""
     import transformers
     from transformers import trainer_utils
 
@@ -170,7 +170,7 @@ def _tell_end(trainer: Any, board: Board) -> None:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of nested plain values and tensors, bit for bit."""
+    """Return the SHA-256 of nested plain values and tensors, bit for bit."""
     found = hashlib.sha256()
     _feed(found, value)
     return found.hexdigest()
@@ -219,7 +219,7 @@ class Harness:
         return end
 
     def _moment(self) -> Moment:
-        """Every second one any time in a life, which is mostly in a save; the others in a phase at some step."""
+        """Choose when to kill: half of the time anywhere in a life (mostly in a save), else in a phase at some step."""
         after = self._draw.uniform(0, self._span)
         if self._draw.random() < 0.5:
             return lambda facts, seconds: seconds >= after
@@ -257,7 +257,7 @@ class Harness:
         shutil.rmtree(folder)
 
     def _note_start(self, end: End, reached: int, folder: Path) -> None:
-        """What became of a start after a kill."""
+        """Count the outcome of a start after a kill."""
         if end.facts.resumed >= 0:
             self.lost.append(max(0, reached - end.facts.resumed))
         if not end.killed and end.code != 0:
@@ -268,7 +268,7 @@ class Harness:
             shutil.rmtree(newest)
 
     def result(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the counts as JSON."""
         return {
             "kills": sum(self.kills.values()),
             "kills_by_phase": {phase: self.kills[phase] for phase in PHASES},
@@ -283,7 +283,7 @@ class Harness:
 
 
 def measure(count: int, peer_count: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Ours, then the peer's for as many kills as were asked for."""
+    """Run ours, then the peer's, for the requested number of kills."""
     lives: dict[str, tuple[Life, int]] = {"ours": (our_life, count), "peer": (peer_life, peer_count)}
     found = {}
     begun = time.monotonic()
@@ -302,7 +302,7 @@ def measure(count: int, peer_count: int, seconds: float, seed: int) -> dict[str,
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The result as a Markdown table."""
+    """Format the result as a Markdown table."""
     names = {"ours": "trainflow", "peer": "transformers"}
     rows: list[list[str]] = [["", *(names[each] for each in found)]]
     for phase in PHASES:
@@ -322,7 +322,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Kill, print, and save when asked; 1 when one of our runs did not resume, or not to the same end."""
+    """Kill, print, and save on request. Returns 1 when one of our runs did not resume or ended differently."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="smallest")
     parser.add_argument("--count", type=int, help="kills of our Trainer")

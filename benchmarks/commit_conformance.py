@@ -33,7 +33,7 @@ REQUEST_FAULTS = ("refuse", "full", "denied", "lost", "slow")
 
 
 def on_disk(every: int) -> dict[str, Any]:
-    """A local folder."""
+    """Run on a local folder."""
     found: dict[str, Any] = {}
     for kind in WRITE_FAULTS:
         with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def on_disk(every: int) -> dict[str, Any]:
 
 
 def in_memory(every: int) -> dict[str, Any]:
-    """fsspec's memory store behind the plan of faults; who dies there does nothing any more."""
+    """Run on fsspec's memory store behind the plan of faults; a dead writer does nothing there any more."""
     found: dict[str, Any] = {}
     for kind in (*WRITE_FAULTS, "die"):
         faults.register()
@@ -56,7 +56,7 @@ def in_memory(every: int) -> dict[str, Any]:
 
 
 def on_s3(server: S3Server, every: int) -> dict[str, Any]:
-    """A real server on loopback, which spoils the requests or kills the client."""
+    """Run on a real server on loopback, which spoils requests or kills the client."""
     fsspec.filesystem("s3", endpoint_url=server.endpoint, use_listings_cache=False).mkdir("conformance")
     found: dict[str, Any] = {}
     for kind in REQUEST_FAULTS:
@@ -67,7 +67,7 @@ def on_s3(server: S3Server, every: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all, print, and save when asked."""
+    """Run all, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     every = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -42,18 +42,18 @@ Harm = Callable[[random.Random, bytes], bytes]
 
 
 def flip(chance: random.Random, data: bytes) -> bytes:
-    """One bit the other way."""
+    """Flip one bit."""
     at = chance.randrange(len(data))
     return data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
 
 
 def cut(chance: random.Random, data: bytes) -> bytes:
-    """The beginning of it."""
+    """Cut the file short."""
     return data[: chance.randrange(len(data))]
 
 
 def model() -> Any:
-    """A two-layer decoder of 5,000 parameters, always the same."""
+    """Build a two-layer decoder of 5,000 parameters, equal at each call."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 16,
@@ -71,7 +71,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 
 def trained(library: Any, folder: Path, resume: str | None = None, **given: Any) -> Any:
-    """A training of `STEPS` steps, or what it does from a checkpoint on; the model."""
+    """Train for `STEPS` steps, or from a checkpoint on, and return the model."""
     settings: dict[str, Any] = {"max_steps": STEPS, "save_steps": STEPS // 2, "per_device_train_batch_size": 4}
     settings |= {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_strategy": "no"}
     settings |= {"lr_scheduler_type": "constant", **given}
@@ -85,7 +85,7 @@ def trained(library: Any, folder: Path, resume: str | None = None, **given: Any)
 
 @contextlib.contextmanager
 def damaged(checkpoint: Path, file: Path, harm: Harm, chance: random.Random) -> Iterator[None]:
-    """A block in which a file is not what it was; what a resume changes because of it is undone."""
+    """Damage a file during a block, and undo afterwards what a resume changed because of it."""
     kept = {path: path.read_bytes() for path in (file, checkpoint / COMMIT) if path.exists()}
     file.write_bytes(harm(chance, kept[file]))
     try:
@@ -97,7 +97,7 @@ def damaged(checkpoint: Path, file: Path, harm: Harm, chance: random.Random) -> 
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What can be damaged: everything that is not empty."""
+    """Return the files that can be damaged: all that are not empty."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
 
@@ -117,7 +117,7 @@ def ours(folder: Path, harm: Harm, count: int, chance: random.Random) -> dict[st
 
 
 def _is_refused(folder: Path, name: str, file: Path) -> bool:
-    """Whether loading raises a typed error that names the file."""
+    """Return whether loading raises a typed error that names the file."""
     try:
         loaded = load_checkpoint(Store.open(folder), name, SingleProcess())
         loaded.read_model()
@@ -157,7 +157,7 @@ def peer(folder: Path, harm: Harm, count: int, chance: random.Random) -> dict[st
 
 
 def measure(counts: tuple[int, int, int, int]) -> dict[str, Any]:
-    """Both, flips and cuts."""
+    """Run both libraries, with flips and cuts."""
     with tempfile.TemporaryDirectory() as place:
         homes = {"ours": Path(place, "ours"), "peer": Path(place, "peer")}
         trained(None, homes["ours"])
@@ -176,7 +176,7 @@ def measure(counts: tuple[int, int, int, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Damage, print, and save when asked."""
+    """Damage, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -38,7 +38,7 @@ SIZES = {"smallest": (8, 16, 1_000, 1), "full": (256, 128, 32_000, 3)}  # sequen
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
-    """Random tokens, each the label of the one before."""
+    """Rows of random tokens, each the label of its predecessor."""
 
     def __init__(self, count: int, tokens: int, vocabulary: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -67,14 +67,14 @@ class Bigrams(nn.Module):
 
 
 def right_tokens(given: Any) -> dict[str, float]:
-    """The share of next tokens that are the likeliest one, read a sequence at a time."""
+    """Return the share of next tokens that the model ranks first, one sequence at a time."""
     logits, labels = given
     right = [float((one[:-1].argmax(-1) == row[1:]).mean()) for one, row in zip(logits, labels, strict=True)]
     return {"accuracy": float(np.mean(right))}
 
 
 def by_hand(model: Bigrams, data: Sequences, folder: str) -> dict[str, float]:
-    """The loop that people write once memory has run out."""
+    """Run the loop that people write after memory has run out."""
     model.eval()
     labels, losses = [], []
     shape = (*data.rows.shape, model.head.out_features)
@@ -91,7 +91,7 @@ def by_hand(model: Bigrams, data: Sequences, folder: str) -> dict[str, float]:
 
 
 def by_trainer(model: Bigrams, data: Sequences, folder: str) -> dict[str, float]:
-    """`evaluate` of ours."""
+    """Run our `evaluate`."""
     args = TrainingArguments(**_settings(folder))
     return Trainer(
         model=model, args=args, data_collator=default_data_collator, eval_dataset=data, compute_metrics=right_tokens
@@ -99,7 +99,7 @@ def by_trainer(model: Bigrams, data: Sequences, folder: str) -> dict[str, float]
 
 
 def by_peer(model: Bigrams, data: Sequences, folder: str) -> dict[str, float]:
-    """`evaluate` of transformers."""
+    """Run the `evaluate` of transformers."""
     args = transformers.TrainingArguments(**_settings(folder))
     metrics: dict[str, float] = transformers.Trainer(
         model=model, args=args, data_collator=default_data_collator, eval_dataset=data, compute_metrics=right_tokens
@@ -162,7 +162,7 @@ def measure(names: tuple[str, ...], count: int, tokens: int, vocabulary: int, ru
 
 
 def main() -> None:
-    """Measure, print, and save when asked."""
+    """Measure, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     count, tokens, vocabulary, runs = SIZES[chosen.size]
     shape = (tokens, vocabulary, runs)

@@ -33,7 +33,7 @@ print(json.dumps([time.perf_counter() - start, "torch" in sys.modules, "transfor
 
 
 def one(statement: str) -> tuple[float, bool, bool]:
-    """(seconds, torch imported, transformers imported) of a statement in a fresh interpreter."""
+    """Run a statement in a new interpreter; return (seconds, torch imported, transformers imported)."""
     program = _PROGRAM.format(statement=statement)
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     seconds, torch, transformers = json.loads(done.stdout)
@@ -41,7 +41,7 @@ def one(statement: str) -> tuple[float, bool, bool]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Alternating imports."""
+    """Time alternating imports."""
     taken: dict[str, list[float]] = {name: [] for name in STATEMENTS}
     imports: dict[str, dict[str, bool]] = {}
     for number in range(rounds + 1):
@@ -58,7 +58,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and save when asked."""
+    """Measure, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     rounds = SIZES[chosen.size]
     publish("import_time", chosen.size, {"rounds": rounds, **measure(rounds)}, chosen.save)

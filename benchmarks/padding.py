@@ -53,7 +53,7 @@ class Padding:
         self.tokens = self.padded = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Tokens, and the same as labels, padding left out."""
+        """Return tokens [batch, tokens] and labels, which leave padding out."""
         longest = max(len(row["input_ids"]) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         for place, row in enumerate(rows):
@@ -73,14 +73,14 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(64, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Loss and logits."""
+        """Return loss and logits [batch, tokens, vocabulary]."""
         logits = self.head(self.layer(self.embedding(input_ids))[0])
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         return {"loss": loss, "logits": logits}
 
 
 def epoch(library: Any, texts: Texts, order: str) -> tuple[float, float]:
-    """(seconds, share of padding) of one epoch."""
+    """Return (seconds, share of padding) of one epoch."""
     collate = Padding()
     trainer_class = Trainer if library is None else library.Trainer
     arguments_class = TrainingArguments if library is None else library.TrainingArguments
@@ -102,7 +102,7 @@ def epoch(library: Any, texts: Texts, order: str) -> tuple[float, float]:
 
 
 def measure(count: int, runs: int) -> dict[str, Any]:
-    """Alternating epochs."""
+    """Time alternating epochs."""
     texts = Texts(count)
     libraries = {"ours": None, "peer": transformers}
     taken: dict[str, dict[str, list[tuple[float, float]]]]
@@ -123,7 +123,7 @@ def measure(count: int, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and save when asked."""
+    """Measure, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     count, runs = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -59,7 +59,7 @@ class Perceptron(nn.Module):
 
 
 def by_hand(model: nn.Module, batch_size: int, folder: str) -> Predict:
-    """The loop that people write."""
+    """Run the loop that people write by hand."""
 
     def predict(rows: Rows) -> Any:
         model.eval()
@@ -73,14 +73,14 @@ def by_hand(model: nn.Module, batch_size: int, folder: str) -> Predict:
 
 
 def by_trainer(model: nn.Module, batch_size: int, folder: str) -> Predict:
-    """`predict` of ours."""
+    """Run our `predict`."""
     args = TrainingArguments(**_settings(folder, batch_size))
     trainer = Trainer(model=model, args=args, data_collator=default_data_collator)
     return lambda rows: trainer.predict(rows).predictions
 
 
 def by_peer(model: nn.Module, batch_size: int, folder: str) -> Predict:
-    """`predict` of transformers."""
+    """Run the `predict` of transformers."""
     args = transformers.TrainingArguments(**_settings(folder, batch_size))
     trainer = transformers.Trainer(model=model, args=args, data_collator=default_data_collator)
     return lambda rows: trainer.predict(rows).predictions
@@ -100,7 +100,7 @@ def _settings(folder: str, batch_size: int) -> dict[str, Any]:
 
 
 def seconds(rows: int, runs: int, batch_size: int) -> dict[str, Any]:
-    """Alternating runs of the three."""
+    """Alternate runs of the three."""
     model, data = Perceptron(CLASSES), Rows(rows)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def seconds(rows: int, runs: int, batch_size: int) -> dict[str, Any]:
 
 
 def peak(name: str, rows: int) -> int:
-    """Highest anonymous memory, in bytes, of predicting 1,000 classes."""
+    """Return the peak anonymous memory, in bytes, of predicting 1,000 classes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, data = Perceptron(1_000), Rows(rows)
@@ -136,7 +136,7 @@ def peak(name: str, rows: int) -> int:
 
 
 def megabytes(rows: int) -> dict[str, Any]:
-    """What many rows take beyond a thousand."""
+    """Measure the memory of many rows beyond that of a thousand."""
     result: dict[str, Any] = {}
     for name in WAYS:
         few, many = apart(peak, name, 1_000), apart(peak, name, rows)
@@ -145,7 +145,7 @@ def megabytes(rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and save when asked."""
+    """Measure, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     rows, runs, wide = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.resume_position --size full --save
 
-Ours: `TrainLoader` over rows that are made when they are asked for, for each order: sequential, random, grouped by
-length. Each measurement builds everything anew, near and far in turn; the lengths that grouping needs are an array that
-is there already (what listing them costs is reported beside it: it depends on the data's size, never on the position).
-Wanted: far within 1.1 times near plus 5 ms.
+Ours: `TrainLoader` over rows that are generated on access, for each order: sequential, random, grouped by length. Each
+measurement builds everything again, near and far in turn. The lengths that grouping needs are an array that exists
+already (the cost of listing them is reported separately: it depends on the data's size, never on the position). The
+goal: far within 1.1 times near plus 5 ms.
 
 Peer: `accelerate.skip_first_batches` around a shuffled DataLoader, which is how the Trainer of transformers resumes, at
-a position it reaches in reasonable time, and ours at the same one; and a stream without state, which everybody has to
-read, at 10,000 batches.
+a position that it reaches in reasonable time, beside ours at the same one; and a stream without state, which every
+library has to read, at 10,000 batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZES = {"smallest": (200_000, 100_000, 50_000, 1_000, 5), "full": (20_000_000, 
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """`count` rows of eight numbers, made when they are asked for."""
+    """`count` rows of eight numbers, generated on access."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -49,7 +49,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class Stream(IterableDataset[dict[str, Any]]):
-    """The same, one after the other."""
+    """An endless stream of equal rows."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"x": torch.zeros(8), "labels": 0}
@@ -58,7 +58,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 
 def first_batch(count: int, order: Callable[[], Order], position: int) -> float:
-    """Seconds from nothing to the first batch at a position."""
+    """Return the seconds from nothing to the first batch at a position."""
     begun = time.perf_counter()
     plan = BatchPlan.cut(count, global_batch=BATCH, micro_batch=BATCH, data_parallel_size=1, rank=0, drop_last=False)
     loader = TrainLoader(
@@ -71,7 +71,7 @@ def first_batch(count: int, order: Callable[[], Order], position: int) -> float:
 
 
 def peers_first_batch(count: int, position: int) -> float:
-    """The same with a shuffled DataLoader of which the first batches are skipped."""
+    """Return the seconds for a shuffled DataLoader whose first batches are skipped."""
     begun = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(Rows(count), BATCH, shuffle=True, generator=generator, collate_fn=default_data_collator)
@@ -80,7 +80,7 @@ def peers_first_batch(count: int, position: int) -> float:
 
 
 def stream_first_batch(batches: int) -> float:
-    """Ours, for a stream without state: everything before is read."""
+    """Return our seconds for a stream without state, which is read up to the position."""
     begun = time.perf_counter()
     loader = IterableLoader(
         Stream(),
@@ -98,14 +98,14 @@ def stream_first_batch(batches: int) -> float:
 
 
 def peers_stream_first_batch(batches: int) -> float:
-    """The peer's, likewise."""
+    """Return the peer's seconds for that stream."""
     begun = time.perf_counter()
     next(iter(skip_first_batches(DataLoader(Stream(), BATCH, collate_fn=default_data_collator), batches)))
     return time.perf_counter() - begun
 
 
 def in_turn(runs: int, **each: Callable[[], float]) -> dict[str, dict[str, float]]:
-    """Milliseconds of each, taken in turn; a first round is left out."""
+    """Measure each in turn, in milliseconds; the first round does not count."""
     taken: dict[str, list[float]] = {name: [] for name in each}
     for number in range(runs + 1):
         for name, measure in each.items():
@@ -116,7 +116,7 @@ def in_turn(runs: int, **each: Callable[[], float]) -> dict[str, dict[str, float
 
 
 def main() -> None:
-    """Measure, judge, print; save when asked."""
+    """Measure, compare with the goals, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     count, far, peers_far, batches, runs = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -50,7 +50,7 @@ def make_state(mib: int) -> dict[str, Tensor]:
 
 
 class Clients:
-    """Ways to bring a file to the bucket and back."""
+    """Uploads to the bucket and downloads from it, per client."""
 
     def __init__(self, server: S3Server, folder: Path, state: dict[str, Tensor]) -> None:
         import boto3
@@ -63,7 +63,7 @@ class Clients:
         self.s3fs.mkdir("benchmark", exist_ok=True)
 
     def saving(self) -> dict[str, Work]:
-        """Per client, what uploads the state."""
+        """Return the function that uploads the state, per client."""
         return {
             "ours": self.save,
             "s3fs": lambda: self.s3fs.put_file(str(self.local), f"benchmark/s3fs/{NAME}"),
@@ -71,7 +71,7 @@ class Clients:
         }
 
     def loading(self) -> dict[str, Work]:
-        """Per client, what downloads it."""
+        """Return the function that downloads it, per client."""
         return {
             "ours": lambda: read_safetensors(self.store, NAME),
             "s3fs": lambda: self.s3fs.get_file(f"benchmark/s3fs/{NAME}", str(self.back)),
@@ -79,14 +79,14 @@ class Clients:
         }
 
     def save(self) -> None:
-        """Ours: from the tensors, without a file."""
+        """Upload with our writer, from the tensors and without a file."""
         with self.store.open_write(NAME) as writer:
             write_safetensors(writer, self.state)
 
 
 @contextlib.contextmanager
 def bucket(mib: int) -> Iterator[tuple[Clients, S3Server, psutil.Process]]:
-    """A server, the clients, and the state as a local file."""
+    """Set up a server, the clients, and the state as a local file."""
     process, server = start()
     try:
         with tempfile.TemporaryDirectory() as folder, server_environment(server):
@@ -99,7 +99,7 @@ def bucket(mib: int) -> Iterator[tuple[Clients, S3Server, psutil.Process]]:
 
 @contextlib.contextmanager
 def server_environment(server: S3Server) -> Iterator[None]:
-    """Credentials and endpoint, for all three clients."""
+    """Set credentials and endpoint for all three clients."""
     before = dict(os.environ)
     os.environ.update(server.env)
     try:
@@ -110,7 +110,7 @@ def server_environment(server: S3Server) -> Iterator[None]:
 
 
 def once(work: Work, size: int, server: S3Server, process: psutil.Process) -> dict[str, float]:
-    """One transfer."""
+    """Time one transfer."""
     server.plan()
     cpu = process.cpu_times()
     wall, own = time.perf_counter(), time.process_time()
@@ -126,7 +126,7 @@ def once(work: Work, size: int, server: S3Server, process: psutil.Process) -> di
 
 
 def memory(mib: int, name: str, way: str) -> float:
-    """Most anonymous MB of one client beyond what it had before; for loading, beyond the state it returns as well."""
+    """Return a client's peak anonymous memory in MB, without what it had before and without the state that it loads."""
     with bucket(mib) as (clients, _, _):
         size = clients.local.stat().st_size
         clients.saving()[name]() if way == "load" else None
@@ -174,7 +174,7 @@ def _ratio(ours: list[dict[str, float]], peer: list[dict[str, float]], key: str)
 
 
 def main() -> None:
-    """Measure, print, and save when asked."""
+    """Measure, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     mib, runs = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -129,7 +129,7 @@ class CallCounter(Clock):
 
 
 def by_hand(steps: int, accumulation: int, clock: Clock) -> None:
-    """The loop that people write."""
+    """Run the loop that people write by hand."""
     torch.manual_seed(0)
     model = Perceptron()
     weights = [each for each in model.parameters() if each.ndim > 1]
@@ -150,7 +150,7 @@ def by_hand(steps: int, accumulation: int, clock: Clock) -> None:
 
 
 def by_trainer(steps: int, accumulation: int, clock: Clock) -> None:
-    """That work through our Trainer."""
+    """Run that work through our Trainer."""
     rows = Rows(steps * accumulation * BATCH)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +165,7 @@ def by_trainer(steps: int, accumulation: int, clock: Clock) -> None:
 
 
 def by_peer(steps: int, accumulation: int, clock: Clock) -> None:
-    """That work through the Trainer of transformers."""
+    """Run that work through the Trainer of transformers."""
     rows = Rows(steps * accumulation * BATCH)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def _settings(folder: str, steps: int, accumulation: int) -> dict[str, Any]:
 
 
 def _stamping(base: type[Any], clock: Clock) -> Any:
-    """A callback of either library that stamps the clock after every optimizer step."""
+    """Build a callback for either library that stamps the clock after every optimizer step."""
 
     class Stamp(base):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -211,7 +211,7 @@ LOOPS: dict[str, Callable[[int, int, Clock], None]] = {"by_hand": by_hand, "ours
 
 
 def count_calls(loop: Callable[[int, int, Clock], None], accumulation: int) -> dict[str, float]:
-    """Calls per optimizer step of a loop, by kind."""
+    """Count calls per optimizer step of a loop, by kind."""
     counter = CallCounter()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -222,7 +222,7 @@ def count_calls(loop: Callable[[int, int, Clock], None], accumulation: int) -> d
 
 
 def measure(steps: int, runs: int, accumulation: int) -> dict[str, Any]:
-    """Times of alternating runs of the three loops."""
+    """Time alternating runs of the three loops."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in LOOPS}
     for _ in range(runs):
         for name, loop in LOOPS.items():
@@ -251,7 +251,7 @@ def measure(steps: int, runs: int, accumulation: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure with accumulation 1 and 4, print, and save when asked."""
+    """Measure with accumulation 1 and 4, print, and save on request."""
     chosen = arguments(__doc__, list(SIZES))
     steps, runs = SIZES[chosen.size]
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.repository import ROOT, relative, sources, tree
 
-FOLDERS = ("flows", "tasks", "trainer_lib", "tests/support")
+FOLDERS = ("flows", "tasks", "trainer_lib", "tests/support", "examples", "benchmarks")
 WORDS = re.compile(
     r"\b(nobody|whoever|anew|begun|of theirs|told|said|hears?|heard|whom)\b|\bis no\b(?! longer| more\b)", re.IGNORECASE
 )
