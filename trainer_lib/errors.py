@@ -27,6 +27,7 @@ It crosses a process boundary as a *record* (`to_record`, `from_record`): plain 
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback as _traceback
 from typing import Any, ClassVar
@@ -213,6 +214,7 @@ class Interrupted(TrainflowError):
     title = "interrupted"
 
 
+# By name, so that a record can name no class but these.
 _CLASSES: dict[str, type[TrainflowError]] = {
     cls.__name__: cls
     for cls in (
@@ -262,7 +264,7 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
             remedy="Lower per_device_train_batch_size; the global batch stays the same if global_batch_size is set.",
             **where,
         )
-    if isinstance(error, OSError) and error.errno == 28:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return StorageFullError(f"No space left: {text}", remedy="Free space, or choose another storage.", **where)
     return CodeError(f"{type(error).__name__}: {text}", **where)
 

@@ -74,13 +74,13 @@ class MemoryTracker:
         self._process = _this_process() if enabled else None
         self._device = device
         self._running: _Start | None = None
-        self._unreported: dict[str, int] = {}
+        self._unreported: dict[str, int] = {}  # of stages that ended without metrics to report in
 
     def start(self, stage: str) -> None:
         """Begin a stage ("init", "train", "eval" or "test"), unless another is under way."""
         if self._process is None or self._running is not None:
             return
-        gc.collect()
+        gc.collect()  # garbage of the stage before does not belong to this one
         if self._uses_gpu():
             torch.cuda.reset_peak_memory_stats(self._device)
         self._running = _Start(stage, self._process.memory_info().rss, self._gpu_bytes(), _Peak(self._process))

@@ -45,6 +45,7 @@ class Precision:
         self.name = name
         self.dtype = dtype
         self._device_type = device.type
+        # Only fp16 needs scaling: bf16 has the exponent range of fp32, so its gradients do not underflow.
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
@@ -65,6 +66,7 @@ class Precision:
         """Restore what `scaler_state` returned; None, from a checkpoint of another precision, keeps the first scale."""
         if self.scaler is None or not state:
             return
+        # The scaler compares these two as integers; a checkpoint holds floats.
         integers = ("growth_interval", "_growth_tracker")
         self.scaler.load_state_dict({name: int(v) if name in integers else float(v) for name, v in state.items()})
 
@@ -116,7 +118,7 @@ def back_up_weights(model: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         for parameter, kept in parameters:
-            parameter.data = kept.to(parameter.device)
+            parameter.data = kept.to(parameter.device)  # in place: the optimizer holds the same parameters
         for module, name, device, kept in buffers:
             setattr(module, name, kept.to(device))
 

@@ -78,7 +78,7 @@ def local_rows(tensor: Tensor, *, rank: int) -> Rows:
     first = coordinate is not None
     for placement, position in zip(tensor.placements, coordinate or (), strict=True):
         if isinstance(placement, Replicate):
-            first = first and position == 0
+            first = first and position == 0  # of equal copies, the one at the origin of the mesh counts
         elif not (isinstance(placement, Shard) and placement.dim == 0):
             raise ConfigError(
                 "A tensor is sharded along another dimension than its first.",
@@ -113,6 +113,7 @@ def fill_rows(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
         local.copy_(source.read_rows(name, start, start + len(local)))
     else:
         value = source[name]
+        # Without dimensions a tensor has no rows and is whole on every rank.
         local.copy_(value[start : start + len(local)] if value.ndim else value)
 
 

@@ -127,6 +127,7 @@ class TrainerState:
     stateful_callbacks: Any = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Files of the transformers Trainer may hold null here.
         self.log_history = [] if self.log_history is None else self.log_history
         self.num_samples_seen = 0
         if not isinstance(self.stateful_callbacks, dict):
@@ -149,6 +150,7 @@ class TrainerState:
             )
         known = {each.name for each in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
+        # Checked here, because a wrong value would otherwise fail in the middle of the training that uses it.
         for name, value in given.items():
             if problem := _find_problem(name, value):
                 field, remedy = f"trainer_state.json: {name}", "Resume from another checkpoint."
@@ -193,7 +195,7 @@ class TrainerState:
         """Set the three intervals; shares of `max_steps` are resolved to steps, rounded up."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
-            if interval is not None:
+            if interval is not None:  # eval_steps may be unset
                 setattr(self, name, interval if interval >= 1 else math.ceil(max_steps * interval))
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
@@ -237,7 +239,7 @@ _OPTIONAL = ("train_batch_size", "best_global_step", "logging_steps", "eval_step
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "global_step max_steps num_train_epochs num_input_tokens_seen train_batch_size best_global_step": (
         "is not a whole number",
-        lambda value: _is_amount(value) and value < 2**62 and value == int(value),
+        lambda value: _is_amount(value) and value < 2**62 and value == int(value),  # 3.0 counts as 3
     ),
     "epoch total_flos": ("is not a finite number of at least 0", _is_amount),
     "logging_steps eval_steps save_steps best_metric": ("is not a number", _is_number),

@@ -126,6 +126,7 @@ class Checkpoint:
         def read() -> Mapping[str, Tensor]:
             return self._read_tensors("optimizer", layout.OPTIMIZER_TENSORS)
 
+        # `read` is passed on without being called: for a sharded model one rank may read whole tensors for all.
         return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
@@ -180,7 +181,7 @@ class Checkpoint:
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError):  # a ValueError as well, but about the user's input
                 raise
             raise self._damaged(name, f"it cannot be used ({type(error).__name__}: {error})") from error
 
@@ -205,7 +206,7 @@ class Checkpoint:
         if name not in self._entries:
             return None
         limit = _GROWING_LIMIT if name in (layout.TRAINER_STATE, layout.SHARD_INDEX) else _JSON_LIMIT
-        if self._entries[name].size > limit:
+        if self._entries[name].size > limit:  # before a byte is read; `read_file` reads no more than the committed size
             raise self._damaged(name, f"it has more than {limit:,} bytes")
         try:
             record = parse_json(self.read_file(name))
@@ -248,7 +249,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
             value=store.url,
             remedy=known.remedy if known else _HOW_TO_LIST,
         )
-    problems = verify_files(store, info.commit, digests=False)  # links and special files are among them
+    problems = verify_files(store, info.commit, digests=False)  # also finds links and special files
     if problems:
         file, _, reason = problems[0].rpartition(": ")
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -259,7 +260,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
 def _find_position_problem(data: dict[str, Any]) -> str | None:
     for name in ("epoch", "step_in_epoch", "position", "samples_seen"):
         value = data.get(name, 0)
-        if type(value) is not int or not 0 <= value < 2**62:
+        if type(value) is not int or not 0 <= value < 2**62:  # type(): a bool is an int as well
             return f"its {name} is not a count"
     for name in ("source", "history"):
         if not isinstance(data.get(name, {}), dict):

@@ -103,7 +103,7 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for shard in shards:
         for name, chunk in shard["chunks"].items():
             tensors[name]["chunks"].append(chunk)
-    for tensor in tensors.values():
+    for tensor in tensors.values():  # in the order of the rows, which need not be that of the ranks
         tensor["chunks"].sort(key=lambda chunk: chunk[1])
     return {"tensors": tensors, "tied": first["tied"]}
 
@@ -176,6 +176,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         chunks = spec.find_chunks(start, stop) if spec.row_bytes else []
         if any(chunk not in self._ready for chunk in chunks):
             self._fetch(name, start, stop)
+        # Every row lies in exactly one chunk (`_spec` has checked that), so all of `out` is filled.
         out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype)
         for chunk in chunks:
             low, high = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
@@ -205,6 +206,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             )
             if sum(wanted.values()) >= _BLOCK:
                 break
+        # The blocks before are dropped: a reader that asks in order does not need them again.
         self._ready = {chunk: torch.empty(size, dtype=torch.uint8) for chunk, size in wanted.items()}
         by_file: dict[str, list[tuple[int, memoryview]]] = {}
         for chunk, values in self._ready.items():
@@ -218,6 +220,7 @@ class ShardedTensors(Mapping[str, Tensor]):
     def _following(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         request = (name, start, stop)
         yield request
+        # A request that was not expected says nothing about the next one, so nothing is fetched along.
         if request in self._expected:
             del self._expected[: self._expected.index(request) + 1]
             yield from self._expected

@@ -72,7 +72,7 @@ def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     Raises:
         ConfigError: a tensor is sharded along another dimension than its first.
     """
-    if not is_any_sharded(snapshot.model):
+    if not is_any_sharded(snapshot.model):  # equal on every rank, so all ranks go the same way
         return snapshot
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}

@@ -167,7 +167,7 @@ class Lease:
         self._folder.write_bytes(_name(self.epoch, "beat"), uuid.uuid4().hex.encode())
 
     def _keep_beating(self) -> None:
-        while not self._stop.wait(self._holder.ttl_s / 3):
+        while not self._stop.wait(self._holder.ttl_s / 3):  # two beats may fail before the lease expires
             try:
                 if not self._is_ours():
                     self.lost = True

@@ -152,7 +152,7 @@ def convert_optimizer(optimizer: Mapping[str, Any], names: Sequence[Sequence[str
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
         tensors[key] = tensor
-        return {"__tensor__": key, "device": "any"}
+        return {"__tensor__": key, "device": "any"}  # the file does not state where the tensor was
 
     groups, state = [], {}
     for place, (group, called) in enumerate(zip(optimizer["param_groups"], names, strict=True)):
@@ -194,6 +194,7 @@ def _check_kind(store: Store) -> set[str]:
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
         raise _refuse_folder(store, f"{what}.", remedy)
     names = {info.path for info in store.list()}
+    # `list` leaves out links, pipes and empty folders: names that `children` has, without children of their own.
     folders = {name.partition("/")[0] for name in names}
     links = [name for name in store.children() if name not in folders and not store.children(name)]
     if links:
@@ -310,7 +311,7 @@ def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
 def _read_rngs(store: Store, names: set[str]) -> tuple[list[dict[str, Any]], set[str]]:
     """Read the random states by rank, and the names of their files; none when a rank's are missing."""
     ranks = {int(match.group(1) or 0): name for name in names if (match := _RNG.fullmatch(name))}
-    if sorted(ranks) != list(range(len(ranks))):
+    if sorted(ranks) != list(range(len(ranks))):  # better no random states than those of some ranks
         return [], set()
     return [
         _convert_rng(read_torch_file(store, ranks[rank]), rank, f"{store.url}/{ranks[rank]}") for rank in sorted(ranks)
@@ -327,6 +328,7 @@ def _convert_rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
             "torch": encode_state(saved["cpu"]),
         }
         if "cuda" in saved:
+            # A process that used several devices saved a list; each rank takes one of it.
             devices = saved["cuda"] if isinstance(saved["cuda"], list) else [saved["cuda"]]
             state["cuda"] = encode_state(devices[rank % len(devices)])
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
