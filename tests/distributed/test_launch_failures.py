@@ -65,7 +65,7 @@ TABLE = {
         "Row 7 is empty.",
         False,
     ),
-    "sys.exit(3)": Row("sys.exit(3)", CodeError, "the recipe ended the process: sys.exit(3).", False),
+    "sys.exit(3)": Row("sys.exit(3)", CodeError, "The recipe ended the process with sys.exit(3).", False),
     "os._exit(3)": Row("os._exit(3)", InfrastructureError, "rank 1 ended with exit code 3 and left no reason.", True),
     "SIGKILL": Row("os.kill(os.getpid(), 9)", InfrastructureError, "rank 1 was killed by SIGKILL (9).", True),
     "segmentation fault": Row("ctypes.string_at(0)", InfrastructureError, "rank 1 was killed by SIGSEGV (11).", True),

@@ -84,12 +84,12 @@ def test_a_missing_function_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="collate is not a function"):
+    with pytest.raises(ConfigError, match="The name collate is not a function"):
         loaded(tmp_path, MINIMAL + "collate = 3\n")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file") as caught:
+    with pytest.raises(ConfigError, match="There is no such file") as caught:
         load(tmp_path / "nowhere.py", tmp_path)
     assert caught.value.field == "recipe"
 
@@ -172,7 +172,7 @@ def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest
     for name in [name for name in sys.modules if name.partition(".")[0] == "flows"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="hides trainflow's own package 'flows'") as caught:
+    with pytest.raises(ConfigError, match="This folder hides trainflow's own package 'flows'") as caught:
         loaded(tmp_path / "project", MINIMAL)
     assert caught.value.value == str(tmp_path / "flows")
 
