@@ -76,6 +76,7 @@ def _union(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> An
         word = value.strip().lower()
         if word in NONE_WORDS or (word == "" and str not in kinds):
             return None
+    # The error of a single candidate is more precise than one about the whole union.
     failures: list[ConfigError] = []
     for kind in sorted(kinds, key=lambda kind: _rank(kind, value)):
         if kind is str and any(isinstance(other, type) and issubclass(other, Enum) for other in kinds):
@@ -135,7 +136,7 @@ def _float(value: Any, field: str, secret: bool) -> float:
 
 
 def _number(value: Any) -> int | float | None:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a bool is an int in Python, but `true` steps are a mistake
         return None
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -190,7 +191,7 @@ def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
 
 def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
     for option in options:
-        if value == option and type(value) is type(option):
+        if value == option and type(value) is type(option):  # 1 == True
             return option
     for option in options:
         if str(option).lower() == str(value).strip().lower():

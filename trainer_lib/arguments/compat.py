@@ -45,7 +45,7 @@ def _renamed(new: str, *neutral: Any) -> OldName:
 
 
 def _refused(way_out: str, *neutral: Any) -> OldName:
-    first = neutral[0] if neutral else None
+    first = neutral[0] if neutral else None  # code that reads the old attribute finds its old default
     return OldName("", neutral, way_out=way_out, read=lambda args: first)
 
 
@@ -232,7 +232,7 @@ def warn(name: str, *, stacklevel: int = 2) -> None:
 def _merge(out: Changes, old: str, new: str, value: Any) -> None:
     present = out.get(new)
     if isinstance(present, dict) and isinstance(value, dict):
-        out[new] = {**present, **value}
+        out[new] = {**present, **value}  # several old names are keys of one mapping, such as accelerator_config
     elif new == "warmup_steps" and present not in (None, 0):
         return  # as in the reference: a number of steps wins over the share
     elif new == "include_for_metrics" and present:

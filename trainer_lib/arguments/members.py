@@ -50,6 +50,7 @@ class ArgumentMembers(ArgumentGroups):
     def local_process_index(self) -> int:
         """Number of this process on its machine, from the launcher's environment; without one, `local_rank` or 0."""
         found = environment.read()
+        # -1 is the default of `local_rank`, and means that no launcher passed one.
         return found.local_rank if found is not environment.ALONE else max(self.local_rank, 0)
 
     @property
@@ -131,5 +132,6 @@ class ArgumentMembers(ArgumentGroups):
         return context
 
 
+# By name: the module stands above the arguments and imports torch, so no import statement may name it here.
 def _distributed() -> Any:
     return importlib.import_module("trainer_lib.distributed")

@@ -50,7 +50,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("allow_abbrev", False)  # `--log` would mean whichever argument happens to begin so
         super().__init__(**kwargs)
         if dataclass_types is None:
             dataclass_types = ()
@@ -113,6 +113,7 @@ class ArgumentParser(argparse.ArgumentParser):
                 raise _unknown(remaining[0], [option for action in self._actions for option in action.option_strings])
             outputs = self._instances(vars(namespace))
         except argparse.ArgumentError as error:
+            # argparse flattens what a type function raises into text; our error with its fields is the context.
             refusal = error.__context__
             if isinstance(refusal, _Refused):
                 raise refusal.error from None
@@ -273,7 +274,7 @@ def _parser(field: dataclasses.Field[Any], hint: Any) -> Callable[[Any], Any]:
         except ConfigError as error:
             raise _Refused(error) from None
 
-    parse.__name__ = field.name
+    parse.__name__ = field.name  # argparse shows it in its own messages
     return parse
 
 

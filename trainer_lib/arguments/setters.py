@@ -21,7 +21,7 @@ class ArgumentSetters(ArgumentMembers):
         validate(self)
 
     def _set(self, **values: Any) -> Self:
-        before = dict(self.__dict__)
+        before = dict(self.__dict__)  # with the fields that validation fills, so that all of them come back
         try:
             for name, value in values.items():
                 setattr(self, name, value)
@@ -53,7 +53,7 @@ class ArgumentSetters(ArgumentMembers):
             gradient_accumulation_steps=gradient_accumulation_steps,
             seed=seed,
             gradient_checkpointing=gradient_checkpointing,
-            activation_checkpointing=None,
+            activation_checkpointing=None,  # it would contradict its other name
             do_train=True,
         )
 

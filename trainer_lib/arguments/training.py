@@ -29,6 +29,7 @@ class _Translating(ABCMeta):
     if not TYPE_CHECKING:  # type checkers see the dataclass's own signature
 
         def __call__(cls, *values, **given):
+            # Before `__init__`, because a dataclass's own signature would refuse an old name with a bare TypeError.
             known = constructor_names(cls)
             if any(name in compat.OLD_NAMES and name not in known for name in given):
                 given = compat.translate(given, keep=known, stacklevel=2)
@@ -72,6 +73,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
         self.validate()
 
     def __getattr__(self, name: str) -> Any:
+        # Python calls this only for names that are not found otherwise: old names, and mistakes.
         old = compat.OLD_NAMES.get(name)
         if old is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -87,6 +87,7 @@ def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 def normalise(args: ArgumentGroups) -> None:
     """Convert arguments that may be written in several forms to one form."""
+    # Older versions have a truth value for it.
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
     for name in _FREE_MAPPINGS:
@@ -146,6 +147,7 @@ def _reporters(value: Any) -> list[str]:
 def fill(args: ArgumentGroups) -> None:
     """Fill the fields that follow from others, also those that an earlier call filled and that are unchanged since."""
     filled: dict[str, tuple[Any, Any]] = args.__dict__.setdefault("_filled", {})
+    # Back to what the user gave first: else a value filled from an argument that has changed would stay.
     for name, (raw, value) in filled.items():
         if getattr(args, name) == value:
             setattr(args, name, raw)
@@ -270,6 +272,7 @@ def _check_multiple(save_steps: int | float, eval_steps: int | float) -> None:
             value=save_steps,
             remedy="Give both as numbers of steps, or both as shares below 1.",
         )
+    # Fractions, because 0.3 is not a multiple of 0.1 in binary floating point.
     if Fraction(str(save_steps)) % Fraction(str(eval_steps)):
         raise ConfigError(
             f"load_best_model_at_end needs save_steps to be a multiple of eval_steps = {eval_steps}.",

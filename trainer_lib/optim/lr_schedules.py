@@ -94,7 +94,7 @@ def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, powe
     def factor(step: int) -> float:
         if step < warmup:
             return step / max(1, warmup)
-        if step > total:
+        if step > total:  # beyond the end the power of a negative number would not be real
             return lr_end / lr
         left = 1.0 - (step - warmup) / max(1, total - warmup)
         return float(((lr - lr_end) * left**power + lr_end) / lr)
@@ -148,7 +148,7 @@ def cosine_warmup_with_min_lr(
             if warmup_lr_rate is None:
                 return (step + 1.0) / max(1.0, warmup)
             return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
-        progress = (step - warmup + 1.0) / max(1.0, total - warmup)
+        progress = (step - warmup + 1.0) / max(1.0, total - warmup)  # the reference's shift by one step
         wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
         return max(0.0, wave * (1.0 - floor) + floor)
 
@@ -293,6 +293,7 @@ def get_scheduler(
             raise ConfigError(
                 f"The schedule {kind} needs this number.", field=text, value="none", remedy="Give a number of steps."
             )
+    # Only what the formula takes: a constant rate has neither a warm-up nor a total.
     fixed = {key: value for key, value in given.items() if key in parameters}
     return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))
 

@@ -57,7 +57,7 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
     family = next(each for each in ("ademamix", "adam", "lion", "rmsprop") if each in name)
     class_name = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}[family]
     cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")
-    kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}
+    kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}  # bits of the state
     if family == "rmsprop":
         return Served(cls, kwargs)
     kwargs["is_paged"] = "paged" in name
@@ -117,6 +117,7 @@ def _schedule_free(request: OptimizerRequest) -> Served:
     kwargs = {**(request.adam if adam else request.lr), "weight_decay": args.weight_decay}
     kwargs |= {"weight_lr_power": float(request.take("weight_lr_power", 2.0)), "r": float(request.take("r", 0.0))}
     if warmup:
+        # The number of training steps is not known here, so a share of it cannot be resolved.
         if 0 < args.warmup_steps < 1:
             raise ConfigError(
                 f"The optimizer {request.name} warms up by itself and needs a number of steps.",
@@ -152,7 +153,7 @@ def _galore(request: OptimizerRequest) -> Served:
     cls = load(request, "galore_torch", class_name, "galore-torch")
     own = {key: request.take(key, default) for key, default in _GALORE.items()}
     kwargs = request.lr if request.name is OptimizerNames.GALORE_ADAFACTOR else request.adam
-    if request.name is OptimizerNames.GALORE_ADAFACTOR:
+    if request.name is OptimizerNames.GALORE_ADAFACTOR:  # the schedule sets the rate, not Adafactor itself
         kwargs |= {"scale_parameter": False, "relative_step": False}
     return Served(cls, {**kwargs, "params": _low_rank_groups(request, own)})
 

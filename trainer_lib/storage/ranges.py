@@ -37,7 +37,7 @@ def windowed(fetch: Fetch, ranges: Iterable[Range]) -> Iterator[Buffer]:
     try:
         for start, end in ranges:
             flying.append((end - start, fetch(start, end)))
-            if len(flying) > WINDOW:
+            if len(flying) > WINDOW:  # the next requests start before the caller gets these bytes
                 yield _arrived(*flying.popleft())
         while flying:
             yield _arrived(*flying.popleft())

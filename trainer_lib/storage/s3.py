@@ -168,6 +168,7 @@ class S3Writer:
 
     def abort(self) -> None:
         """Give up; no part stays in flight or in the store."""
+        # First wait: a part that arrives after the abort would stay in the store.
         for future in self._flying:
             future.cancel()
         for future in self._flying:
@@ -204,6 +205,7 @@ class S3Writer:
         self._number += 1
         self._filled = 0
         self._collect_parts(len(self._flying) + 1 - STAGED)
+        # After the wait for parts in flight, so that there are never more than STAGED of them.
         self._part = self._fresh(PART * 2 ** ((self._number - 1) // _DOUBLE_EVERY))
 
     def _collect_parts(self, least: int) -> None:

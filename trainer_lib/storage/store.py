@@ -260,6 +260,7 @@ class Store:
 
     def digest(self, rel: str) -> str:
         """Compute the SHA-256 of a file, in hexadecimal digits; the file is read in pieces."""
+        # One buffer for all pieces: new memory for each would cost page faults.
         digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         with self.open_read(rel) as stream:
             while taken := stream.readinto(buffer):  # type: ignore[attr-defined]  # see _TypedReader
@@ -288,7 +289,7 @@ class Store:
                     field=self._where(rel),
                     remedy="Restore it, or make it again with --force.",
                 )
-            draft.replace(local)
+            draft.replace(local)  # in one step, after the check: a reader never sees a part of the file
         except OSError as error:
             raise typed_error(error, "download to", str(local)) from error
         finally:
