@@ -28,7 +28,7 @@ def pipeline(
     """Prepare this process for a run that Prefect started, then run `flows.pipeline.pipeline`.
 
     Args:
-        spec: the whole pipeline; every field says what it does and its unit.
+        spec: the whole pipeline; every field has a description with its unit.
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.

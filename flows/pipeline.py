@@ -39,7 +39,7 @@ def pipeline(
     """Prepare data, train, evaluate, predict and publish, each unless its result is committed already.
 
     Args:
-        spec: the whole pipeline; every field says what it does and its unit.
+        spec: the whole pipeline; every field has a description with its unit.
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.

@@ -252,7 +252,7 @@ def require_stage(name: str | None, option: str) -> str | None:
     """The full name of the stage that `name` means; None for None.
 
     Raises:
-        ConfigError: about `option`: there is no such stage.
+        ConfigError: about `option`: the stage does not exist.
     """
     if name is None:
         return None
@@ -260,7 +260,7 @@ def require_stage(name: str | None, option: str) -> str | None:
         return stage.name
     near = nearest(name, stage_names())
     raise ConfigError(
-        f"There is no such stage; there are {', '.join(stage_names())}.",
+        f"This stage does not exist; there are {', '.join(stage_names())}.",
         field=option,
         value=name,
         remedy=f"Did you mean '{near}'?" if near else "Name one of them.",

@@ -2,7 +2,7 @@
 
 Both run through the launcher and the recipe that the pipeline uses, on a storage of their own; the pipeline's storage
 is only read (prepared data that is committed there), MLflow and hubs are left alone. Nothing heavy runs in this
-process. The verdict is JSON under a seal: the SHA-256 of everything else in it.
+process. The outcome is JSON under a seal: the SHA-256 of everything else in it.
 """
 
 from __future__ import annotations
@@ -70,35 +70,42 @@ class Question:
     kill: bool = False
     keep: str | None = None
 
-    def check(self, spec: PipelineSpec) -> None:
-        """Raises ConfigError for what cannot be proved. Nothing was started."""
+    def check_spec(self, spec: PipelineSpec) -> None:
+        """Check that the spec's training can be proved, before anything is started.
+
+        Raises:
+            ConfigError: it cannot be resumed, has no step to stop after, or `keep` is not empty.
+        """
         args = TrainingArguments.from_dict(spec.train.args, prefix="train.args")
         if args.save_only_model:
-            remedy = "Prove it without: train.args.save_only_model=false."
+            remedy = "Set train.args.save_only_model=false."
             raise ConfigError(
-                "Such checkpoints cannot be resumed.", field="train.args.save_only_model", value=True, remedy=remedy
+                "Checkpoints that hold only the model cannot be resumed.",
+                field="train.args.save_only_model",
+                value=True,
+                remedy=remedy,
             )
         steps = self.steps or (args.max_steps if args.max_steps > 0 else None)
         if self.at is not None and steps is not None and self.at >= steps:
             raise _beyond(self.at, steps)
         if self.keep is not None and Store.open(self.keep, field="--keep").children():
-            raise ConfigError("is not empty.", field="--keep", value=self.keep, remedy="Name a new folder.")
+            raise ConfigError("The folder is not empty.", field="--keep", value=self.keep, remedy="Name a new folder.")
 
 
 def prove(spec: PipelineSpec, question: Question, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train twice and compare; the verdict, sealed.
+    """Train twice, compare, and return the sealed record of the outcome.
 
     Args:
         spec: its prepare and train stages are used.
-        question: see there.
-        say: told in a line what is going on.
+        question: what is to be proved, and how.
+        say: called with one line at each step of the proof.
 
     Raises:
-        TrainflowError: a training failed by itself.
+        TrainflowError: a training failed.
     """
-    question.check(spec)
+    question.check_spec(spec)
     with _place(question.keep) as place:
-        return _Proof(spec, question, place, say).verdict()
+        return _Proof(spec, question, place, say).make_record()
 
 
 class _Proof:
@@ -113,8 +120,8 @@ class _Proof:
         self._data = self._prepared()
         check_splits(spec, self._data.facts.splits)
 
-    def verdict(self) -> dict[str, Any]:
-        """Everything in order."""
+    def make_record(self) -> dict[str, Any]:
+        """Train without and with an interruption, compare, and seal what was found."""
         self._say("training without an interruption")
         whole = self._train("whole")
         steps = whole.global_step
@@ -139,11 +146,11 @@ class _Proof:
             "differences": differences,
             "repeatable": self._repeatable() if differences else True,
         }
-        return sealed({**record, **self._subject()})
+        return seal_record({**record, **self._subject()})
 
     def _repeatable(self) -> bool:
-        """Whether training without any interruption gives the same twice: if not, resuming is not to blame."""
-        self._say("they differ; training a third time, to see whether the training itself can be repeated")
+        """Whether two uninterrupted trainings are equal; if they differ, resuming is not the cause."""
+        self._say("they differ; training a third time, to see whether the training itself is repeatable")
         self._train("again")
         return not self._compare("whole", "again").differences
 
@@ -218,11 +225,13 @@ class _Proof:
                 raise _beyond(self._question.at, steps)
             return self._question.at
         if steps < 2:
-            raise ConfigError("There is no step to stop after.", field="--steps", value=steps, remedy="Train more.")
+            raise ConfigError(
+                "The training has no step before its last one.", field="--steps", value=steps, remedy="Train more."
+            )
         interval = TrainingArguments.from_dict(self._arguments()).save_steps
         interval = int(interval) if interval >= 1 else max(1, int(steps * interval))
         middle = max(1, min(interval, steps) // 2)
-        # Killed in the first interval, it would begin anew: in the second one there is a checkpoint to go on from.
+        # A training killed in the first save interval has no checkpoint; in the second one it resumes from the first.
         return middle + interval if self._question.kill and middle + interval < steps else middle
 
     # -- what it is about ---------------------------------------------------------------------------------------------
@@ -259,7 +268,7 @@ def _place(keep: str | None) -> Iterator[str]:
 
 
 def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
-    """Differences of the exported models: those of their files."""
+    """Differences between the files of the exported models."""
     digests = [{file.path: file.sha256 for file in result.files} for result in (whole, resumed)]
     names = sorted(digests[0].keys() | digests[1].keys())
     pairs = [(name, digests[0].get(name, "absent"), digests[1].get(name, "absent")) for name in names]
@@ -272,44 +281,47 @@ def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
 
 def _beyond(at: int, steps: int) -> ConfigError:
     return ConfigError(
-        f"Training has {steps} steps: there is nothing to resume after that one.",
+        f"The training has {steps} steps, so nothing is left to resume after that one.",
         field="--at",
         value=at,
         remedy=f"Name a step from 1 to {steps - 1}." if steps > 1 else "Train more than one step.",
     )
 
 
-# -- the verdict -------------------------------------------------------------------------------------------------------
+# -- the record --------------------------------------------------------------------------------------------------------
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict with its time and, last, its seal."""
+def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with its time and, last, its seal."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     whole = json.loads(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
     return {**whole, "seal": _digest(whole)}
 
 
 def seal_holds(verdict: Mapping[str, Any]) -> bool:
-    """Whether a verdict is as it was written."""
+    """Whether a record is as it was written."""
     return verdict.get("seal") == _digest({name: value for name, value in verdict.items() if name != "seal"})
 
 
-def write(verdict: Mapping[str, Any], path: Path) -> None:
-    """Write a verdict to a file.
+def write_record(verdict: Mapping[str, Any], path: Path) -> None:
+    """Write a record to a file.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the file cannot be written.
     """
     try:
         path.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"Cannot be written: {error.strerror}.", field="--output", value=str(path), remedy="Name another file."
+            f"The file cannot be written: {error.strerror}.",
+            field="--output",
+            value=str(path),
+            remedy="Name another file.",
         ) from error
 
 
-def lines(verdict: Mapping[str, Any]) -> list[Text]:
-    """What was compared, for a person.
+def describe_record(verdict: Mapping[str, Any]) -> list[Text]:
+    """What was compared, in lines for a terminal.
 
     Raises:
         NotReproducibleError: something differs.

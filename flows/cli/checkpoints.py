@@ -48,14 +48,16 @@ def verify(
         code = DamagedError.exit_code if any(problems.values()) else 0
         print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
         raise typer.Exit(code)
-    terminal.show(inventory.verdict(problems))
+    terminal.show(inventory.intact_lines(problems))
 
 
 @app.command()
 def prune(
     url: Url,
-    keep: Annotated[int, typer.Option(min=1, metavar="N", help="How many committed ones stay.", show_default=False)],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
+    keep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of committed checkpoints to keep.", show_default=False)
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -89,9 +91,9 @@ def import_(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Make a committed checkpoint of one that the transformers Trainer wrote: weights, optimizer, schedule, log.
+    """Import a checkpoint that the transformers Trainer wrote: weights, optimizer, schedule, log.
 
-    No code in it is run: pickles are read by a reader that only makes tensors and numbers, training_args.bin is never
+    No code in it is run: pickles go through a reader that makes only tensors and numbers; training_args.bin is never
     opened. Resume with output_dir=DESTINATION and resume_from_checkpoint=True.
     """
     from trainer_lib.launch import LaunchConfig, launch
@@ -110,7 +112,7 @@ def import_(
         result = launch(
             request,
             LaunchConfig(kind="process", processes=1),
-            env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # nothing that a folder says is fetched
+            env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # nothing that the folder names is fetched
             on_line=lambda line: out.print(line, style="dim"),
             on_event=lambda event: None,
         )
@@ -126,7 +128,9 @@ def _function(text: str) -> tuple[RecipeFile, str]:
     file = Path(path).expanduser().absolute()
     if not name.isidentifier() or not file.is_file():
         raise ConfigError(
-            "There is no such file." if name.isidentifier() and path else "is not FILE.py:FUNCTION.",
+            "This file does not exist."
+            if name.isidentifier() and path
+            else "This is not of the form FILE.py:FUNCTION.",
             field="--model",
             value=text,
             remedy="Write for example --model train.py:build_model, a function without arguments.",

@@ -38,8 +38,8 @@ class Entry:
             save), ``being written``, ``foreign`` (another program's) or ``link``.
         info: its commit, where there is a valid one.
         problems: what is wrong, or what it is, a line each.
-        best: whether it is the best of its run, as the newest one says.
-        readers: who is reading it now.
+        best: whether the newest checkpoint of its run records it as the best.
+        readers: the processes that read it now.
     """
 
     root: Store
@@ -87,7 +87,7 @@ def find(url: str) -> list[Entry]:
         url: one checkpoint, a folder of checkpoints, a train stage's folder, or a storage root.
 
     Raises:
-        ConfigError: there is nothing; says what there is instead, if that is known.
+        ConfigError: no checkpoint is there; names what is there instead, if that is known.
     """
     store = Store.open(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
@@ -97,7 +97,7 @@ def find(url: str) -> list[Entry]:
     if not found:
         known = recognise_folder(store)
         raise ConfigError(
-            f"There is no checkpoint there, but {known.what}." if known else "There is no committed checkpoint there.",
+            f"No checkpoint is there, but {known.what}." if known else "No committed checkpoint is there.",
             field="url",
             value=url,
             remedy=known.remedy
@@ -147,7 +147,7 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
 
 
 def _best(root: Store, names: Sequence[str]) -> int | None:
-    """The step that the newest checkpoint calls the best; None when there is none, or it cannot be told."""
+    """The step that the newest readable checkpoint records as the best; None when none records one."""
     for name in names:
         try:
             info = None if is_link(root, name) else read_checkpoint_info(root, name)
@@ -193,8 +193,8 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     """What retention would remove of each run: the oldest beyond `keep`, and what interrupted saves left.
 
     Never the best, the newest whose every byte is good and what is newer, the newest that can be resumed from, one that
-    somebody is reading or writing (or whose writer cannot be seen from here), what another program wrote, or what was
-    set aside as damaged.
+    a process reads or writes (or whose writer cannot be seen from here), what another program wrote, or what was set
+    aside as damaged.
     """
     doomed: list[Victim] = []
     for root in {entry.root.url: entry.root for entry in found}.values():
@@ -209,9 +209,10 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
 
 
 def remove(doomed: Sequence[Victim]) -> list[Victim]:
-    """Delete them, commit files first, but for what somebody has begun to read; those that are gone.
+    """Delete checkpoints, commit files first, and return those deleted. One that a reader has opened meanwhile stays.
 
-    Raises StorageError.
+    Raises:
+        StorageError: a checkpoint cannot be deleted.
     """
     return [victim for victim in doomed if withdraw_if_unread(victim.entry.root.child(victim.entry.name))]
 
@@ -240,7 +241,7 @@ def _row(entry: Entry) -> tuple[str, str, str, str, str]:
     return str(entry.step), when, size(entry.bytes), state, shown(entry.url)
 
 
-def verdict(problems: Mapping[str, Sequence[str]]) -> list[Text]:
+def intact_lines(problems: Mapping[str, Sequence[str]]) -> list[Text]:
     """A line per checkpoint.
 
     Raises:

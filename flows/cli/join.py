@@ -12,12 +12,14 @@ from flows.cli.signals import stoppable
 from flows.spec.spec import PipelineSpec
 from trainer_lib.launch.config import LaunchConfig
 
-Place = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the leading machine is met: its rendezvous.")]
+Place = Annotated[str, typer.Argument(metavar="HOST:PORT", help="The leading machine's rendezvous.")]
 
 
 def join(
     rendezvous: Place,
-    node_rank: Annotated[int | None, typer.Option(min=1, help="Place of this machine; as they come if unset.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of this machine; in order of arrival if unset.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Workers here; one per GPU, or two, if unset.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per worker; shared out if unset.")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface of the workers' messages.")] = None,
@@ -25,7 +27,7 @@ def join(
 ) -> None:
     """Take part in a training on several machines, until it is done. Another machine runs the pipeline and leads.
 
-    The recipe and the storage have to be found here under the same names.
+    The recipe and the storage must exist here under the same names.
     """
     config = LaunchConfig(
         rendezvous=rendezvous,
@@ -42,7 +44,7 @@ def follow(config: LaunchConfig, out: Console) -> None:
     """Follow the leading machine to the end.
 
     Raises:
-        TrainflowError: what ended the training, or nobody led.
+        TrainflowError: the failure that ended the training, or no machine led within the timeout.
     """
     from trainer_lib.launch import follow
 

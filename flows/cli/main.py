@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
         terminal.show(presentation.failure(error, debug=debug), stderr=True)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader (head, less) has seen enough
+    except BrokenPipeError:  # the reader of our output (head, less) has ended
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
@@ -81,7 +81,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    """Exists for the options of the command itself."""
+    """Hold the options of the command itself."""
 
 
 @app.command()
@@ -90,13 +90,16 @@ def run(
     overrides: Overrides = None,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
     start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")] = None,
-    force: Annotated[list[str] | None, typer.Option(metavar="STAGE", help="Run this stage anew; repeatable.")] = None,
+    force: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="Run this stage again even if it is committed; repeatable."),
+    ] = None,
     debug: Debug = False,
     as_json: Json = False,
 ) -> None:
-    """Run a pipeline: prepare, train, evaluate, predict, publish. What is committed already is not done again.
+    """Run a pipeline: prepare, train, evaluate, predict, publish. Stages that are committed already are not run again.
 
-    Interrupt it, kill it, pull the plug: the same command continues from the last commit.
+    Interrupt it, kill it or pull the plug: the same command continues from the last commit.
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [], Resolver())
@@ -114,8 +117,9 @@ def run(
     with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
         out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
         with _engine(out):
-            result = _followed(parsed, out, debug=debug, force=forced, **stages)
-            _tell(result, _ui_command(spec, overrides or []), as_json=as_json)  # the engine takes a second to end
+            result = _run_and_show(parsed, out, debug=debug, force=forced, **stages)
+            # Inside the block: the engine takes a second to end.
+            _show_result(result, _ui_command(spec, overrides or []), as_json=as_json)
     if result.error is not None:
         terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
         raise typer.Exit(result.error.exit_code)
@@ -129,7 +133,7 @@ def _engine(out: Console) -> Iterator[None]:
         yield
 
 
-def _followed(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
     from flows.pipeline import run_pipeline
     from tasks.stage.progress import subscribe
 
@@ -137,7 +141,7 @@ def _followed(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -
         return run_pipeline(spec, debug=debug, **choice)
 
 
-def _tell(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
+def _show_result(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
     if not as_json:
         terminal.show(presentation.summary(result, ui))
         return
@@ -154,7 +158,7 @@ def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
 
 @app.command()
 def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Say, stage by stage, whether its result is there and intact, and if not, what is different. Runs nothing."""
+    """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     parsed = load_spec(spec, overrides or [], Resolver())
     reasons = explain(parsed)
     if as_json:
@@ -188,7 +192,7 @@ def ui(
 
 @contextlib.contextmanager
 def _until_stopped() -> Iterator[None]:
-    """For commands whose proper end is Ctrl-C or SIGTERM."""
+    """End the block quietly on Ctrl-C or SIGTERM: the proper end of a command that serves."""
     with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         yield
 

@@ -28,7 +28,7 @@ _KEPT_FAILURES = 50
 
 def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
     """The stages (what ran and why), the measured quality, and where everything is."""
-    if not result.stages:  # refused before the first
+    if not result.stages:  # refused before the first stage
         return []
     lines = [Text(), *_stage_table(result.stages)]
     if metrics := _metrics(result):
@@ -98,7 +98,7 @@ def where(result: PipelineResult) -> dict[str, str]:
 
 
 def shown(place: str) -> str:
-    """A place as people write it: below the working directory relative, other local files as paths, the rest as is."""
+    """A place as people write it: relative below the working directory, an absolute path elsewhere, a URL as it is."""
     text = unquote(urlsplit(place).path) if place.startswith("file://") else place
     if not text.startswith("/"):
         return text
@@ -108,7 +108,7 @@ def shown(place: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- failures
 def printable(text: str) -> str:
-    """A text that says nothing to the terminal: it may quote a file that came from anywhere."""
+    """A text without control characters: a quoted file of unknown source must not steer the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 
@@ -130,14 +130,14 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
 
 
 def unexpected(error: BaseException, details: str, *, debug: bool) -> list[Text]:
-    """A failure that is ours: one line, where the details are, how to report it."""
+    """A failure of trainflow itself: one line, where the details are, how to report it."""
     lines = [Text(f"✗ unexpected failure: {type(error).__name__}: {first_line(error)}", "bold red")]
     if debug:
         return [*lines, Text(details.rstrip(), "dim")]
     saved = save_details(details)
     more = str(saved) if saved else "Run again with --debug."
     lines.append(Text.assemble(("  more   ", "dim"), more))
-    do = "This is a mistake in trainflow. Please report it, with that file, where you got trainflow from."
+    do = "This is a bug in trainflow. Please report it, with that file, where you got trainflow from."
     return [*lines, Text.assemble(("  do     ", "dim"), do)]
 
 

@@ -24,25 +24,27 @@ def prove_resume(
     steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
     kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
     keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the verdict.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outcome as JSON.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
 
-    Uses a storage of its own; the pipeline's storage, MLflow and hubs are left alone.
+    The proof has a storage of its own; it leaves the pipeline's storage, MLflow and hubs alone.
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [])
-    from flows.prove_resume import Question, lines, prove, write
+    from flows.prove_resume import Question, describe_record, prove, write_record
 
     out = terminal.console(stderr=as_json)
     question = Question(at=at, steps=steps, kill=kill, keep=keep)
     with stoppable(out.print, remedy="Nothing was committed; run it again."):
-        verdict = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
+        record = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
     if output is not None:
-        write(verdict, output)
+        write_record(record, output)
     if as_json:
-        print_json(verdict)
-        raise typer.Exit(0 if verdict["verdict"] == "equal" else NotReproducibleError.exit_code)
-    terminal.show(lines(verdict))
+        print_json(record)
+        raise typer.Exit(0 if record["verdict"] == "equal" else NotReproducibleError.exit_code)
+    terminal.show(describe_record(record))

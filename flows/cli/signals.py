@@ -43,7 +43,7 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
         if len(received) >= _PATIENCE:
             _leave_at_once()
         if len(received) == 1:
-            with contextlib.suppress(Exception):  # a terminal that is gone
+            with contextlib.suppress(Exception):  # the terminal may be gone
                 say(_SAY[signal.Signals(number)])
         raise KeyboardInterrupt
 
@@ -58,7 +58,7 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
 
 
 def _leave_at_once() -> NoReturn:
-    """What we started ends by itself: its guards see us go. A progress display had hidden the cursor."""
+    """Leave without waiting: the workers' guards see our end. Show the cursor that a display has hidden."""
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
     os._exit(Interrupted.exit_code)
@@ -66,7 +66,7 @@ def _leave_at_once() -> NoReturn:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """The handlers are in place inside the block; one that was ignored from the start (nohup) stays ignored."""
+    """Install the handlers inside the block; a signal that is ignored from the start (nohup) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

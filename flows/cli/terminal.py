@@ -28,7 +28,7 @@ from tasks.stage.progress import Event, describe, duration, measured
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
-# The first steps are slow; an estimate made from them only frightens.
+# The first steps are slow, so an estimate made from them is far too long.
 _WARM_UP_STEPS = 3
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d:.]+(?:\+00:00|Z)")
 STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "dim"}
@@ -47,12 +47,12 @@ class Display(Protocol):
         """Take one event."""
 
     def say(self, text: str) -> None:
-        """Show one line of our own."""
+        """Show one line that is not an event."""
 
 
 @dataclass
 class _Stage:
-    """What is known of one stage."""
+    """The state of one stage, from the events so far."""
 
     status: str = ""
     since: float | None = None
@@ -73,7 +73,7 @@ class _Stage:
         return self.max_steps is not None and self.step >= self.max_steps
 
     def take(self, event: Event) -> None:
-        """Keep what an event says."""
+        """Update this stage from an event."""
         if event.get("event") == "stage":
             self.status = str(event.get("status"))
             if self.status == "started":
@@ -89,10 +89,10 @@ class _Stage:
         self.step = event.get("step") or self.step
         self.max_steps = event.get("max_steps") or self.max_steps
         self.measured = measured(event) or self.measured
-        told = {name: value for name, value in event.items() if value is not None}
+        reported = {name: value for name, value in event.items() if value is not None}
         if self.step <= _WARM_UP_STEPS:
-            told = {name: value for name, value in told.items() if name not in ("eta_s", "samples_per_second")}
-        self.text = str(event.get("message") or describe({"loss": self.loss, **told}) or self.text)
+            reported = {name: value for name, value in reported.items() if name not in ("eta_s", "samples_per_second")}
+        self.text = str(event.get("message") or describe({"loss": self.loss, **reported}) or self.text)
 
 
 class PlainDisplay:
@@ -120,7 +120,7 @@ class PlainDisplay:
                 self._progress(name)
 
     def say(self, text: str) -> None:
-        """Show one line of our own."""
+        """Show one line that is not an event."""
         self._out.print(text)
 
     def _change(self, name: str, event: Event) -> None:
@@ -129,7 +129,7 @@ class PlainDisplay:
             self._print(name, stage.text)
         stage.take(event)
         self._printed[name] = (time.monotonic(), "")
-        if stage.status != "skipped":  # the summary says so
+        if stage.status != "skipped":  # the summary shows it
             self._print(name, stage_sentence(event, stage.seconds))
 
     def _progress(self, name: str) -> None:
@@ -148,7 +148,7 @@ def readable(reason: str) -> str:
 
 
 def stage_sentence(event: Event, seconds: float | None) -> str:
-    """What a stage event says, in words."""
+    """A stage event as a sentence."""
     status, reason = str(event.get("status")), readable(str(event.get("reason") or ""))
     took = f" in {duration(seconds)}" if seconds is not None else ""
     match status:
@@ -192,7 +192,7 @@ class LiveDisplay:
                 self._above(name, stage_sentence(event, self._stages[name].seconds), "yellow")
 
     def say(self, text: str) -> None:
-        """Show one line of our own."""
+        """Show one line that is not an event."""
         self._out.print(text)
 
     def _above(self, name: str, text: str, style: str) -> None:
@@ -238,7 +238,7 @@ def progress(out: Console, *, plain: bool = False) -> Iterator[Display]:
 
 
 class _Warnings(logging.Handler):
-    """Shows warnings through the display. Prefect's own accounts of failures are left out: the summary tells them."""
+    """Shows warnings through the display. Prefect's own log of failures is left out: the summary shows them."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(logging.WARNING)

@@ -69,7 +69,7 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return _recorded(TrackingPlace(uri))
     raise ConfigError(
-        "Which runs? There is no pipeline.yaml, no .trainflow folder and no MLFLOW_TRACKING_URI here.",
+        "No runs were named, this folder has neither pipeline.yaml nor .trainflow, and MLFLOW_TRACKING_URI is not set.",
         field="ui",
         remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
     )
@@ -105,7 +105,7 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 
     Raises:
         ConfigError: the port is taken.
-        InfrastructureError: it did not start; says its last words.
+        InfrastructureError: it did not start; the message ends with the last line of its log.
     """
     if place.server is not None:
         yield place.server
@@ -169,15 +169,15 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         time.sleep(0.1)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise InfrastructureError(
-        "MLflow's server did not start." + (f" Its last words: {lines[-1].strip()}" if lines else ""),
+        "MLflow's server did not start." + (f" Its log ends: {lines[-1].strip()}" if lines else ""),
         field="ui",
-        remedy="Run again with --debug for all it said.",
+        remedy="Run again with --debug for its whole log.",
         details="\n".join(lines[-60:]),
     )
 
 
 def wait_forever() -> NoReturn:
-    """Until a signal ends it."""
+    """Sleep until a signal ends the process."""
     while True:
         time.sleep(3600)
 

@@ -1,13 +1,13 @@
-"""Prefect's API for the length of one command: the configured server, or one of our own that nobody has to operate.
+"""Prefect's API for the length of one command: the configured server, or an embedded one that needs no operator.
 
     with prefect_api() as url:
         run_pipeline(spec)
 
 With ``PREFECT_API_URL`` (environment, active profile, prefect.toml) nothing is started. Without it the command shares
 an embedded server (`flows.server.embedded`) with every other trainflow command of this user: the first one starts it,
-and it ends by itself with the last one, however that one ended. Why not Prefect's own temporary server: each command
-would have one, several on one sqlite file; it outlives a SIGKILL of its owner; anybody on the machine may talk to it;
-and it makes the client import the whole server, two seconds more per command.
+and it ends by itself with the last one, however that one ended. Prefect's own temporary server would not do: each
+command would have one, several on one sqlite file; it outlives a SIGKILL of its owner; every user of the machine may
+talk to it; and it makes the client import the whole server, two seconds more per command.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _OTHERS_S = 1.0
 def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
     """Turn off analytics, advertisements and chatter of Prefect and MLflow; a value the user has set stays.
 
-    Call it before either is imported. A proxy is told to leave loopback addresses alone.
+    Call it before either is imported. NO_PROXY is extended by the loopback addresses.
     """
     environ = os.environ if environ is None else environ
     for name, value in QUIET.items():
@@ -82,7 +82,7 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         InfrastructureError: the embedded server did not start; names its log.
     """
     with warnings.catch_warnings():
-        # Prefect makes its home without the folders above it. We make it with them, or say why we cannot.
+        # Prefect creates its home only below an existing folder. We create the folders above it, or raise the reason.
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
         from prefect.settings import get_current_settings
 
@@ -141,14 +141,14 @@ def _flushed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reachable(api: str) -> Iterator[None]:
-    """Name the server when it is what got lost."""
+    """Turn a lost connection into an error that names the server."""
     import httpx
 
     try:
         yield
     except httpx.TransportError as error:
         raise InfrastructureError(
-            f"Prefect's server went away ({type(error).__name__}).",
+            f"The connection to Prefect's server was lost ({type(error).__name__}).",
             field="prefect",
             value=api,
             remedy="What is committed stays: run the same command again.",
@@ -198,17 +198,17 @@ class _Membership:
         raise self._failure(f"It did not answer within {self._timeout_s} s.")
 
     def leave(self) -> None:
-        """Give the membership up. The last one out waits until the server has ended, so nothing is left running."""
+        """Give the membership up. The last client waits until the server has ended, so nothing is left running."""
         os.close(self._descriptor)
-        begun = time.monotonic()
-        while self._is_serving() and (waited_s := time.monotonic() - begun) < _STOP_S:
+        start_s = time.monotonic()
+        while self._is_serving() and (waited_s := time.monotonic() - start_s) < _STOP_S:
             if waited_s > _OTHERS_S and (self.folder / embedded.DESCRIPTION).exists():
                 break
             time.sleep(0.02)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=0.0 if self._is_serving() else 2.0)
-            self._process.returncode = self._process.returncode or 0  # one that others still use is no longer ours
+            self._process.returncode = self._process.returncode or 0  # a server that others still use outlives us
 
     def _start_if_absent(self) -> None:
         starting = self._process is not None and self._process.poll() is None
@@ -260,7 +260,7 @@ class _Membership:
 
 
 def _private_folder(settings: Settings) -> Path:
-    """Where the clients of one database meet: apart for each host, since PREFECT_HOME may be a network folder."""
+    """The folder where the clients of one database meet; one per host, because PREFECT_HOME may be on a network."""
     database = settings.server.database.connection_url
     place = f"{socket.gethostname()}\n{database.get_secret_value() if database else ''}"
     folder = settings.home / "trainflow" / hashlib.sha256(place.encode()).hexdigest()[:12]

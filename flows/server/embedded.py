@@ -2,11 +2,11 @@
 
     python embedded.py FOLDER
 
-Nobody manages it. Two `flock`s in FOLDER decide everything, and the kernel gives them back however a process ends:
+It needs no operator. Two `flock`s in FOLDER decide everything, and the kernel releases them however a process ends:
 
-- ``clients.lock`` is held *shared* by every client. The server waits for it *exclusively*: the moment it gets it there
-  is no client left - not even one that was killed with SIGKILL - and it stops. While it stops it keeps the lock, so a
-  newcomer waits for the end instead of talking to a server that is going away.
+- ``clients.lock`` is held *shared* by every client. The server waits for it *exclusively*: when it gets the
+  lock, no client is left, not even one that was killed with SIGKILL, and it stops. While it stops it keeps the lock, so
+  a new client waits for the end instead of talking to a server that is going away.
 - ``server.lock`` is held exclusively by the server for its whole life: ``server.json`` describes a living server if and
   only if that lock is taken, and two servers never open one database.
 
@@ -41,7 +41,7 @@ DESCRIPTION = "server.json"
 SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
-# How long (seconds) a newcomer tries for the server lock: a client that looks whether it is taken holds it briefly.
+# How long (seconds) a new server tries for the server lock: a client that looks whether it is taken holds it briefly.
 _CLAIM_S = 1.0
 # Events of a run travel through queues inside the server; the last ones get this long (seconds) to reach the database.
 _SETTLE_S = 0.2
@@ -70,21 +70,21 @@ def main(folder: Path) -> int:
 
 
 def _open(folder: Path, server: uvicorn.Server, url: str, password: str) -> None:
-    """Once it answers: tidy up, then let clients know."""
+    """Wait until the server answers, pause stale schedules, then tell clients the address through ``server.json``."""
     while not server.started:
         time.sleep(0.02)
     try:
         _pause_unserved(url, password)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        sys.stderr.write(f"Schedules that nobody serves could not be paused: {error!r}\n")
+        sys.stderr.write(f"Schedules without a serving process could not be paused: {error!r}\n")
     _describe(folder, {"pid": os.getpid(), "url": url, "auth": password})
 
 
 def _pause_unserved(url: str, password: str) -> None:
-    """A server that has just started serves nobody: who served a schedule here is gone, perhaps without a word.
+    """Pause the schedules of processes that are gone: a server that has just started has no serving process yet.
 
-    Left active, such a schedule would have runs planned for it that nobody starts, until the next `serve` of that name
-    starts them all.
+    Runs would pile up for an active schedule that no process serves, and the next `serve` of that name would start them
+    all.
     """
     served = {"deployments": {"tags": {"all_": [SERVED_TAG]}}}
     for deployment in _request(url, password, "/api/deployments/filter", served):
@@ -122,7 +122,7 @@ def _claim(folder: Path) -> bool:
 
 
 def _describe(folder: Path, description: dict[str, object]) -> None:
-    """Write ``server.json`` so that a reader sees all of it or none, and nobody but its owner can read it."""
+    """Write ``server.json`` in one step, readable by its owner only."""
     draft = folder / f"{DESCRIPTION}.draft"
     draft.unlink(missing_ok=True)
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

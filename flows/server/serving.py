@@ -66,7 +66,7 @@ class Schedule:
                 ZoneInfo(self.timezone)
             except (ZoneInfoNotFoundError, ValueError) as error:
                 raise ConfigError(
-                    "There is no such time zone.",
+                    "This time zone does not exist.",
                     field="--timezone",
                     value=self.timezone,
                     remedy="Name one of the IANA database, such as Europe/Berlin.",
@@ -78,7 +78,7 @@ class Schedule:
         return f"every {self.interval_s:g} s" if self.interval_s is not None else "no schedule"
 
     def prefect(self) -> PrefectSchedule | None:
-        """The same as Prefect's own object; None without a schedule.
+        """This schedule as Prefect's own object; None without a schedule.
 
         Raises:
             ConfigError: `cron` cannot be read.
@@ -105,14 +105,15 @@ class Schedule:
 def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Callable[[str], object]) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
 
-    The schedule is paused when the process ends: no runs pile up while nobody is there to run them.
+    The schedule is paused when the process ends, so no runs pile up while no process would run them.
     """
     when = schedule.prefect()
     name = name or spec.name
     with prefect_api() as url, _environment(url), tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder:
         from prefect.runner import Runner
 
-        logging.getLogger("prefect.runner").setLevel(logging.WARNING)  # every poll says what waits for its turn
+        # At INFO each poll logs the runs that wait for their turn.
+        logging.getLogger("prefect.runner").setLevel(logging.WARNING)
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into each run's process.
         _forget_planned_runs(name)
@@ -131,10 +132,10 @@ async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None
 
     def end() -> None:
         if ending:
-            serving.cancel()  # asked twice: at once
+            serving.cancel()  # the second signal does not wait
             return
-        say("Ending. Work that is running is saved first; Ctrl-C again to end it at once.")
-        ending.append(asyncio.create_task(_end(serving)))
+        say("Ending. Running work is saved first; press Ctrl-C again to end at once.")
+        ending.append(asyncio.create_task(_end_runs(serving)))
 
     await asyncio.sleep(0)  # the runner sets a handler of its own when it starts
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -143,20 +144,20 @@ async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None
         await serving
 
 
-async def _end(serving: asyncio.Task[None]) -> None:
-    told: set[psutil.Process] = set()
+async def _end_runs(serving: asyncio.Task[None]) -> None:
+    signalled: set[psutil.Process] = set()
     deadline = time.monotonic() + _END_S
     while (runs := _runs()) and time.monotonic() < deadline and not serving.done():
-        for run in runs - told:
+        for run in runs - signalled:
             with contextlib.suppress(psutil.NoSuchProcess):
                 run.terminate()
-        told |= runs
+        signalled |= runs
         await asyncio.sleep(0.1)
     serving.cancel()
 
 
 def _runs() -> set[psutil.Process]:
-    """The processes of the runs that we started."""
+    """The processes of the runs that this one started."""
     found = set()
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -167,7 +168,7 @@ def _runs() -> set[psutil.Process]:
 
 @contextlib.contextmanager
 def _environment(url: str) -> Iterator[None]:
-    """What the process of each run inherits."""
+    """Inside the block, set the variables that the process of each run inherits."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
     before = {variable: os.environ.get(variable) for variable in own}
@@ -183,7 +184,7 @@ def _environment(url: str) -> Iterator[None]:
 
 
 def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bool, name: str | None) -> list[Text]:
-    """Register the pipeline with a work pool of the configured server; what to do next, in lines.
+    """Register the pipeline with a work pool of the configured server; return what to do next, in lines.
 
     Raises:
         ConfigError: no server is configured, or the pool is absent or not of processes on the worker's machine.
@@ -226,7 +227,7 @@ def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None
     except ObjectNotFound as error:
         if not create:
             raise ConfigError(
-                "There is no such work pool.",
+                "This work pool does not exist.",
                 field="--pool",
                 value=name,
                 remedy=f"Add --create-pool, or: prefect work-pool create --type {_POOL_TYPE} {name}",
@@ -244,7 +245,7 @@ def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None
 
 
 def _forget_planned_runs(name: str) -> None:
-    """Runs planned by an earlier deployment of that name hold its spec: they must not come before the new one's.
+    """Delete the runs that an earlier deployment of that name has planned: they hold its spec, not the new one.
 
     Prefect forgets those of the future when a deployment is replaced, but not those already late.
     """

@@ -177,7 +177,7 @@ def check_splits(spec: PipelineSpec, prepared: Collection[str]) -> None:
             continue
         near = nearest(split, list(prepared))
         raise ConfigError(
-            "There is no such split in the prepared data.",
+            "The prepared data has no such split.",
             field=field,
             value=split,
             remedy=(f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}.",

@@ -44,7 +44,9 @@ class PipelineSpec(Settings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$",
         description="Name of the pipeline: letters, digits, '.', '_' and '-'; at most 96 of them.",
     )
-    recipe: str = Field(min_length=1, description="Python file that says how to prepare, build, collate and measure.")
+    recipe: str = Field(
+        min_length=1, description="Python file with the functions that prepare, build, collate and measure."
+    )
     root: str | None = Field(
         default=None,
         description="Folder the recipe's imports start from; unset: the nearest with pyproject.toml, else the spec's.",
@@ -62,7 +64,7 @@ class PipelineSpec(Settings):
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
 
     def evaluate_config(self) -> EvaluateConfig:
-        """evaluate, with what it leaves unset taken from train."""
+        """The settings of evaluate; what it leaves unset is taken from train."""
         own = self.evaluate
         return own.model_copy(
             update={
@@ -72,7 +74,7 @@ class PipelineSpec(Settings):
         )
 
     def predict_config(self) -> PredictConfig:
-        """predict, with what it leaves unset taken from train."""
+        """The settings of predict; what it leaves unset is taken from train."""
         own = self.predict
         return own.model_copy(
             update={
@@ -126,7 +128,7 @@ class _Source:
         return "on the command line" if below else str(self.path)
 
     def locate(self, error: ConfigError) -> ConfigError:
-        """The same error, saying where in the file the key stands."""
+        """The error, with the place of its key in the file added to the message."""
         if error.field is not None and str(self.path) not in error.field:
             error.message = f"{error.message.rstrip('.')} ({self.where(error.field)})."
             error.args = (error.message,)

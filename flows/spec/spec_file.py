@@ -50,7 +50,9 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError("Not UTF-8 text.", field=str(path), remedy="Save it as UTF-8.") from error
     except OSError as error:
-        reason = {2: "There is no such file.", 21: "A folder, not a file."}.get(error.errno or 0, str(error.strerror))
+        reason = {2: "There is no such file.", 21: "This is a folder, not a file."}.get(
+            error.errno or 0, str(error.strerror)
+        )
         raise ConfigError(reason, field=str(path), remedy="Give the path of a spec (pipeline.yaml).") from error
 
 

@@ -225,7 +225,7 @@ def test_a_checkpoint_of_transformers_is_imported_and_a_malicious_one_is_not(pee
         (["nope://x", "out"], "Unknown URL scheme"),
         (["s3://user:secret@bucket/x", "out"], "must not carry credentials"),
         ([".", "out", "--model", "train.py"], "is not FILE.py:FUNCTION"),
-        ([".", "out", "--model", "absent.py:build"], "There is no such file"),
+        ([".", "out", "--model", "absent.py:build"], "This file does not exist"),
     ],
 )
 def test_a_bad_import_is_refused_with_a_remedy(
