@@ -21,9 +21,9 @@ from tests.support.fuzz import Target, in_json, in_safetensors, in_torch_file
 from tests.support.hostile import saved
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.foreign import source as importing
 from trainer_lib.checkpoint.foreign.parameters import derive_names, list_slots
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
+from trainer_lib.checkpoint.foreign.source import convert_optimizer, convert_scheduler, derive_position, read_source
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.parsing import parse_json
@@ -269,12 +269,12 @@ def _importing(folder: Path) -> dict[str, Target]:
 
 def _imported(store: Store) -> object:
     """All but writing."""
-    source = importing.read_source(store)
+    source = read_source(store)
     slots = list_slots(source.optimizer["state"], source.optimizer["param_groups"])
     names = derive_names(source.tensors, slots, in_order=source.in_order, decays=lambda name: "bias" not in name)
-    snapshot = importing.convert_optimizer(source.optimizer, names)
-    schedule = importing.convert_scheduler(source.scheduler, names)
-    return snapshot, schedule, importing.derive_position(source.state), source.config
+    snapshot = convert_optimizer(source.optimizer, names)
+    schedule = convert_scheduler(source.scheduler, names)
+    return snapshot, schedule, derive_position(source.state), source.config
 
 
 def _index(folder: Path, files: dict[str, bytes]) -> Read:
@@ -284,6 +284,6 @@ def _index(folder: Path, files: dict[str, bytes]) -> Read:
 
     def read(data: bytes) -> object:
         (folder / "pytorch_model.bin.index.json").write_bytes(data)
-        return importing.read_source(Store.open(folder))
+        return read_source(Store.open(folder))
 
     return read

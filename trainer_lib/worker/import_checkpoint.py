@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpoint.catalogue import read_checkpoint_info
-from trainer_lib.checkpoint.foreign import source as importing
 from trainer_lib.checkpoint.foreign.parameters import Names, choose_names, derive_names, list_slots
+from trainer_lib.checkpoint.foreign.source import (
+    Source,
+    convert_optimizer,
+    convert_scheduler,
+    derive_position,
+    read_source,
+)
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
@@ -32,7 +38,7 @@ def run(work: Work[ImportRequest]) -> ImportResult:
     """Read everything, then write and commit."""
     request = work.request
     root = Store.open(request.output, field="destination")
-    source = importing.read_source(Store.open(request.source, field="source"))
+    source = read_source(Store.open(request.source, field="source"))
     step = int(source.state.global_step)
     _check_free(root, step)
     work.events.emit("progress", message=f"read {len(source.tensors):,} tensors of step {step}")
@@ -42,12 +48,12 @@ def run(work: Work[ImportRequest]) -> ImportResult:
     snapshot = Snapshot(
         step=step,
         model=weights,
-        optimizer=importing.convert_optimizer(source.optimizer, names),
-        scheduler=importing.convert_scheduler(source.scheduler, names),
+        optimizer=convert_optimizer(source.optimizer, names),
+        scheduler=convert_scheduler(source.scheduler, names),
         scaler=source.scaler,
         rng=source.rngs[0] if source.rngs else {},
         more_rngs=source.rngs[1:],
-        data=importing.derive_position(source.state),
+        data=derive_position(source.state),
         trainer_state=_trainer_state(source, root),
         files=source.files,
         meta={**meta, "imported_from": source.url, "strategy": "transformers", "global_samples": 0},
@@ -77,7 +83,7 @@ def _check_free(root: Store, step: int) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _model(work: Work[ImportRequest], source: importing.Source) -> nn.Module | None:
+def _model(work: Work[ImportRequest], source: Source) -> nn.Module | None:
     """The model that was trained: what the user's function returns, or what config.json describes; None for neither."""
     name = work.request.model
     if name is not None:
@@ -99,7 +105,7 @@ def _model(work: Work[ImportRequest], source: importing.Source) -> nn.Module | N
     return from_config(source.config, len(source.tensors))
 
 
-def _names(source: importing.Source, model: nn.Module | None) -> Names:
+def _names(source: Source, model: nn.Module | None) -> Names:
     """Parameter names by group and place in the optimizer's state."""
     groups = source.optimizer["param_groups"]
     slots = list_slots(source.optimizer["state"], groups)
@@ -126,7 +132,7 @@ def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
     yield from (f"{prefix}{name}" for name in module._parameters if _may_decay(name))
 
 
-def _weights(source: importing.Source, model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _weights(source: Source, model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights under the names that a resumed model has, and what the commit says of a frozen base."""
     if model is None:
         return source.tensors, {}
@@ -161,7 +167,7 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
 # -- what the result says ----------------------------------------------------------------------------------------------
 
 
-def _trainer_state(source: importing.Source, root: Store) -> dict[str, Any]:
+def _trainer_state(source: Source, root: Store) -> dict[str, Any]:
     """The state; the best checkpoint is the one of its step in the new place, if it is there."""
     state = source.state.to_dict()
     best = source.state.best_global_step
@@ -171,7 +177,7 @@ def _trainer_state(source: importing.Source, root: Store) -> dict[str, Any]:
     return state
 
 
-def _notes(source: importing.Source, names: Names, model: nn.Module | None) -> list[str]:
+def _notes(source: Source, names: Names, model: nn.Module | None) -> list[str]:
     notes = [
         "The training arguments are not imported: give the same ones when you resume. With shuffled data the rest of "
         "this epoch comes in another order, so some samples of it are seen twice and others not; with "
