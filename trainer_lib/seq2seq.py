@@ -124,26 +124,27 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, generated sequences and labels of one batch; what `Trainer` returns when nothing is generated."""
+        """Loss ``[]``, generated sequences ``[batch, tokens]`` and labels; without generation, those of `Trainer`."""
         if not self.args.predict_with_generate or prediction_loss_only or not isinstance(inputs, Mapping):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         generation = self._trainflow_generation
         settings = self._gen_kwargs
         if gen_kwargs or settings is None:
-            settings = generation.with_defaults(gen_kwargs)
+            settings = generation.complete_settings(gen_kwargs)
         inputs = self._prepare_inputs(inputs)
         tokens, length = generation.generate(inputs, settings)
         labels = next((inputs[name] for name in self.label_names if inputs.get(name) is not None), None)
+        # A second forward, for the loss alone: generation does not compute it.
         loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys=ignore_keys)
         if labels is not None and labels.ndim > 1:
             labels = self._pad_tensors_to_max_len(labels, length)
         return loss, self._pad_tensors_to_max_len(tokens, length), labels
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
-        """``tensor [batch, tokens]`` padded on the right to `max_length` tokens; never cut."""
+        """Pad `tensor` ``[batch, tokens]`` on the right to ``[batch, max_length]``; a longer one is not cut."""
         missing = max_length - tensor.shape[-1]
         return (
-            nn.functional.pad(tensor, (0, missing), value=self._trainflow_generation.pad_token())
+            nn.functional.pad(tensor, (0, missing), value=self._trainflow_generation.find_pad_token())
             if missing > 0
             else tensor
         )
@@ -158,7 +159,7 @@ class Generation:
     def __init__(self, trainer: Seq2SeqTrainer) -> None:
         self._trainer = trainer
         trainer._gen_kwargs = None
-        self.check(self.with_defaults({}))
+        self.refuse_unusable(self.complete_settings({}))
 
     @contextlib.contextmanager
     def use_settings(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -166,13 +167,13 @@ class Generation:
         before = self._trainer._gen_kwargs
         try:
             if gen_kwargs or before is None:
-                self._trainer._gen_kwargs = self.with_defaults(gen_kwargs)
-                self.check(self._trainer._gen_kwargs)
+                self._trainer._gen_kwargs = self.complete_settings(gen_kwargs)
+                self.refuse_unusable(self._trainer._gen_kwargs)
             yield
         finally:
             self._trainer._gen_kwargs = before
 
-    def with_defaults(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def complete_settings(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a call, completed by those of the arguments; None counts as not given."""
         given = {name: value for name, value in gen_kwargs.items() if value is not None}
         if (
@@ -185,7 +186,7 @@ class Generation:
             given["num_beams"] = self._trainer.args.generation_num_beams
         return given
 
-    def check(self, settings: Mapping[str, Any]) -> None:
+    def refuse_unusable(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError when the model cannot generate, or not with these settings."""
         if not self._trainer.args.predict_with_generate:
             return
@@ -200,7 +201,7 @@ class Generation:
         for name, value in settings.items():
             if not takes(generate, name):
                 raise ConfigError(
-                    f"{type(self._trainer.model).__name__}.generate does not take it.",
+                    f"{type(self._trainer.model).__name__}.generate does not take this setting.",
                     field=name,
                     value=value,
                     remedy="Leave it out, or give generate a parameter of that name.",
@@ -263,7 +264,7 @@ class Generation:
             prompt = given.get(getattr(self._trainer.model, "main_input_name", "input_ids"))
         return prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
 
-    def pad_token(self) -> int:
+    def find_pad_token(self) -> int:
         """The token that fills short sequences. Raises ConfigError when none is configured."""
         config = getattr(self._trainer.model, "config", None)
         for owner in (self._trainer.processing_class, getattr(self._trainer.model, "generation_config", None), config):

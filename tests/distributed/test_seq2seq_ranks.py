@@ -84,5 +84,5 @@ def refused(folder: str) -> None:
 
 
 def test_what_generate_does_not_take_is_refused_on_every_process(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"top_p = 0.5: Copier.generate does not take it"):
+    with pytest.raises(ConfigError, match=r"top_p = 0.5: Copier.generate does not take this setting"):
         run_distributed(refused, 2, str(tmp_path))

@@ -32,6 +32,7 @@ class DefaultFlowCallback(TrainerCallback):
         if args.logging_first_step and step == 1:
             control.should_log = True
         if args.eval_strategy == IntervalStrategy.STEPS and (last or _is_due(step, state.eval_steps)):
+            # Another callback may have asked for an evaluation before the delay is over.
             control.should_evaluate = control.should_evaluate or args.eval_delay <= step
         if args.save_strategy == SaveStrategy.STEPS and (last or _is_due(step, state.save_steps)):
             control.should_save = True

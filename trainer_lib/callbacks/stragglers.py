@@ -134,6 +134,7 @@ class StragglerCallback(TrainerCallback):
 
     def _compare(self, reports: list[str]) -> None:
         times = [float(json.loads(text)[1]) for text in reports]
+        # The low median: of two ranks, the faster one is the measure.
         usual = statistics.median_low(times)
         for rank, (text, own) in enumerate(zip(reports, times, strict=True)):
             if own <= max(self._factor * usual, usual + MIN_DELAY_S):

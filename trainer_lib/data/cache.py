@@ -42,6 +42,7 @@ class FileCache:
         with self._lock():
             if not path.exists() or path.stat().st_size != entry.size:
                 self._make_room(entry.size)
+                # Renamed when complete: a killed download never looks like a file.
                 partial = path.with_suffix(".partial")
                 store.download(entry.path, partial, expect=entry)
                 partial.replace(path)

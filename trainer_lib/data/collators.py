@@ -245,9 +245,11 @@ class DataCollatorForLanguageModeling:
         labels, inputs = inputs.clone(), inputs.clone()
         kept = special.bool() if special is not None else torch.isin(inputs, self._special_ids())
         chance, replacement, word = self._draw_numbers(inputs.shape, lengths)
+        # Special tokens are never targets; padding has chance 1.
         targets = (chance < (self.mlm_probability or 0.0)) & ~kept
         labels[~targets] = IGNORED
         inputs[targets & (replacement < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        # Disjoint from the masked ones: the same number decides both.
         randomized = targets & (replacement >= self.mask_replace_prob)
         randomized &= replacement < self.mask_replace_prob + self.random_replace_prob
         words = (word * len(self.tokenizer)).to(inputs.dtype).clamp(max=len(self.tokenizer) - 1)

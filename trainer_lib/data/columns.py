@@ -96,6 +96,7 @@ class Schema:
                 [_read_value(row, name, split, index) for index, row in enumerate(rows)], name, split
             )
         columns.setdefault(ROW_ID, Column("scalar", "int64"))
+        # Predictions refer to rows by these ids.
         if columns[ROW_ID] != Column("scalar", "int64"):
             raise _refuse(split, 0, ROW_ID, "row ids must be integers")
         return cls(columns, split)

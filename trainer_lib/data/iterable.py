@@ -95,7 +95,7 @@ class Shares(IterableDataset[_Part]):
                 return
             yield part
             number += 1
-            room = room - len(unit) or self._global_batch
+            room = room - len(unit) or self._global_batch  # a round never crosses the end of a global batch
 
     def _read_to_first_round(self, skip: Skip) -> Iterator[Any]:
         """Read the stream up to the first round. Each round is read under its own seed, as in the interrupted run."""
@@ -175,6 +175,7 @@ class IterableLoader(DataLoader[Any]):
             count = self.epoch_samples
             self.steps_per_epoch = count // global_batch if drop_last else -(-count // global_batch)
         self._restored: dict[str, Any] | None = None
+        # Persistent workers keep their copy of `shares`: they read the position from shared memory.
         if options.num_workers > 0 and options.persistent_workers:
             self.shares.outside = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         super().__init__(self.shares, batch_size=None, generator=torch.Generator().manual_seed(0), **options.keywords())

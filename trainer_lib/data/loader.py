@@ -127,7 +127,7 @@ def end_workers(loader: DataLoader[Any]) -> None:
     """End persistent workers. Left to the garbage collector, each of them would be waited for, up to 5 s."""
     iterator: Any = getattr(loader, "_iterator", None)
     if iterator is not None:
-        loader._iterator = None
+        loader._iterator = None  # first: an interrupted shutdown must not be used again
         iterator._shutdown_workers()
 
 
@@ -194,6 +194,7 @@ class TrainLoader(_SeededLoader):
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch, from a step on."""
         self.set_epoch(epoch, start_step)
+        # With one rank every micro-batch has samples, and no share has to be computed.
         if self.plan.data_parallel_size == 1:
             return map(Micro, self, itertools.repeat(True))
         steps = range(start_step, self.plan.steps_per_epoch)

@@ -33,7 +33,7 @@ _Words = npt.NDArray[np.uint64]
 
 _SORTED_LIMIT = 1 << 16  # below this a Feistel network has too few bits to shuffle well, and sorting is cheap
 _BLOCK = 1024  # positions computed together: a NumPy call costs as much as hundreds of positions
-_ROUNDS = 8
+_ROUNDS = 8  # of the Feistel network: each half is changed four times
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -142,6 +142,7 @@ def _permute(values: _Words, key: _Words, bits: int) -> _Words:
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = values & low_mask, values >> low_bits
     for number in range(_ROUNDS):
+        # Even rounds change the low half, odd rounds the high one; each can be undone, so no two values collide.
         round_key = derive(number, int(key[0]))
         if number % 2 == 0:
             low = low ^ (mix(high ^ round_key) & low_mask)
@@ -184,7 +185,7 @@ class LengthGroupedOrder:
         return piece if self._batch is None else self._shuffle_batches(piece, epoch, start, self._batch)
 
     def _shuffle_batches(self, piece: Indices, epoch: int, start: int, batch: int) -> Indices:
-        fixed = 1 if start == 0 else 0
+        fixed = 1 if start == 0 else 0  # the longest batch of the epoch stays first
         whole = len(piece) // batch
         numbers: _Words = np.arange(fixed, whole, dtype=np.uint64)
         keys = mix(mix(numbers + _GOLDEN) ^ derive(self._seed, epoch, start, 2))

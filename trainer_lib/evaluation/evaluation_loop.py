@@ -48,6 +48,7 @@ def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
 
 
 def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
+    # One round is read ahead: a stream shows its end only when the next read fails.
     held = next(rounds, None)
     while held is not None:
         following = next(rounds, None)
@@ -118,6 +119,7 @@ class EvaluationLoop:
             return {}
         if logits is not None and hooks.preprocess_logits_for_metrics is not None:
             logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        # One loss per sample: a batch's mean stands for each of its samples.
         losses = None
         if "loss" in self._include and loss is not None:
             losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()
@@ -152,6 +154,7 @@ class EvaluationLoop:
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, hooks = self._comm, self._hooks
+        # The only wait for the device: the sum stayed there during the whole pass.
         total = 0.0 if self._loss is None else float(self._loss)
         counted = comm.gather_json([total, self._items, self._samples]) or []
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
@@ -174,6 +177,7 @@ class EvaluationLoop:
             metrics = compute_on_rank_zero(comm, lambda: streamed.finish() if streamed is not None else {})
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         if items:
+            # A loss that compute_metrics returned wins.
             named.setdefault(f"{prefix}_loss", loss_sum / items)
         return EvalLoopOutput(predictions, labels, parse_metrics(named), int(samples))
 

@@ -99,7 +99,7 @@ class HuggingFaceHub:
                     commit_message=message,
                     commit_description=f"Content digest: {content.digest}",
                     revision=self.branch,
-                    parent_commit=head,
+                    parent_commit=head,  # the Hub refuses the commit when another one came in between
                     repo_type="model",
                 )
             made = str(commit.oid)

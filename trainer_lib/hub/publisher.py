@@ -214,7 +214,7 @@ class Publisher:
         def queue_push() -> Future[str] | None:
             if not self._trainer.is_world_process_zero():
                 return None
-            write_card()
+            write_card()  # before the digests are taken: the card is part of the content
             content = self._exported_content(checkpoint)
             return self.queue.submit(lambda: self._publish(content, message, token, revision))
 
@@ -283,6 +283,7 @@ class Publisher:
                 value=url,
                 remedy="Name it checkpoint-<step>.",
             )
+        # Queued pushes would pile up on a slow connection, each one with an outdated checkpoint.
         if self.queue.is_busy and not args.hub_always_push:
             _log.info("The previous push is not finished: the checkpoint of step %d is not pushed.", step)
             return None

@@ -117,6 +117,7 @@ class OptunaSearch:
                 self._follow()
             return self._best()
         finally:
+            # Open sessions and pooled connections would keep the database locked for the next search.
             if self._storage is not None:
                 self._storage.remove_session()
                 self._storage.engine.dispose()
@@ -197,7 +198,7 @@ class OptunaSearch:
         try:
             values = self._train(self._plan(trial), trial)
         except TrialPruned as pruned:
-            raise self._optuna.TrialPruned(str(pruned)) from None
+            raise self._optuna.TrialPruned(str(pruned)) from None  # Optuna records only its own exception as pruned
         except BaseException as error:
             if isinstance(error, Preempted):
                 self._enqueue_again(self._study.trials[trial.number])
@@ -232,6 +233,7 @@ class OptunaSearch:
                 value=name,
                 remedy="Return a short text without slashes.",
             )
+        # A name that an earlier trial used gets the number: checkpoints of two trials never mix.
         taken = {each.user_attrs.get(_FOLDER) for each in self._study.get_trials(deepcopy=False)}
         return f"{name}-{trial.number}" if name in taken else name
 

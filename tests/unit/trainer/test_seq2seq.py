@@ -66,7 +66,7 @@ def test_generation_arguments_hold_for_one_call(tmp_path: Path) -> None:
 def test_a_call_that_fails_leaves_no_generation_arguments_behind(tmp_path: Path) -> None:
     model = Copier()
     trainer = seq2seq_trainer(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"top_k = 3: Copier\.generate does not take it"):
+    with pytest.raises(ConfigError, match=r"top_k = 3: Copier\.generate does not take this setting"):
         trainer.predict(ROWS[:1], top_k=3)
     assert trainer.predict(ROWS[:1]).predictions.shape == (1, 8)
 
@@ -145,7 +145,7 @@ def test_a_setting_that_generate_does_not_take_is_refused_before_the_first_step(
         def generate(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return input_ids
 
-    with pytest.raises(ConfigError, match=r"max_length = 8: Short.generate does not take it"):
+    with pytest.raises(ConfigError, match=r"max_length = 8: Short.generate does not take this setting"):
         seq2seq_trainer(tmp_path, Short())
     found = seq2seq_trainer(tmp_path, Short(), generation_max_length=None).predict(ROWS[:2])
     assert found.predictions.shape == (2, 4)
