@@ -13,14 +13,14 @@ from tests.support.repository import ROOT, relative, sources, tree
 
 FOLDERS = ("flows", "tasks", "trainer_lib", "tests/support", "examples", "benchmarks")
 WORDS = re.compile(
-    r"\b(nobody|whoever|anew|begun|of theirs|told|said|hears?|heard|whom)\b|\bis no\b(?! longer| more\b)", re.IGNORECASE
+    r"\b(nobody|whoever|anew|begun|of theirs|told|said|hears?|heard|whom)\b|(?<!there )\bis no\b(?! longer| more\b)",
+    re.IGNORECASE,
 )
 FIRST_LINES = re.compile(r"(The same\b|See |Whether it does)")
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 #: Rooms with such words left. The table only shrinks: the room that is rewritten loses its line.
 STILL_WORDED = {
-    "examples/stdlib_lm",
     "trainer_lib",
     "trainer_lib/launch",
     "trainer_lib/machines",
@@ -91,6 +91,7 @@ def test_docstrings_and_messages_use_plain_words() -> None:
         ('"""What nobody reads."""', 1),
         ('"""A folder is no file."""', 1),
         ('"""A lease that is no longer held."""', 0),
+        ('"""Returns None where there is no lease."""', 0),
         ('"""The same as `b`."""', 1),
         ('"""Reads it.\n\nThe same holds for `b`."""', 0),
         ('raise ConfigError("The folder is no file.")', 1),
