@@ -145,10 +145,10 @@ def _load_class() -> Any:
         from transformers.optimization import GreedyLR as Theirs
     except ImportError as error:
         raise MissingExtraError(
-            f"This schedule needs transformers 5.3 or newer ({error}).",
+            f"This schedule needs the GreedyLR of transformers ({error}).",
             field="lr_scheduler_type",
             value="greedy",
-            extra="transformers",
+            remedy='Install or upgrade it: pip install -U "trainflow[transformers]".',
         ) from None
     return Theirs
 
