@@ -316,8 +316,9 @@ def init(args: DistributedSettings) -> Communicator:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     exits.report_failures()
+    backend = _backend(args.ddp_backend, device)  # its ConfigError is a ValueError: not one of torch's below
     try:
-        dist.init_process_group(_backend(args.ddp_backend, device), timeout=timedelta(seconds=args.ddp_timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
         raise ConfigError(
             f"The process group cannot be formed: {error}", field="MASTER_ADDR", remedy="Start through torchrun."
