@@ -8,6 +8,7 @@ process. The outcome is JSON under a seal: the SHA-256 of everything else in it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
+from trainer_lib.records import to_record
 from trainer_lib.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
 
@@ -212,7 +214,7 @@ class _Proof:
     def _launched(self, request: Request[R], attempt: StageAttempt, **launch: Any) -> R:
         from tasks.stage.worker import launch_request
 
-        settings = self._spec.train.launch.model_copy(update={"max_restarts": 0, **launch})
+        settings = dataclasses.replace(self._spec.train.launch, max_restarts=0, **launch)
         return launch_request(request, settings, self._context, attempt)
 
     def _arguments(self) -> dict[str, Any]:
@@ -249,7 +251,7 @@ class _Proof:
             "data_digest": self._data.content_digest,
             "train_key": key.digest,
             "arguments": key.fields["args"],
-            "launch": spec.train.launch.model_dump(mode="json", exclude={"env"}),
+            "launch": {name: value for name, value in to_record(spec.train.launch).items() if name != "env"},
             "versions": _versions(),
             "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
         }

@@ -6,12 +6,14 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.suggestions import nearest
 
 Options = dict[str, Any]
@@ -38,6 +40,25 @@ def setting(*, affects: Affects, **field: Any) -> Any:
     return info
 
 
+def _refuse_unknown(data: Any, known: list[str]) -> Any:
+    """The data as they are.
+
+    Raises:
+        PydanticCustomError: a key is unknown; the error names the nearest known one.
+    """
+    if not isinstance(data, dict):
+        return data
+    for key in data:
+        if key in known:
+            continue
+        near = nearest(str(key), known)
+        hint = f"Did you mean '{near}'?" if near else f"Known here: {', '.join(known)}."
+        raise PydanticCustomError(
+            "unknown_key", "unknown key '{key}'. {hint}", {"key": str(key), "nearest": near, "hint": hint}
+        )
+    return data
+
+
 class Settings(BaseModel):
     """Base of every settings class: frozen, and unknown keys are refused with the nearest name."""
 
@@ -45,83 +66,31 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unknown(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = list(cls.model_fields)
-        for key in data:
-            if key in known:
-                continue
-            near = nearest(str(key), known)
-            hint = f"Did you mean '{near}'?" if near else f"Known here: {', '.join(known)}."
-            raise PydanticCustomError(
-                "unknown_key", "unknown key '{key}'. {hint}", {"key": str(key), "nearest": near, "hint": hint}
-            )
-        return data
+    def _refuse_unknown_settings(cls, data: Any) -> Any:
+        return _refuse_unknown(data, list(cls.model_fields))
 
 
-def _spread_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-class LaunchSettings(Settings):
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", validate_default=True))
+class LaunchSettings(LaunchConfig):
     """How a stage's processes are started. Never part of a content key."""
-
-    kind: Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"] = Field(
-        default="auto",
-        description="Launcher. auto: torchrun for several processes, one plain process otherwise. "
-        "in_process runs the work inside the calling process (for tests and notebooks); environment joins what Slurm, "
-        "Kubernetes, MPI or an enclosing torchrun has started.",
-    )
-    processes: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto",
-        description="Number of worker processes on each machine; auto: one per GPU, or on a CPU two where there are "
-        "two cores.",
-    )
-    threads: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="CPU threads per process; unset: cores are shared out."
-    )
-    max_restarts: int = Field(default=0, ge=0, description="Restarts of lost workers before the stage fails.")
-    grace_s: float = Field(default=60.0, gt=0, description="Seconds from SIGTERM to SIGKILL when workers are stopped.")
-    timeout_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="Seconds without a sign of life after which workers count as hung; unset: never.",
-    )
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Extra environment variables of the workers. Never a secret: export those."
-    )
-    devices: list[int | str] | None = Field(
-        default=None, description="GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them; unset: all visible."
-    )
-    device_order: Literal["PCI_BUS_ID", "FASTEST_FIRST"] | None = Field(
-        default=None, description="How CUDA numbers the GPUs (CUDA_DEVICE_ORDER)."
-    )
-    nodes: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = Field(
-        default=1, description='Machines that train together; "1:4" is at least one and at most four. Training only.'
-    )
-    node_rank: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="Which machine this is; 0 (or unset) leads and runs the pipeline, the others join."
-    )
-    rendezvous: str | None = Field(
-        default=None, description="host:port of the leading machine, where the others find it."
-    )
-    join_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that the machines wait for each other.")
-    interface: str | None = Field(
-        default=None, description="Network interface of the workers' messages; unset: the one towards rendezvous."
-    )
-    config_file: str | None = Field(
-        default=None, description="Configuration file of `accelerate config`; kind accelerate only."
-    )
 
     def on_one_machine(self) -> LaunchSettings:
         """These settings, for a stage that runs on one machine."""
-        alone = {"nodes": 1, "node_rank": None, "rendezvous": None, "config_file": None}
         kind = "auto" if self.kind in ("accelerate", "environment") else self.kind
-        return self.model_copy(update={**alone, "kind": kind})
+        return replace(self, nodes=1, node_rank=None, rendezvous=None, config_file=None, kind=kind)
+
+    def to_config(self) -> LaunchConfig:
+        """These settings as the launcher takes them, which goes on to change them without validating a spec."""
+        return LaunchConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
-Launch = Annotated[LaunchSettings, BeforeValidator(_spread_kind)]
+def _read_launch(value: Any) -> Any:
+    if isinstance(value, str):  # a launcher's name alone
+        return {"kind": value}
+    return _refuse_unknown(value, [each.name for each in fields(LaunchConfig)])
+
+
+Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
 
 
 class KeyedSettings(Settings):

@@ -48,10 +48,10 @@ class Resolver:
         Raises:
             ConfigError: this machine cannot launch it.
         """
-        from trainer_lib.launch import check, from_settings
+        from trainer_lib.launch import check
 
-        plain = settings.model_dump()
-        return self._once(("launch", _text(plain), str(use_cpu)), lambda: check(from_settings(plain), use_cpu=use_cpu))
+        config = settings.to_config()
+        return self._once(("launch", repr(config), str(use_cpu)), lambda: check(config, use_cpu=use_cpu))
 
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.

@@ -12,7 +12,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt
-from trainer_lib.launch import check, from_settings, launch, nodes
+from trainer_lib.launch import check, launch, nodes
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
 R = TypeVar("R")
@@ -55,7 +55,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
     tracking = context.tracking if request.tracking else None
     return launch(
         request,
-        from_settings(settings.model_dump()),
+        settings.to_config(),
         env=tracking.worker_env() if tracking is not None else {},
         on_line=attempt.progress.line,
         on_event=attempt.progress.event,
@@ -65,7 +65,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
 
 def dismiss(settings: LaunchSettings) -> None:
     """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
-    config = from_settings(settings.model_dump())
+    config = settings.to_config()
     if config.kind in ("accelerate", "environment") or config.several_nodes:
         nodes.dismiss(check(config, use_cpu=True))
 

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from trainer_lib.arguments import environment
 from trainer_lib.errors import ConfigError, MissingExtraError
@@ -20,46 +20,80 @@ _LEAST = {"processes": 1, "threads": 1, "max_restarts": 0, "grace_s": 0, "timeou
 _LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package it belongs to
 
 
+def _option(default: Any, description: str, **bounds: float) -> Any:
+    """A field of `LaunchConfig`: pydantic reads this metadata where a spec is validated, and nothing else does."""
+    return field(default=default, metadata={"description": description, **bounds})
+
+
+@dataclass(frozen=True)
+class _AtLeast:
+    """The smallest value of a number that a field takes beside other types; understood by pydantic."""
+
+    least: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "ge": self.least}
+
+
+@dataclass(frozen=True)
+class _Matching:
+    """The pattern of a text that a field takes beside other types; understood by pydantic."""
+
+    pattern: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return {**handler(source), "pattern": self.pattern}
+
+
 @dataclass(frozen=True)
 class LaunchConfig:
     """How a verb's processes are started and ended.
 
-    Attributes:
-        kind: the launcher; "auto" is `process` for one process and `torchrun` for more. "environment" joins what Slurm,
-            Kubernetes, MPI or an enclosing torchrun has started: each of its tasks is one node.
-        processes: how many workers on this machine; "auto" is one per CUDA device, or on a CPU two where there are two
-            cores.
-        threads: CPU threads per worker; None shares the cores out evenly (or respects OMP_NUM_THREADS when set). Fixed
-            at start, so that the order of additions, and with it every bit of the result, does not depend on load.
-        max_restarts: how often a launch that lost a worker is started again before its failure is reported.
-        grace_s: seconds between SIGTERM and SIGKILL; a save has to fit into it.
-        timeout_s: seconds without an event or a line of output after which the workers count as hung; None: never.
-        env: variables for the workers, over those inherited.
-        nodes: machines that train together; "1:4" is at least one, at most four.
-        node_rank: which of them this is; 0 leads (runs the pipeline), the others follow. None leads.
-        rendezvous: ``host:port`` of the leading machine, where the others find it.
-        join_timeout_s: seconds the machines wait for each other.
-        interface: network interface of the workers' messages; None: the one that leads to `rendezvous`.
-        devices: GPUs to use, in this order, as CUDA_VISIBLE_DEVICES numbers them; None: all visible ones.
-        device_order: PCI_BUS_ID or FASTEST_FIRST (CUDA_DEVICE_ORDER).
-        config_file: of `accelerate config`; kind `accelerate` only.
+    The one list of these settings: a spec validates them through `tasks.configs.LaunchSettings`, which derives from
+    this class. pydantic is not imported here, because every worker imports this package.
+
+    Threads are fixed at start, so that the order of additions, and with it every bit of a result, does not depend on
+    load. A save has to fit into `grace_s`.
     """
 
-    kind: Kind = "auto"
-    processes: int | Literal["auto"] = "auto"
-    threads: int | None = None
-    max_restarts: int = 0
-    grace_s: float = 60.0
-    timeout_s: float | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    nodes: int | str = 1
-    node_rank: int | None = None
-    rendezvous: str | None = None
-    join_timeout_s: float = 600.0
-    interface: str | None = None
-    devices: tuple[int | str, ...] | None = None
-    device_order: str | None = None
-    config_file: str | None = None
+    kind: Kind = _option(
+        "auto",
+        "Launcher. auto: torchrun for several processes, one plain process otherwise. "
+        "in_process runs the work inside the calling process (for tests and notebooks); environment joins what Slurm, "
+        "Kubernetes, MPI or an enclosing torchrun has started.",
+    )
+    processes: Annotated[int, _AtLeast(1)] | Literal["auto"] = _option(
+        "auto",
+        "Number of worker processes on each machine; auto: one per GPU, or on a CPU two where there are two cores.",
+    )
+    threads: Annotated[int, _AtLeast(1)] | None = _option(None, "CPU threads per process; unset: cores are shared out.")
+    max_restarts: int = _option(0, "Restarts of lost workers before the stage fails.", ge=0)
+    grace_s: float = _option(60.0, "Seconds from SIGTERM to SIGKILL when workers are stopped.", gt=0)
+    timeout_s: float | None = _option(
+        None, "Seconds without a sign of life after which workers count as hung; unset: never.", gt=0
+    )
+    env: Mapping[str, str] = field(
+        default_factory=dict,
+        metadata={"description": "Extra environment variables of the workers. Never a secret: export those."},
+    )
+    devices: tuple[int | str, ...] | None = _option(
+        None, "GPUs to use, in this order, as CUDA_VISIBLE_DEVICES names them; unset: all visible."
+    )
+    device_order: Literal["PCI_BUS_ID", "FASTEST_FIRST"] | None = _option(
+        None, "How CUDA numbers the GPUs (CUDA_DEVICE_ORDER)."
+    )
+    nodes: Annotated[int, _AtLeast(1)] | Annotated[str, _Matching(r"^\d+(:\d+)?$")] = _option(
+        1, 'Machines that train together; "1:4" is at least one and at most four. Training only.'
+    )
+    node_rank: Annotated[int, _AtLeast(0)] | None = _option(
+        None, "Which machine this is; 0 (or unset) leads and runs the pipeline, the others join."
+    )
+    rendezvous: str | None = _option(None, "host:port of the leading machine, where the others find it.")
+    join_timeout_s: float = _option(600.0, "Seconds that the machines wait for each other.", gt=0)
+    interface: str | None = _option(
+        None, "Network interface of the workers' messages; unset: the one towards rendezvous."
+    )
+    config_file: str | None = _option(None, "Configuration file of `accelerate config`; kind accelerate only.")
 
     @property
     def node_range(self) -> tuple[int, int]:
