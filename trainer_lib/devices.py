@@ -17,12 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 def choose_device(*, use_cpu: bool) -> torch.device:
-    """The device of this process: its own GPU, an XLA device or MPS when alone, else the CPU.
+    """Choose the device of this process: its own GPU, an XLA device or MPS when alone, else the CPU.
 
-    The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them);
-    where Slurm or Kubernetes shows every process just its own, that one.
+    The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them).
+    Where Slurm or Kubernetes shows each process only its own GPU, the process takes that one.
 
-    Raises ConfigError when there are more local ranks than GPUs, or several ranks would share XLA or MPS.
+    Raises:
+        ConfigError: there are more local ranks than GPUs, or several ranks would share XLA or MPS.
     """
     ranks = environment.ranks()
     if use_cpu:
@@ -33,7 +34,7 @@ def choose_device(*, use_cpu: bool) -> torch.device:
             return torch.device("cuda", 0)
         if ranks.local_rank >= count:
             raise ConfigError(
-                f"there are only {count} GPUs on this machine.",
+                f"There are only {count} GPUs on this machine.",
                 field="LOCAL_RANK",
                 value=ranks.local_rank,
                 remedy=f"Start at most {count} processes here, or set use_cpu=True.",
@@ -59,7 +60,7 @@ def _refuse_several(name: str, ranks: environment.Ranks) -> None:
 
 
 def _xla_device() -> torch.device:
-    """The device of torch_xla, operation by operation: nothing here marks the ends of its lazy graphs. Untested."""
+    """Return the device of torch_xla in eager mode, since nothing here marks the ends of its lazy graphs. Untested."""
     xla = importlib.import_module("torch_xla")
     importlib.import_module("torch_xla.experimental").eager_mode(True)
     device: torch.device = xla.device()
@@ -67,7 +68,7 @@ def _xla_device() -> torch.device:
 
 
 def mention_idle_gpus(device: torch.device, world_size: int) -> None:
-    """A process uses one GPU: say how the others of this machine are put to work."""
+    """Log how to use the other GPUs of this machine when one process sees several: it uses only one."""
     count = torch.cuda.device_count() if device.type == "cuda" and world_size == 1 else 1
     if count > 1:
         script = sys.argv[0] or "script.py"

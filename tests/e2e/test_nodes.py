@@ -56,7 +56,7 @@ def test_a_job_of_two_machines_trains_together_and_the_second_time_does_nothing(
 def test_join_says_that_nobody_leads(tmp_path: Path) -> None:
     done = trainflow("join", "127.0.0.1:9", "--processes", "1", "--timeout", "1", env={"TMPDIR": str(tmp_path)})
     assert done.code == 18, done.err
-    assert "nobody leads there" in done.out + done.err
+    assert "No machine leads there" in done.out + done.err
 
 
 @pytest.mark.parametrize("setting", ["nodes=2", "kind=environment"])

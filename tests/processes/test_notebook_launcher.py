@@ -70,11 +70,11 @@ except TrainflowError as error:
         ),
         (
             "if rank == '1': os.kill(os.getpid(), 9)\n    time.sleep(300)",
-            "InfrastructureError 1 rank 1 was killed by SIGKILL (9).",
+            "InfrastructureError 1 Rank 1 was killed by SIGKILL (9).",
         ),
         (
             "if rank == '1': os._exit(3)\n    time.sleep(300)",
-            "InfrastructureError 1 rank 1 ended with exit code 3 and left no reason.",
+            "InfrastructureError 1 Rank 1 ended with exit code 3 and left no reason.",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_the_nth_process_of_a_machine_takes_the_nth_gpu(gpus: pytest.MonkeyPatch
     assert choose_device(use_cpu=False) == torch.device("cuda", 1)
     assert choose_device(use_cpu=True) == torch.device("cpu")
     gpus.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK = 2: there are only 2 GPUs"):
+    with pytest.raises(ConfigError, match="LOCAL_RANK = 2: There are only 2 GPUs"):
         choose_device(use_cpu=False)
 
 

@@ -216,7 +216,7 @@ def _as_started(config: LaunchConfig) -> LaunchConfig:
     found = environment.ranks()
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
-    meeting = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
+    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
     local = {}
     if found.local_world_size > 1:
         if config.processes not in ("auto", 1):
@@ -233,7 +233,7 @@ def _as_started(config: LaunchConfig) -> LaunchConfig:
         kind="torchrun",
         nodes=found.world_size,
         node_rank=found.rank,
-        rendezvous=meeting,
+        rendezvous=rendezvous,
         env={**config.env, **local},
     )
 

@@ -76,19 +76,19 @@ def follow(
         write_settings(run_dir, config)
         environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
         ending = Supervisor(command(run_dir.path), environment, run_dir, config.grace_s, None, listener).run()
-        verdict = run_dir.read_json("verdict.json")
+        outcome = run_dir.read_json("outcome.json")
     finally:
         run_dir.remove()
     if ending.cancelled:
         raise Interrupted("Cancelled.", remedy="The same command takes part again.")
-    if verdict is None:
+    if outcome is None:
         raise InfrastructureError(
             f"this machine's agent ended with exit code {ending.code}.",
             remedy="The same command takes part again; the last lines are in the details (--debug).",
             details=ending.tail,
         )
-    if verdict["record"] is not None:
-        raise from_record(verdict["record"])
+    if outcome["record"] is not None:
+        raise from_record(outcome["record"])
 
 
 def dismiss(config: LaunchConfig) -> None:

@@ -139,33 +139,33 @@ def _collect(children: Mapping[Connection, tuple[int, BaseProcess]]) -> Any:
             break
         for connection in [each for each in waiting if each in ready]:
             rank, child = waiting.pop(connection)
-            said = _heard(connection)
-            if said is not None and "error" not in said:
-                value = said["value"] if rank == 0 else value
+            result = _receive(connection)
+            if result is not None and "error" not in result:
+                value = result["value"] if rank == 0 else value
                 continue
-            error = _silent(rank, child) if said is None else from_record(said["error"])
-            # That a rank lost contact is a consequence; that one died without a word is not.
-            consequence = said is not None and isinstance(error, InfrastructureError)
-            failures.append((consequence, time.time() if said is None else said["time"], error))
+            error = _silent(rank, child) if result is None else from_record(result["error"])
+            # That a rank lost contact is a consequence; that one died without a result is not.
+            consequence = result is not None and isinstance(error, InfrastructureError)
+            failures.append((consequence, time.time() if result is None else result["time"], error))
             deadline = deadline or time.monotonic() + PATIENCE_S
     if failures:
         raise min(failures, key=lambda failure: failure[:2])[2]
     return value
 
 
-def _heard(connection: Connection) -> dict[str, Any] | None:
+def _receive(connection: Connection) -> dict[str, Any] | None:
     try:
-        said: dict[str, Any] = json.loads(connection.recv_bytes())
+        result: dict[str, Any] = json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return None
-    return said
+    return result
 
 
 def _silent(rank: int, child: BaseProcess) -> InfrastructureError:
     child.join(PATIENCE_S)
     code = child.exitcode or 0
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and left no reason"
-    return InfrastructureError(f"rank {rank} {how}.", rank=rank, remedy="Look at what it printed last.")
+    return InfrastructureError(f"Rank {rank} {how}.", rank=rank, remedy="Look at what it printed last.")
 
 
 def _end(children: Sequence[BaseProcess]) -> None:

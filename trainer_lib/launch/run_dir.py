@@ -11,7 +11,7 @@
         guard.json agent.json   how the command and the ranks ended
         stack-<rank>.txt    the stacks of a rank that made no progress
         stacks.asked cancelled  the owner wants those stacks; the owner wants the end
-        launch.json verdict.json    several machines: how this one takes part, and what ended that
+        launch.json outcome.json    several machines: how this one takes part, and what ended that
 """
 
 from __future__ import annotations

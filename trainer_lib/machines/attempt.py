@@ -1,6 +1,6 @@
-"""What a machine watches while its workers train with others': whether those live, and what they ask.
+"""A thread on each machine that watches, during an attempt, whether the others live and what they ask.
 
-A thread, for the main one waits in torchrun. It never speaks to the workers' process group, and costs them nothing.
+The main thread waits in torchrun. This one never uses the workers' process group, and costs them nothing.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ import threading
 import time
 from typing import Any
 
+from typing_extensions import override
+
 from trainer_lib.guard import alive, send
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir, read_process
-from trainer_lib.machines.rendezvous import LOST_S, Lost, Meeting, Pulse
+from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulse, Rendezvous
 
 BEAT_S = 0.5
-PATIENCE_S = 5.0  # for workers to notice by themselves that a peer is gone
-STUCK_S = 20.0  # for torchrun to notice that its workers are
+PATIENCE_S = 5.0  # seconds for workers to notice by themselves that a peer is gone
+STUCK_S = 20.0  # seconds for torchrun to notice that its workers are gone
 ACCOUNTS_S = 20.0
 STACKS_S = 1.0
 
 
 class Watch(threading.Thread):
-    """What both sides have in common: ending this machine's workers, and accounting for them."""
+    """Base of both sides: ends this machine's workers, and accounts for them."""
 
-    def __init__(self, run_dir: RunDir, meeting: Meeting) -> None:
+    def __init__(self, run_dir: RunDir, rendezvous: Rendezvous) -> None:
         super().__init__(name="trainflow-watch", daemon=True)
         self._run_dir = run_dir
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._closed = threading.Event()
         self._ended: set[int] = set()
         self._over_since: float | None = None
 
+    @override
     def run(self) -> None:
-        """Look twice a second."""
         while not self._closed.wait(BEAT_S):
             try:
                 self._look()
             except Lost:
-                self._meeting_lost()
+                self._handle_lost_rendezvous()
                 return
 
     def close(self) -> None:
@@ -52,7 +54,7 @@ class Watch(threading.Thread):
             self.join(BEAT_S * 10)
 
     def account(self, endings: list[dict[str, Any]], oom: OomWatch) -> dict[str, Any]:
-        """How this machine's workers ended: those that this thread had to end are left out, they are no cause."""
+        """Return how this machine's workers ended, without those that this thread ended: they are not a cause."""
         killed = oom.rose()
         host = socket.gethostname()
         kept = [end for end in endings if end["pid"] not in self._ended]
@@ -65,11 +67,11 @@ class Watch(threading.Thread):
     def _look(self) -> None:
         raise NotImplementedError
 
-    def _meeting_lost(self) -> None:
+    def _handle_lost_rendezvous(self) -> None:
         """The store is gone while workers may still run."""
 
-    def _over(self) -> bool:
-        """The attempt is over: whether the workers have had their time to notice. Those that did not are ended."""
+    def _end_attempt(self) -> bool:
+        """End the workers that have not noticed within `PATIENCE_S` that the attempt is over; False until then."""
         now = time.monotonic()
         self._over_since = self._over_since or now
         if now - self._over_since < PATIENCE_S:
@@ -90,9 +92,9 @@ class Watch(threading.Thread):
 
 
 class FollowerWatch(Watch):
-    """A following machine's."""
+    """The watch of a following machine."""
 
-    def begin(self, number: int) -> None:
+    def start_as(self, number: int) -> None:
         """Start giving signs of life under the number that this machine has taken."""
         self._number = number
         self._beat = 0
@@ -100,41 +102,43 @@ class FollowerWatch(Watch):
         self._lost = False
         self.start()
 
-    def check(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise Lost when the leading machine was lost while the workers ran."""
         if self._lost:
             raise Lost("the leading machine is gone")
 
+    @override
     def _look(self) -> None:
         self._beat += 1
-        self._meeting.say(f"alive/{self._number}", self._beat)
-        if not self._asked and self._meeting.heard("stacks"):
+        self._rendezvous.set(f"alive/{self._number}", self._beat)
+        if not self._asked and self._rendezvous.get("stacks"):
             self._asked = True
             self._ask_workers()
             time.sleep(STACKS_S)
-            self._meeting.say(f"stacks/{self._number}", self._run_dir.stack_files())
-        if self._over_since is not None or self._meeting.heard("end"):
-            self._over()
+            self._rendezvous.set(f"stacks/{self._number}", self._run_dir.stack_files())
+        if self._over_since is not None or self._rendezvous.get("end"):
+            self._end_attempt()
 
-    def _meeting_lost(self) -> None:
+    @override
+    def _handle_lost_rendezvous(self) -> None:
         self._lost = True
-        while not self._over() and not self._closed.wait(BEAT_S):
+        while not self._end_attempt() and not self._closed.wait(BEAT_S):
             pass
 
 
 class LeaderWatch(Watch):
-    """The leading machine's."""
+    """The watch of the leading machine."""
 
-    def __init__(self, run_dir: RunDir, meeting: Meeting, followers: list[dict[str, Any]]) -> None:
-        super().__init__(run_dir, meeting)
-        self._pulses = {node["number"]: Pulse(meeting, node["number"]) for node in followers}
+    def __init__(self, run_dir: RunDir, rendezvous: Rendezvous, followers: list[dict[str, Any]]) -> None:
+        super().__init__(run_dir, rendezvous)
+        self._pulses = {node["number"]: Pulse(rendezvous, node["number"]) for node in followers}
         self._hosts = {node["number"]: node["host"] for node in followers}
         self._accounts: dict[int, dict[str, Any]] = {}
         self._lost: dict[int, float] = {}
         self._asked = self._concluding = False
 
     def living(self) -> list[int]:
-        """The machines that still answer."""
+        """Return the numbers of the machines that still answer."""
         return [number for number in self._pulses if number not in self._lost]
 
     def conclude(self, own: dict[str, Any]) -> None:
@@ -145,7 +149,7 @@ class LeaderWatch(Watch):
             time.sleep(BEAT_S / 2)
         self.close()
         with contextlib.suppress(Lost):
-            self._hear()
+            self._read_accounts()
         self._write(own)
 
     def _write(self, own: dict[str, Any]) -> None:
@@ -156,25 +160,26 @@ class LeaderWatch(Watch):
         endings = [end for account in accounts for end in account["endings"]]
         self._run_dir.write_json("agent.json", {"failures": endings, "lost": lost})
 
+    @override
     def _look(self) -> None:
-        self._hear()
+        self._read_accounts()
         if not self._asked and self._run_dir.stacks_asked():
             self._asked = True
-            self._meeting.say("stacks", True)
+            self._rendezvous.set("stacks", True)
         if self._asked:
             for number in self._pulses:
-                for name, text in (self._meeting.heard(f"stacks/{number}") or {}).items():
+                for name, text in (self._rendezvous.get(f"stacks/{number}") or {}).items():
                     self._run_dir.write_stack(name, text)
         failed = any(account["failed"] for account in self._accounts.values())
-        over = (failed or self._lost) and not self._concluding and self._over()
+        over = (failed or self._lost) and not self._concluding and self._end_attempt()
         if over and time.monotonic() - (self._over_since or 0.0) > STUCK_S:
-            # torchrun waits for a machine that will never come: leave what is known, and let the launcher see to it.
+            # torchrun waits for a machine that will never come: write what is known; the launcher does the rest.
             self._write({"endings": [], "records": [], "failed": True})
             os._exit(1)
 
-    def _hear(self) -> None:
+    def _read_accounts(self) -> None:
         for number, pulse in self._pulses.items():
-            account = self._accounts.get(number) or self._meeting.heard(f"account/{number}")
+            account = self._accounts.get(number) or self._rendezvous.get(f"account/{number}")
             if account is not None:
                 self._accounts[number] = account
                 self._lost.pop(number, None)

@@ -1,18 +1,19 @@
-"""Where machines meet: a TCP store that the leading one hosts, and the few words exchanged through it.
+"""The rendezvous of machines: a TCP store on the leading one, and the few keys that they exchange through it.
 
 ::
 
     request              the leading machine: what to do, and how many machines it wants
-    arrivals  node/<n>   each follower takes the next number and says who it is
+    arrivals  node/<n>   each follower takes the next number and describes itself
     world                the leading machine: who takes part, in order of node rank; itself is 0
     alive/<n>            rises while a machine lives
     account/<n>          how its workers ended: their failure records, their exit codes
     end                  the leading machine: stop your workers, the attempt is over
     stacks  stacks/<n>   the leading machine asks where the workers are; each machine's answer
-    verdict  heard       the leading machine: done, or failed and whether it will come again; how many have read that
+    outcome              the leading machine: done, or failed and whether a new attempt follows
+    outcome_read         how many machines have read that
 
 Every value is JSON; nothing is unpickled. The same store serves torchrun's rendezvous and the workers' process group,
-so one port is all that machines need to reach. It is new for every attempt: no key of an earlier one can mislead.
+so machines need to reach one port only. It is new for every attempt: no key of an earlier one can mislead.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 
 POLL_S = 0.2
 CONNECT_S = 5.0
-LOST_S = 10.0  # without a sign of life
-OPERATION_S = 30.0  # a word to a store that has vanished without a sign
+LOST_S = 10.0  # seconds without a sign of life
+OPERATION_S = 30.0  # seconds for one operation: the store may have vanished without closing its connections
 
 
 class Lost(Exception):
-    """The store cannot be reached any more: the leading machine, or the way to it, is gone."""
+    """The store cannot be reached any more: the leading machine, or the network between, is gone."""
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """A store in this process that listens on this address only; port 0 takes a free one.
+    """Open a store in this process that listens on this address only; port 0 takes a free one.
 
-    `torch.distributed.run` binds its own to every interface; one of ours, given to the same process under the same
-    port, is taken instead (`multi_tenant` stores share one server per port).
+    `torch.distributed.run` would bind a store of its own to every interface. `multi_tenant` stores share one server per
+    port, so it takes this one instead.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -62,37 +63,39 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def reach(host: str, port: int) -> TCPStore | None:
-    """The store at this address; None when nobody listens."""
+    """Connect to the store at this address; None when no process listens there."""
     try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()  # quicker to say no, and quieter
+        socket.create_connection(
+            (host, port), timeout=CONNECT_S
+        ).close()  # fails faster than the store does, and without a log line
         timeout = timedelta(seconds=OPERATION_S)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (OSError, DistError, RuntimeError):
         return None
 
 
-class Meeting:
-    """One machine's view of the store. Every method raises `Lost` when the store is gone."""
+class Rendezvous:
+    """One machine's view of the store. Every method raises `Lost` when the store is gone. Values are JSON."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = PrefixStore("trainflow", store)
 
-    def say(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: Any) -> None:
         """Set a key."""
         self._try(lambda: self._store.set(key, json.dumps(value)))
 
-    def heard(self, key: str) -> Any:
-        """A key's value, None when it has none yet. Does not wait."""
+    def get(self, key: str) -> Any:
+        """Return the value of a key at once; None when it has none yet."""
         return self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
 
-    def count(self, key: str, more: int = 1) -> int:
-        """Add to a number and read it; 0 more only reads."""
+    def add(self, key: str, more: int = 1) -> int:
+        """Add to a number and return the result; adding 0 only reads it."""
         return int(self._try(lambda: self._store.add(key, more)))
 
     def wait(self, key: str, seconds: float, should_stop: Callable[[], bool] = lambda: False) -> Any:
-        """A key's value as soon as it has one; None when it has none within `seconds`, or when told to stop."""
+        """Return the value of a key as soon as it has one; None after `seconds`, or once `should_stop` is true."""
         deadline = time.monotonic() + seconds
-        while (value := self.heard(key)) is None and time.monotonic() < deadline and not should_stop():
+        while (value := self.get(key)) is None and time.monotonic() < deadline and not should_stop():
             time.sleep(POLL_S)
         return value
 
@@ -104,32 +107,32 @@ class Meeting:
 
 
 def gather(
-    meeting: Meeting, least: int, most: int, *, patience_s: float, last_call_s: float, endpoint: str
+    rendezvous: Rendezvous, least: int, most: int, *, patience_s: float, last_call_s: float, endpoint: str
 ) -> list[dict[str, Any]]:
-    """The followers that take part, in order of node rank: called by the leading machine, which is not among them.
+    """Return the followers that take part, in order of node rank. The leading machine calls this; it is not among them.
 
-    Waits for the most; once the least are there, `last_call_s` longer for each that may still come.
+    Waits for `most` machines; once `least` are there, `last_call_s` seconds after each arrival for one more.
 
     Raises:
         InfrastructureError: too few came within `patience_s`.
         ConfigError: two of them claim the same node rank.
     """
-    begun = changed = time.monotonic()
+    started = changed = time.monotonic()
     pulses: list[Pulse] = []
     arrived: list[Pulse] = []
     while len(arrived) < most - 1:
         now, before = time.monotonic(), len(arrived)
-        pulses += [Pulse(meeting, number) for number in range(len(pulses) + 1, meeting.count("arrivals", 0) + 1)]
+        pulses += [Pulse(rendezvous, number) for number in range(len(pulses) + 1, rendezvous.add("arrivals", 0) + 1)]
         arrived = [pulse for pulse in pulses if pulse.silent_s() < LOST_S and pulse.node() is not None]
         if len(arrived) != before:
             changed = now
         elif len(arrived) >= least - 1:
             if now - changed >= last_call_s:
                 break
-        elif now - begun >= patience_s:
+        elif now - started >= patience_s:
             came = ", ".join(str(pulse.node()["host"]) for pulse in arrived) or "none"
             raise InfrastructureError(
-                f"only {len(arrived)} of {least - 1} other machine(s) came within {patience_s:.0f} s ({came}).",
+                f"Only {len(arrived)} of {least - 1} other machine(s) came within {patience_s:.0f} s ({came}).",
                 field="train.launch.rendezvous",
                 value=endpoint,
                 remedy="Start `trainflow join` on the others, see that they reach this address, or wait longer "
@@ -140,21 +143,21 @@ def gather(
 
 
 class Pulse:
-    """Whether a follower lives."""
+    """The signs of life of one follower."""
 
-    def __init__(self, meeting: Meeting, number: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, number: int) -> None:
         self.number = number
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._beat: Any = None
         self._since = time.monotonic()
 
     def node(self) -> Any:
-        """What it said of itself; None when it has only taken its number so far."""
-        return self._meeting.heard(f"node/{self.number}")
+        """Return how the follower described itself; None when it has only taken its number so far."""
+        return self._rendezvous.get(f"node/{self.number}")
 
     def silent_s(self) -> float:
-        """Seconds since it was last heard of."""
-        beat = self._meeting.heard(f"alive/{self.number}")
+        """Return the seconds since its last sign of life, by the clock of this machine."""
+        beat = self._rendezvous.get(f"alive/{self.number}")
         if beat != self._beat:
             self._beat, self._since = beat, time.monotonic()
         return time.monotonic() - self._since

@@ -1,10 +1,12 @@
-"""A worker that has lost its parent must not live on: the thread that notices."""
+"""A thread that ends a worker whose parent or guard is gone."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+
+from typing_extensions import override
 
 from trainer_lib.guard import Process, alive, descendants, send
 
@@ -25,8 +27,8 @@ class ParentWatch(threading.Thread):
         self._guard = _guard()
         self._done = threading.Event()
 
+    @override
     def run(self) -> None:
-        """Look once a second."""
         while not self._done.wait(POLL_S):
             if os.getppid() != self._parent or (self._guard is not None and not alive(self._guard)):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -37,7 +39,7 @@ class ParentWatch(threading.Thread):
                 return
 
     def close(self) -> None:
-        """Stop watching: this process is about to leave anyway."""
+        """Stop watching: this process is about to end anyway."""
         self._done.set()
 
 

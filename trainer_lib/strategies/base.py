@@ -1,6 +1,6 @@
-"""What the trainer asks of a strategy. A backend's name stands in its own file only.
+"""The protocol between the trainer and a strategy. The name of a backend stands in its own file only.
 
-The trainer sequences, a strategy computes: were the trainer to ask "is this X?", this protocol would lack a method.
+The trainer sequences, a strategy computes. A trainer that asks "is this X?" shows that this protocol lacks a method.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer_lib.precision import Precision, PrecisionSettings
 
 
 class StrategySettings(Protocol):
-    """The arguments strategies read (`TrainingArguments` has them)."""
+    """The arguments that strategies read, among those of `TrainingArguments`."""
 
     ddp_find_unused_parameters: bool | None
     ddp_bucket_cap_mb: int | None
@@ -27,14 +27,14 @@ class StrategySettings(Protocol):
 
 
 class Strategy(Protocol):
-    """One way of training a model. Tensors it returns stay on the device: nothing here waits for it.
+    """One way of training a model. Returned tensors stay on the device, and nothing here waits for it.
 
     Attributes:
-        name: as checkpoints and logs say it.
-        places_model: whether it moves the model to the device itself, piece by piece: the whole may not fit there.
-        forward_communicates: whether ranks compute a forward together; one without a batch then computes along.
+        name: in checkpoints and logs.
+        places_model: whether it moves the model to the device itself, in pieces, since the whole may not fit there.
+        forward_communicates: whether ranks compute a forward together; a rank without a batch then needs a dummy batch.
         skips_micro_steps: whether a micro-step may be left out where no other rank waits for it.
-        plugins: what `trainer.accelerator.state` offers of it to code written for accelerate, by accelerate's name.
+        plugins: what `trainer.accelerator.state` offers to code written for accelerate, by accelerate's names.
     """
 
     name: str
@@ -46,92 +46,105 @@ class Strategy(Protocol):
     plugins: Mapping[str, Any]
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """The model that `make` builds; on some ranks perhaps without values, which `setup_model` then gives it."""
+        """Return the model that `make` builds; on some ranks perhaps without values, which `setup_model` fills in."""
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that cannot be trained this way."""
 
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """The module whose forward trains: `model` itself or a wrapper around it, on the device."""
+        """Return the module whose forward trains, on the device: `model` itself or a wrapper around it."""
 
     def precision(self, args: PrecisionSettings) -> Precision:
-        """How forward passes are computed, and how gradients are scaled."""
+        """Return how forward passes are computed, and how gradients are scaled."""
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """The learning-rate schedule that this way of training brings along; None leaves it to the arguments."""
+        """Return the learning-rate schedule that this strategy brings along; None leaves it to the arguments."""
 
     def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The module and the optimizer to train with, from what `setup_model` gave and an optimizer over it."""
+        """Return the module and the optimizer to train with, made of what `setup_model` returned and its optimizer."""
 
     def release(self) -> None:
-        """Let go of what `settle` made: another training begins, or none."""
+        """Release what `settle` made, before another training or at the end."""
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Let an optimizer that the user made before `setup_model` hold the parameters that the model has now."""
+        """Make an optimizer that the user built before `setup_model` hold the parameters that the model has now."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The user's own module again."""
+        """Return the user's own module."""
 
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """The module to predict with. Unless `forward_communicates`, its forward must not: ranks may have unequally
-        many batches. `alone`: it must not in any case; ConfigError when it cannot do without."""
+        """Return the module to predict with.
+
+        Its forward must not communicate unless `forward_communicates`: ranks may have different numbers of batches.
+
+        Args:
+            alone: other ranks do not predict at all, so the forward must not communicate in any case.
+
+        Raises:
+            ConfigError: `alone`, and the forward cannot do without the other ranks.
+        """
 
     def after_inference(self, model: nn.Module) -> None:
-        """Predicting is over for now: let go of what only that needed."""
+        """Release what only prediction needed."""
 
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer holds, by the names they have in the user's module."""
+        """Return the parameters that the optimizer holds, by their names in the user's module."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around micro-steps whose gradients are only accumulated: nothing is exchanged."""
+        """Return a context for micro-steps that only accumulate gradients: nothing is exchanged in it."""
 
     def sync_gradients(self, model: nn.Module) -> None:
-        """Exchange gradients that were all computed under `no_sync`, as a backward outside of it would have."""
+        """Exchange gradients that were all computed under `no_sync`, as a backward outside of it does."""
 
-    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
-        """Backpropagate `loss`; `seed` is the gradient of the objective with respect to it (1 when None)."""
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Backpropagate `loss`, a 0-dim tensor.
+
+        Args:
+            gradient: 0-dim gradient of the objective with respect to `loss`; None stands for 1.
+        """
 
     def numel(self, parameter: nn.Parameter) -> int:
-        """Elements of the whole parameter."""
+        """Return the number of elements of the whole parameter, over all ranks that share it."""
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Global L2 norm of the gradients, 0-dim on the device; scales them to `max_norm` when that is positive."""
+        """Return the global L2 norm of the gradients, 0-dim on the device; scale them to a positive `max_norm`."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, a new tensor on the same device."""
+        """Return the sum over ranks of a tensor of any shape, as a new tensor on the same device."""
 
     def local_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's parameters and persistent buffers by name, without wrappers' prefixes; divided ones as they are.
+        """Return parameters and persistent buffers by name, without wrappers' prefixes; sharded ones stay sharded.
 
-        Tied weights: each of their names, with the same values (and the same object, where they are divided).
+        Tied weights stand under each of their names, with the same values (and the same object when sharded).
         """
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The same, whole: divided ones on the CPU of rank 0, elsewhere without values (on "meta").
+        """Return the tensors whole: sharded ones on the CPU of rank 0, and without values ("meta") on other ranks.
 
-        Gathered when asked for: every rank asks for the same names in the same order.
+        A tensor is gathered when it is read, so every rank reads the same names in the same order.
         """
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """All of `local_state`, gathered. Collective."""
+        """Return all of `local_state`, gathered. Collective."""
 
     def checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a checkpoint is written from: divided where every rank writes its part, else gathered. Collective."""
+        """Return what a checkpoint is written from: sharded if every rank writes a part, else gathered. Collective."""
 
     def load_model_state(
         self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
     ) -> None:
         """Copy `state` into the model; tensors named in `keep` may be absent from it and stay as they are. Collective.
 
-        Raises ConfigError naming missing, unexpected or reshaped tensors.
+        Raises:
+            ConfigError: names the tensors that are missing, unexpected or of another shape.
         """
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint's metadata says about the strategy, JSON."""
+        """Return the part of a checkpoint's metadata that describes the strategy, as JSON."""
 
 
 def total_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Global L2 norm of the gradients present, clipping them in place; same arithmetic as `clip_grad_norm_`."""
+    """Clip the present gradients in place, and return their global L2 norm (0-dim); arithmetic of `clip_grad_norm_`."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
     limit = max_norm if max_norm is not None and max_norm > 0 else None
@@ -148,7 +161,7 @@ def total_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> to
 
 
 def _alike(gradients: list[torch.Tensor]) -> bool:
-    """Whether they are plain dense tensors of one device and dtype."""
+    """Return whether all are plain dense tensors of one device and dtype."""
     if not gradients:
         return False
     device, dtype = gradients[0].device, gradients[0].dtype

@@ -1,4 +1,4 @@
-"""Replicas that average their gradients: torch's own DistributedDataParallel, unwrapped by nothing else."""
+"""Replicas that average their gradients, by torch's own DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
 from trainer_lib.strategies.single import SingleStrategy
 
-# Newer versions of torch have another name for it, and warn of the old one.
+# Newer versions of torch renamed this argument, and warn about the old name.
 _BUFFERS = "forward_sync_buffers"
 if _BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameters:
     _BUFFERS = "broadcast_buffers"
@@ -26,7 +27,7 @@ if _BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameter
 class DdpStrategy(SingleStrategy):
     """Every rank holds the whole model; backward averages gradients over ranks.
 
-    Because gradients are *averaged*, the trainer scales each rank's loss by the world size.
+    Since gradients are *averaged*, the trainer scales each rank's loss by the number of data-parallel processes.
     """
 
     name = "ddp"
@@ -35,13 +36,14 @@ class DdpStrategy(SingleStrategy):
         super().__init__(device, comm)
         if not dist.is_initialized() or dist.get_world_size() < 2:
             raise InfrastructureError(
-                "Replicated training was asked for, but no group of processes is formed.",
+                "Replicated training was asked for, but no process group is formed.",
                 remedy="Start through torchrun, which sets RANK and WORLD_SIZE.",
             )
         self._options = _options(args)
 
+    @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """The model in DistributedDataParallel; rank 0's parameters and buffers are given to all."""
+        """Wrap the model in DistributedDataParallel, which copies the parameters and buffers of rank 0 to all ranks."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ConfigError(
                 "No parameter of the model requires a gradient.",
@@ -49,27 +51,29 @@ class DdpStrategy(SingleStrategy):
                 value=type(model).__name__,
                 remedy="Unfreeze what is to be trained.",
             )
-        # Said once by torch when the search finds nothing; the search was our choice, so the user cannot act on it.
+        # torch warns once when the search finds nothing; the search was our choice, so the user cannot act on it.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, **self._options)
 
+    @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module inside."""
         return super().unwrap(model.module if isinstance(model, DistributedDataParallel) else model)
 
+    @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """The module inside: the wrapper broadcasts buffers in forward, which would hang uneven ranks."""
+        # The wrapper broadcasts buffers in forward: ranks with different numbers of batches would wait for each other.
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Keep gradients local for this micro-step."""
         if not isinstance(model, DistributedDataParallel):
             raise InfrastructureError("The model in training is not the replicated one.", field="model_wrapped")
         return model.no_sync()
 
+    @override
     def sync_gradients(self, model: nn.Module) -> None:
-        """Average them over ranks; a parameter used on some ranks only counts as zero on the others."""
+        """Average the gradients over ranks; a parameter that only some ranks used counts as zero on the others."""
         parameters = [each for each in model.parameters() if each.requires_grad]
         present = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=self.device)
         used = self.comm.sum_tensor(present).tolist()
@@ -79,10 +83,10 @@ class DdpStrategy(SingleStrategy):
         for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
             work.wait()
         if isinstance(model, DistributedDataParallel):
-            model.require_forward_param_sync = True  # else buffers, too, would stay local from now on
+            model.require_forward_param_sync = True  # otherwise buffers would stay local from now on
 
+    @override
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
         return self.comm.sum_tensor(tensor)
 
 
@@ -93,7 +97,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _options(args: StrategySettings) -> dict[str, Any]:
-    # As the reference decides: models with unused parameters train, except where recomputation would break the search.
+    # As in transformers: models with unused parameters train, except where recomputation would break the search.
     find_unused = args.ddp_find_unused_parameters
     options: dict[str, Any] = {
         "find_unused_parameters": not args.gradient_checkpointing if find_unused is None else find_unused

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision, PrecisionSettings, create_precision
-from trainer_lib.strategies.base import total_norm
+from trainer_lib.strategies.base import Strategy, total_norm
 
 
-class SingleStrategy:
-    """The model as it is, on one device."""
+class SingleStrategy(Strategy):
+    """Trains the model as it is, on one device."""
 
     name = "single"
     places_model = False
@@ -29,91 +30,99 @@ class SingleStrategy:
         self.comm = comm
         self.plugins: Mapping[str, Any] = {}
 
+    @override
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """`make()`."""
         return make()
 
+    @override
     def check_model(self, model: nn.Module) -> None:
-        """Any model will do."""
+        return  # any model will do
 
+    @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """The model itself."""
         return model
 
+    @override
     def precision(self, args: PrecisionSettings) -> Precision:
-        """As the arguments say."""
         return create_precision(args, self.device)
 
+    @override
     def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """None: as the arguments say."""
         return None
 
+    @override
     def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both as they are."""
         return model, optimizer
 
+    @override
     def release(self) -> None:
-        """Nothing was made."""
+        return  # `settle` made nothing
 
+    @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """It holds the model's parameters already."""
+        return  # the optimizer holds the parameters already
 
+    @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model under torch.compile's wrapper, if there is one."""
+        """Return the model under torch.compile's wrapper, if there is one."""
         inner = getattr(model, "_orig_mod", model)
         return inner if isinstance(inner, nn.Module) else model
 
+    @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """The module that trains: nothing in its forward communicates."""
         return model
 
+    @override
     def after_inference(self, model: nn.Module) -> None:
-        """Nothing was taken."""
+        return  # prediction took nothing
 
+    @override
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The module's own."""
         return dict(self.unwrap(model).named_parameters())
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """There is nobody to exchange gradients with."""
         return contextlib.nullcontext()
 
+    @override
     def sync_gradients(self, model: nn.Module) -> None:
-        """There is nobody to exchange gradients with."""
+        return  # there is no other rank
 
-    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
-        """Backpropagate."""
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+    @override
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
 
+    @override
     def numel(self, parameter: nn.Parameter) -> int:
-        """Its elements."""
         return parameter.numel()
 
+    @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Global norm of the gradients, clipped in place."""
         return total_norm(parameters, max_norm)
 
+    @override
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy."""
         return tensor.detach().clone()
 
+    @override
     def local_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by name; tied weights under each of their names."""
+        """Return parameters and persistent buffers by name; tied weights under each of their names."""
         state = self.unwrap(model).state_dict()
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
+    @override
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """They are whole."""
         return tensors
 
+    @override
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The state, which is whole."""
         return dict(self.gathered(self.local_state(model)))
 
+    @override
     def checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """They are whole."""
         return dict(self.gathered(tensors))
 
+    @override
     def load_model_state(
         self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
     ) -> None:
@@ -127,8 +136,8 @@ class SingleStrategy:
         refuse_others(own.keys() - given.keys(), given.keys() - own.keys(), reshaped)
         target.load_state_dict(given)
 
+    @override
     def describe(self) -> dict[str, Any]:
-        """The strategy's name."""
         return {"strategy": self.name}
 
 
@@ -140,7 +149,7 @@ def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: I
             raise ConfigError(
                 f"The checkpoint {problem} {shown}: it belongs to another model.",
                 field="resume_from_checkpoint",
-                remedy="Build the model the checkpoint was written for, or start anew.",
+                remedy="Build the model the checkpoint was written for, or start from the beginning.",
             )
 
 

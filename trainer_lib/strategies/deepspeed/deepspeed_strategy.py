@@ -274,9 +274,9 @@ class DeepSpeedStrategy(ZeroWeights):
         """The micro-step under way is not the last of its step."""
         return self._collecting()
 
-    def backward(self, loss: torch.Tensor, seed: torch.Tensor | None = None) -> None:
-        """The engine's backward; `seed` is multiplied in, for it takes none."""
-        self._running().backward(loss if seed is None else loss * seed, scale_wrt_gas=False)
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """Run the engine's backward. It takes no gradient, so `gradient` is multiplied into the loss."""
+        self._running().backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """The norm of all gradients; they are scaled to `max_norm` inside of the step that follows."""
