@@ -117,7 +117,7 @@ def exchanges(folder: str) -> dict[str, int]:
             gradient_accumulation_steps=3,
             per_device_train_batch_size=2,
         )
-        settle = one._trainflow.engine.strategy.settle
+        settle = one._trainflow.engine.strategy.resolve
 
         def counted(model: Any, optimizer: Any, settle: Any = settle, stage: int = stage, method: str = method) -> Any:
             engine, wrapped = settle(model, optimizer)
@@ -130,7 +130,7 @@ def exchanges(folder: str) -> dict[str, int]:
             setattr(engine.optimizer, method, call)
             return engine, wrapped
 
-        one._trainflow.engine.strategy.settle = counted  # type: ignore[method-assign]
+        one._trainflow.engine.strategy.resolve = counted  # type: ignore[method-assign]
         one.train()
     return counts
 

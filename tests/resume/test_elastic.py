@@ -107,7 +107,8 @@ def test_another_global_batch_is_refused_unless_it_is_allowed(tmp_path: Path, ca
     with pytest.raises(ConfigError) as refused:
         batches(tmp_path, 5)
     assert str(refused.value).startswith(
-        "global_batch_size = 10: was 12 when the checkpoint was written (6 per device x 2 micro-batches x 1 processes) "
+        "global_batch_size = 10: The global batch was 12 when the checkpoint was written "
+        "(6 per device x 2 micro-batches x 1 processes) "
         "and is 10 now (5 per device x 2 micro-batches x 1 processes)"
     )
     assert "allow_global_batch_change=True" in str(refused.value)

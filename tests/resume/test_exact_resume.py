@@ -196,7 +196,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
 
 def test_what_can_be_resumed_from(tmp_path: Path) -> None:
     given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    with pytest.raises(ConfigError, match=r'resume_from_checkpoint = True: There is no checkpoint in .*"auto"'):
+    with pytest.raises(ConfigError, match=r'resume_from_checkpoint = True: No checkpoint is in .*"auto"'):
         trainer(tmp_path, ROWS, **given).train(resume_from_checkpoint=True)
     whole = trainer(tmp_path, ROWS, **given)
     whole.train(resume_from_checkpoint="auto")

@@ -188,7 +188,7 @@ def test_memory_of_other_batches_is_not_taken_up(tmp_path: Path, caplog: pytest.
 
     assert preempted_at(make(callbacks=[StopAt(2)])) == 2
     make(per_device_train_batch_size=8).train(True)
-    assert "was of other batches: it begins without" in caplog.text
+    assert "belongs to batches of another size: training starts without it" in caplog.text
 
 
 def test_memory_that_cannot_be_saved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

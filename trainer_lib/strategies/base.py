@@ -60,11 +60,11 @@ class Strategy(Protocol):
     def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
         """Return the learning-rate schedule that this strategy brings along; None leaves it to the arguments."""
 
-    def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the module and the optimizer to train with, made of what `setup_model` returned and its optimizer."""
 
     def release(self) -> None:
-        """Release what `settle` made, before another training or at the end."""
+        """Release what `resolve` made, before another training or at the end."""
 
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Make an optimizer that the user built before `setup_model` hold the parameters that the model has now."""

@@ -51,12 +51,12 @@ class SingleStrategy(Strategy):
         return None
 
     @override
-    def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         return model, optimizer
 
     @override
     def release(self) -> None:
-        return  # `settle` made nothing
+        return  # `resolve` made nothing
 
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

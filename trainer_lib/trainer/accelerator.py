@@ -58,11 +58,11 @@ class AcceleratorFacade:
         return self._internals.world.comm.local_rank == 0
 
     def backward(self, loss: torch.Tensor, **_: Any) -> None:
-        """Backpropagate a loss, 0-dim; scaling it for accumulation is up to the caller, as in the newest Trainer."""
+        """Backpropagate a loss ``[]``; scaling it for accumulation is up to the caller, as in the newest Trainer."""
         self._internals.engine.backward(loss)
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: int = 2) -> torch.Tensor:
-        """Clip gradients to an L2 norm; the norm before that, 0-dim on the device."""
+        """Clip gradients to an L2 norm. Returns the norm before clipping, ``[]`` on the device."""
         return self._internals.engine.strategy.clip_grad_norm(list(parameters), max_norm)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -70,7 +70,7 @@ class AcceleratorFacade:
         return self._internals.engine.strategy.unwrap(model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The whole model's state by name; of a sharded model with values on rank 0 only. Collective."""
+        """The whole state, name -> tensor ``[...]``; of a sharded model with values on rank 0 only. Collective."""
         return self._internals.engine.strategy.model_state(model)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

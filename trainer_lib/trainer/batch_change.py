@@ -1,7 +1,7 @@
-"""Resuming with another global batch: refused with the difference shown, or, when allowed, what it means for the data.
+"""Resuming with another global batch: an error that shows the difference or, if allowed, the effect on the data.
 
-A position is a number of samples. Under another global batch it need not be a whole number of steps: then the samples
-since the last whole one are trained on a second time, and none is lost.
+A position is a number of samples. With another global batch it may lie inside a step: then the samples since that
+step's start are trained on a second time, so that no sample is lost.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def saved_batch(data: Mapping[str, Any], source: TrainSource) -> int | None:
-    """The global batch of a checkpoint's position, if it is another one than the source's; None if not, or unknown."""
+    """The global batch of a checkpoint's position if it differs from the source's; None if it is equal or unknown."""
     saved = data.get("source", {}).get("global_batch")
     return saved if saved and source.global_batch and saved != source.global_batch else None
 
 
 def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]:
-    """(steps of its epoch that are done, samples of it that are trained on again) for a position under this source."""
+    """(steps of the epoch that are done, samples that are trained on again) for a position under this source."""
     samples = int(data["position"])
     if source.epoch_samples is not None and source.steps_per_epoch is not None and samples >= source.epoch_samples:
         return source.steps_per_epoch, 0
@@ -33,20 +33,20 @@ def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]
 
 
 def refusal(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, data_parallel_size: int) -> ConfigError:
-    """What to raise when a changed global batch was not allowed."""
+    """The error for a changed global batch that is not allowed."""
     then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), data_parallel_size)
     return ConfigError(
-        f"was {saved_batch(loaded.data, source)} when the checkpoint was written ({then}) and is {source.global_batch} "
-        f"now ({now}), so its position in the data does not fit.",
+        f"The global batch was {saved_batch(loaded.data, source)} when the checkpoint was written ({then}) "
+        f"and is {source.global_batch} now ({now}), so its position in the data does not fit.",
         field="global_batch_size",
         value=source.global_batch,
-        remedy="Restore it (for a change of processes: set global_batch_size to the old product), start anew, or set "
-        "allow_global_batch_change=True.",
+        remedy="Restore it (for a change of processes: set global_batch_size to the old product), start from the "
+        "beginning, or set allow_global_batch_change=True.",
     )
 
 
 def total_steps(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, max_steps: int) -> int:
-    """Steps to do in all: those done under the old batch, and what the epochs have left under this one."""
+    """Optimizer steps in all: those done with the old batch, and those that the epochs have left with the new one."""
     if args.max_steps > 0 or source.steps_per_epoch is None:
         return max_steps
     done = int(loaded.data["epoch"]) * source.steps_per_epoch + position_in(loaded.data, source)[0]
@@ -54,7 +54,7 @@ def total_steps(loaded: Checkpoint, source: TrainSource, args: TrainingArguments
 
 
 def consequence(loaded: Checkpoint, source: TrainSource, max_steps: int) -> str:
-    """What an allowed change means, in a line."""
+    """One line that says what an allowed change does to the data."""
     steps, again = position_in(loaded.data, source)
     twice = f" ({again} samples before it are trained on a second time)" if again else ""
     return (

@@ -100,7 +100,8 @@ class DataMethods(TrainerBase):
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The next step's micro-batches of this rank, and the target items of all of them over all ranks.
 
-        At the end of the data there are fewer than `num_batches`, or none; without any, the items are None.
+        At the end of the data there are fewer than `num_batches`, or none; without any, the items are None. Batches
+        hold tensors ``[batch, ...]``; the items are a number or a tensor ``[]``.
         """
         batches: list[Any] = []
         for _ in range(num_batches):

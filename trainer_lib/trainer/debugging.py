@@ -1,7 +1,7 @@
-"""`debug="underflow_overflow"`: stops at the first value that is not finite, and shows how the model got there.
+"""`debug="underflow_overflow"`: training stops at the first non-finite value, and the modules before it are shown.
 
-Every module's weights, inputs and outputs are looked at in forward, which makes the host wait for the device at every
-module: for finding a fault, not for training.
+The weights, inputs and outputs of every module are checked in forward, which makes the host wait for the device at
+every module: use it to find a fault, not to train.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ FRAMES = 21  # modules that are shown, the faulty one included
 
 @contextlib.contextmanager
 def finite_or_stop(model: nn.Module) -> Iterator[None]:
-    """Watch `model` for the length of the block.
+    """Check every forward of `model` inside the block.
 
-    Inside, a forward raises NonFiniteError that names the first module with a NaN or an infinity among its weights,
-    inputs or outputs; `details` has the modules before it, oldest first, with the least and greatest magnitudes.
+    Raises:
+        NonFiniteError: a module has a NaN or an infinity among its weights, inputs or outputs; the error names the
+            first one. `details` has the modules before it, oldest first, with least and greatest magnitudes.
     """
     frames: deque[str] = deque(maxlen=FRAMES)
     hooks = [

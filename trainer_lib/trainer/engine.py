@@ -121,7 +121,7 @@ class Engine:
 
     def resolve(self) -> None:
         """Turn the complete model and the complete optimizer into what the strategy trains with."""
-        wrapped, optimizer = self.strategy.settle(self._trainer.model_wrapped, self.ready_optimizer())
+        wrapped, optimizer = self.strategy.resolve(self._trainer.model_wrapped, self.ready_optimizer())
         self.use_wrapped(wrapped)
         self._trainer.optimizer = optimizer
 
@@ -139,7 +139,7 @@ class Engine:
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, made from the arguments when there is none."""
+        """The Trainer's optimizer, made from the arguments unless it exists."""
         trainer = self._trainer
         if trainer.optimizer is None:
             target = model or trainer.model
@@ -150,7 +150,7 @@ class Engine:
         return trainer.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The Trainer's schedule, made from the strategy's or the arguments when there is none."""
+        """The Trainer's schedule, made from the strategy or the arguments unless it exists."""
         trainer = self._trainer
         if trainer.lr_scheduler is None:
             target = optimizer or trainer.optimizer
@@ -164,10 +164,12 @@ class Engine:
         return trainer.lr_scheduler
 
     def ready_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer. Raises ConfigError when there is none yet."""
+        """The optimizer. Raises ConfigError when it does not exist yet."""
         optimizer = self._trainer.optimizer
         if optimizer is None:
-            raise ConfigError("There is no optimizer yet.", field="optimizer", remedy="Call create_optimizer or train.")
+            raise ConfigError(
+                "The optimizer does not exist yet.", field="optimizer", remedy="Call create_optimizer or train."
+            )
         return optimizer
 
     def set_optimizer_mode(self, mode: str) -> None:
@@ -179,12 +181,12 @@ class Engine:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Backpropagate `loss`, scaled as the precision asks; `gradient`: with respect to the loss, 1 when None."""
+        """Backpropagate `loss` ``[]``, scaled as the precision asks; `gradient` ``[]``: the objective's (default 1)."""
         scaler = self.precision.scaler
         self.strategy.backward(loss if scaler is None else scaler.scale(loss), gradient)
 
     def step(self, model: nn.Module, run: TrainingRun) -> torch.Tensor:
-        """Clip, step unless gradients are not finite, advance the schedule. The norm before clipping, 0-dim."""
+        """Clip, step if gradients are finite, advance the schedule. Returns the norm before clipping, ``[]``."""
         trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
         optimizer = self.ready_optimizer()
         if scaler is not None:

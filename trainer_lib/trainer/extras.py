@@ -1,8 +1,8 @@
-"""Tensors in a training's state that are neither the model's nor the optimizer's: without pickle, bit for bit.
+"""Tensors in a training's state that belong to neither the model nor the optimizer, saved bit for bit without pickle.
 
 Callbacks may keep some (an average of the weights), and `past_index` keeps what the model remembers of the last batch,
-on every rank its own. What is JSON goes where it always went; a tensor in it is replaced by a reference, and goes to
-the rank's ``extra/rank-00000.safetensors``.
+on each rank its own. JSON values stay in the JSON files; a tensor among them is replaced by a reference, and is written
+to the rank's ``extra/rank-00000.safetensors``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer_lib.errors import DamagedError
 
 
 def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors are added to `tensors`, under names that begin with `name`.
+    """`value` as JSON; its tensors, ``[...]`` of any shape, are added to `tensors` under names that start with `name`.
 
     Raises:
         ConfigError: it holds what is neither JSON, nor a tuple, nor a tensor.
@@ -32,7 +32,7 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """What `encoded` was given, with those of its tensors that were not on the CPU on `device`.
+    """The value that `encoded` received; its tensors ``[...]`` are on the CPU if they were, else on `device`.
 
     Raises:
         DamagedError: it refers to a tensor that is not there.

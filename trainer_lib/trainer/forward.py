@@ -62,7 +62,7 @@ class Forward:
         if isinstance(values, torch.Tensor) or not 0 <= place < len(values):
             count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
             raise ConfigError(
-                f"The model returns {count}: there is no memory at that position.",
+                f"The model returns {count}: none of them is at that position.",
                 field="past_index",
                 value=index,
                 remedy="Count from the loss, which is position 0.",
@@ -89,7 +89,7 @@ class Forward:
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def training_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
-        """The loss, 0-dim, from the Trainer's `compute_loss`; `items_used` says afterwards whether it was divided."""
+        """The loss ``[]`` from the Trainer's `compute_loss`; `items_used` is whether it was divided by the count."""
         trainer, signatures = self._trainer, self._internals.signatures
         loss: torch.Tensor
         self.items_used = False
@@ -104,7 +104,7 @@ class Forward:
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> tuple[Any, Any]:
-        """(loss, outputs): the model's own loss, or `compute_loss_func`'s, or the label smoother's."""
+        """(loss ``[]``, outputs): the model's own loss, or `compute_loss_func`'s, or the label smoother's."""
         trainer, forward = self._trainer, self._internals.facts.forward
         func, smoother, labels = trainer.compute_loss_func, trainer.label_smoother, None
         if isinstance(inputs, MAPPINGS) and (func is not None or smoother is not None):
@@ -164,7 +164,7 @@ class Forward:
     def predict(
         self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, logits, labels) of one batch, as `Trainer.prediction_step` documents them."""
+        """(loss ``[]``, logits, labels ``[batch, ...]``) of one batch; `Trainer.prediction_step` documents them."""
         trainer, names = self._trainer, self._trainer.label_names
         has_labels = isinstance(inputs, MAPPINGS) and bool(names)
         has_labels = has_labels and all(inputs.get(name) is not None for name in names)

@@ -1,8 +1,7 @@
 """Losses and gradient norms of the steps since the last log, kept on the device: nothing waits for it in between.
 
-Per step this costs two list appends. Whoever needs numbers (a log, a save, an evaluation) collects them, which waits
-for the device once. A run that never logs is collected every 1,024 steps, so the lists stay short and non-finite
-steps are noticed.
+A step costs two list appends. A log, a save or an evaluation collects the numbers, which waits for the device once. A
+run that never logs collects them every 1,024 steps, so the lists stay short and non-finite steps are noticed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _LIMIT = 1024
 
 
 class StepHistory:
-    """What the steps since the last log had for loss and gradient norm, and how many were not finite.
+    """Loss and gradient norm of the steps since the last log, and the number of non-finite steps.
 
     Attributes:
-        nonfinite_steps: steps of the whole run whose loss or gradient was NaN or infinite; none of them was taken.
+        nonfinite_steps: steps of the whole run with a NaN or infinite loss or gradient; their updates were skipped.
     """
 
     def __init__(self, strategy: Strategy, *, nonfinite_limit: int) -> None:
@@ -37,17 +36,21 @@ class StepHistory:
         self.nonfinite_steps = 0
 
     def append(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Note a step: this rank's loss, and the gradients' norm, which is the same on every rank."""
+        """Add a step: this rank's loss ``[]``, and the gradients' norm ``[]``, equal on every rank."""
         self._losses.append(loss)
         self._norms.append(norm)
 
     @property
     def full(self) -> bool:
-        """Whether it is time to collect although nobody asks."""
+        """Whether there are enough steps to collect them without a log."""
         return len(self._losses) >= _LIMIT
 
     def collect(self, step: int) -> None:
-        """Bring everything to the host; collective. Raises NonFiniteError after too many such steps in a row."""
+        """Bring all numbers to the host. Collective.
+
+        Raises:
+            NonFiniteError: too many steps in a row were not finite.
+        """
         if not self._losses:
             return
         losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
@@ -75,9 +78,10 @@ class StepHistory:
             self.nonfinite_steps += 1
 
     def take(self, *, hide_nonfinite: bool) -> dict[str, float]:
-        """The log entry of the collected steps, then forgotten: mean loss, last norm, non-finite steps so far.
+        """The log entry of the collected steps, which are then dropped: mean loss, last norm, non-finite steps so far.
 
-        `hide_nonfinite` leaves non-finite losses out of the mean that is displayed; they are counted either way.
+        Args:
+            hide_nonfinite: leave non-finite losses out of the mean; they are counted either way.
         """
         losses = [loss for loss, _ in self._since_log if math.isfinite(loss) or not hide_nonfinite]
         entry = {"loss": sum(losses) / len(losses) if losses else math.nan, "grad_norm": self._since_log[-1][1]}
@@ -93,7 +97,7 @@ class StepHistory:
 
     @property
     def in_trouble(self) -> bool:
-        """Whether the newest collected step was not finite: such a model is never the best."""
+        """Whether the newest collected step was not finite; such a model is never the best."""
         return self._in_a_row > 0
 
     def mean_loss(self) -> float:
@@ -101,7 +105,7 @@ class StepHistory:
         return self._total / self._counted if self._counted else math.nan
 
     def state(self) -> dict[str, Any]:
-        """As JSON; call after `collect`. Non-finite numbers are written as text, which JSON has no number for."""
+        """As JSON; call after `collect`. JSON has no NaN and no infinity, so they are written as text."""
         return {
             "since_log": [[_written(loss), _written(norm)] for loss, norm in self._since_log],
             "total": self._total,
@@ -111,7 +115,7 @@ class StepHistory:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave."""
+        """Restore what `state` returned."""
         self._since_log = [(float(loss), float(norm)) for loss, norm in state.get("since_log", [])]
         self._total = float(state.get("total", 0.0))
         self._counted = int(state.get("counted", 0))

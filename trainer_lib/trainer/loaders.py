@@ -284,9 +284,7 @@ class Loaders:
             named = sets if isinstance(sets, Mapping) else {}
             if given not in named:
                 known = f"There are {', '.join(named)}." if named else "Give eval_dataset as a dict of sets."
-                raise ConfigError(
-                    "There is no evaluation set of that name.", field="eval_dataset", value=given, remedy=known
-                )
+                raise ConfigError("The evaluation set is unknown.", field="eval_dataset", value=given, remedy=known)
             return named[given]
         dataset = sets if given is None else given
         if dataset is None:

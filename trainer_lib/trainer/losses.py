@@ -39,7 +39,7 @@ class LabelSmoother:
 
 
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
-    """The loss in a model's outputs, 0-dim: under "loss" in a mapping, else the first element.
+    """The loss in a model's outputs, ``[]``: under "loss" in a mapping, else the first element.
 
     Raises:
         ConfigError: the outputs hold no loss; the message names what they hold.

@@ -1,7 +1,6 @@
-"""What is particular to models of transformers and peft: their wrappers, their files, what of them is trained.
+"""Models of transformers and peft: their wrappers, their files, and which of their weights are trained.
 
-Neither package is imported here. A model of theirs brought its package along, so it is looked up where it already is;
-without it, no model can be one of theirs.
+Neither package is imported here: a model from one of them has imported it already, so it is in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ def _is_a(model: object, package: str, name: str) -> bool:
 
 
 def is_transformers(model: object) -> bool:
-    """Whether it is a `transformers.PreTrainedModel`."""
+    """Whether a model is a `transformers.PreTrainedModel`."""
     return _is_a(model, "transformers", "PreTrainedModel")
 
 
 def is_peft(model: object) -> bool:
-    """Whether it is a `peft.PeftModel`, a wrapper around a frozen model."""
+    """Whether a model is a `peft.PeftModel`, a wrapper around a frozen model."""
     return _is_a(model, "peft", "PeftModel")
 
 
 def is_adapted(model: object) -> bool:
-    """Whether adapters of peft's are all that is exported of it: a wrapper, or a model with `add_adapter` called."""
+    """Whether only peft adapters of a model are exported: it is a wrapper, or `add_adapter` was called on it."""
     return is_peft(model) or (is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False)))
 
 
@@ -63,14 +62,14 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Whether its weights must stay where they are: quantised by bitsandbytes, or offloaded to host or disk."""
+    """Whether the weights must stay on their devices: quantised by bitsandbytes, or offloaded to host or disk."""
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     method = getattr(model, "quantization_method", None)
     return bool(devices & {"cpu", "disk"}) or str(getattr(method, "value", method)) == "bitsandbytes"
 
 
 def is_spread(model: nn.Module, device: torch.device) -> bool:
-    """Whether its layers lie on several devices, or on one that is not this process's."""
+    """Whether the layers are on several devices, or on one that is not this process's."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
     if len(devices) != 1:
         return len(devices) > 1
@@ -82,14 +81,14 @@ def _as_device(name: Any, kind: str = "cuda") -> torch.device:
 
 
 def refuse_untrainable(model: nn.Module) -> None:
-    """Raise ConfigError for quantised weights with nothing on top that could learn."""
+    """Raise ConfigError for a quantised model without adapters: it has nothing that can be trained."""
     if not getattr(model, "is_quantized", False) or is_adapted(model):
         return
     quantizer = getattr(model, "hf_quantizer", None)
     if getattr(quantizer, "is_qat_trainable", False):
         return
     raise ConfigError(
-        "is quantised: whole numbers have no gradient, so nothing of it can be trained.",
+        "The model is quantised, and whole numbers have no gradient, so it cannot be trained.",
         field="model",
         value=type(model).__name__,
         remedy="Put adapters on top: peft.get_peft_model(model, LoraConfig(...)).",
@@ -100,11 +99,14 @@ def refuse_untrainable(model: nn.Module) -> None:
 
 
 def model_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """What belongs beside the weights of a transformers or peft model, so that its `from_pretrained` loads the folder.
+    """The files beside the weights of a transformers or peft model that its `from_pretrained` needs, by path.
 
     ``config.json``, ``generation_config.json`` and custom code; of a model with adapters everything:
     ``adapter_config.json`` and ``adapter_model.safetensors`` (in a folder of its name for every adapter but "default").
-    Nothing for other models. A model card is left to `create_model_card`, which knows more.
+    Empty for other models. `create_model_card` writes the card.
+
+    Args:
+        state: the model's weights, tensors ``[...]`` by name.
     """
     given: Any = model
     if is_adapted(model):
@@ -129,7 +131,7 @@ def _transformers_files(model: Any) -> dict[str, bytes]:
 
 
 def folder_files(write: Callable[[str], Any]) -> dict[str, bytes]:
-    """The files that `write(folder)` writes, by relative path."""
+    """The files that `write(folder)` writes, as bytes by relative path."""
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         write(folder)
         paths = (path for path in Path(folder).rglob("*") if path.is_file())
@@ -137,8 +139,10 @@ def folder_files(write: Callable[[str], Any]) -> dict[str, bytes]:
 
 
 def in_saving_order(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`state` with tied copies last: the first of several equal names is the one that is stored, and transformers
-    expects it to be the tied weight's source."""
+    """`state`, tensors ``[...]`` by name, with copies of tied weights last.
+
+    The first of several equal tensors is the one that is stored, and transformers expects the source of the tie there.
+    """
     tied: Any = getattr(model, "all_tied_weights_keys", None)
     copies: Collection[str] = tied if isinstance(tied, Mapping) else ()
     return {name: state[name] for name in sorted(state, key=lambda name: name in copies)}
@@ -148,8 +152,11 @@ def in_saving_order(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict
 
 
 def trained_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a model with adapters, what is not the frozen base: adapters (active or not), other trained parameters, and
-    buffers. Everything of any other model."""
+    """The part of `state`, tensors ``[...]`` by name, that a checkpoint holds.
+
+    Of a model with adapters all but the frozen base: adapters (active or not), other trained parameters, and buffers.
+    Everything of any other model.
+    """
     if not _has_adapters(model):
         return dict(state)
     frozen = set(_frozen_names(model))
@@ -177,9 +184,10 @@ def _adapter_prefixes(model: nn.Module) -> Iterator[str]:
 
 
 def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> str | None:
-    """A digest of the frozen base under adapters, from names, shapes and 64 values of each tensor; None without any.
+    """A digest of the frozen base under adapters; None for a model without adapters.
 
-    A checkpoint holds the adapters only. Put on another base they would train on without a word, and wrongly.
+    It covers names, shapes and 64 values of each tensor ``[...]`` of `state`. A checkpoint holds the adapters only: on
+    another base they would train on, wrongly and without a warning.
     """
     if not _has_adapters(model):
         return None
@@ -201,7 +209,8 @@ def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> s
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
     """Switch recomputation on; with adapters, let gradients reach them through the frozen embedding.
 
-    Raises ConfigError when the model offers none, or takes no settings.
+    Raises:
+        ConfigError: the model does not offer it, or does not take the settings.
     """
     enable = checkpointing_switch(model)
     parameters = inspect.signature(enable).parameters
@@ -229,7 +238,7 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
 
 
 def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:
-    """The method of the model that switches recomputation on, by its new or old name. ConfigError when it has none."""
+    """The model's method that switches recomputation on, under its new or old name; ConfigError without one."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         enable: Callable[..., Any] | None = getattr(model, name, None)
         if callable(enable):
@@ -270,7 +279,7 @@ def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
     inner = innermost(model)
     if not is_transformers(inner):
         raise ConfigError(
-            "replaces layers of transformers' models only.",
+            "Liger kernels replace layers of transformers models only.",
             field="use_liger_kernel",
             value=type(inner).__name__,
             remedy="Remove it.",
@@ -279,7 +288,7 @@ def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
         kernels = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
         raise MissingExtraError(
-            f"needs the package liger-kernel ({error}).",
+            f"The package liger-kernel is needed ({error}).",
             field="use_liger_kernel",
             value=True,
             remedy="Install it: pip install liger-kernel.",
@@ -298,7 +307,7 @@ def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
         if name not in options:
             offered = ", ".join(each for each in options if each != "model")
             raise ConfigError(
-                f"There is no such kernel for {kind!r} models.",
+                f"The kernel does not exist for {kind!r} models.",
                 field=f"liger_kernel_config.{name}",
                 remedy=f"There are {offered}.",
             )
@@ -306,15 +315,19 @@ def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
 
 
 def cache_settings(model: nn.Module) -> list[Any]:
-    """The parts of the model's configuration that say whether keys and values are kept (`use_cache`)."""
+    """The parts of the model's configuration that have `use_cache`, the switch that keeps keys and values."""
     config = getattr(model, "config", None)
     return [each for each in (config, getattr(config, "text_config", None)) if hasattr(each, "use_cache")]
 
 
 def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
-    """The layer that turns tokens into vectors: what the model says, or its only `nn.Embedding`.
+    """The layer that turns tokens into vectors: the model's `get_input_embeddings()`, or its only `nn.Embedding`.
 
-    Raises ConfigError when that does not name one; `alpha` is NEFTune's, which it is wanted for.
+    Args:
+        alpha: NEFTune's, for the error.
+
+    Raises:
+        ConfigError: neither gives a layer.
     """
     get = getattr(model, "get_input_embeddings", None)
     found: Any = None
@@ -335,7 +348,11 @@ def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
 
 
 def non_embedding_parameters(model: nn.Module, numel: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Parameters that multiply with every token: all but the embeddings' tables. `numel`: elements of a parameter."""
+    """Number of parameters that multiply with every token: all but the tables of embeddings.
+
+    Args:
+        numel: elements of a parameter ``[...]``; of a sharded one, those of the whole.
+    """
     count = getattr(model, "num_parameters", None)
     if callable(count) and is_transformers(innermost(model)):
         return int(count(exclude_embeddings=True))  # knows how many parameters a quantised byte holds

@@ -1,7 +1,7 @@
-"""`save_on_each_node`: output_dir lies on a disk of each machine's own, so each machine keeps whole checkpoints.
+"""`save_on_each_node`: output_dir is on the local disk of each machine, so each machine keeps whole checkpoints.
 
-The ranks of a machine write and read one folder together: `NodeView` shows them to the checkpoint code as a world of
-their own, whose first rank is the machine's main process. What fails on one machine fails on all, and a run resumes
+The ranks of a machine write and read one folder together: `NodeView` presents them to the checkpoint code as a world of
+their own, whose first rank is the machine's main process. A failure on one machine is raised on all, and a run resumes
 from the newest checkpoint that every machine has.
 """
 
@@ -53,11 +53,11 @@ class NodeView:
         return next(one[1] for one in everyone if one is not None and one[0] == self._node)
 
     def agree(self, error: TrainflowError | None) -> None:
-        """Every rank of every machine raises the first failing rank's error, or none does."""
+        """Raise the first failing rank's error on every rank of every machine; return if no rank failed."""
         self._comm.agree(error)
 
     def any(self, flag: bool) -> bool:
-        """True everywhere when it is true on one rank of any machine."""
+        """Whether `flag` is true on any rank of any machine."""
         return self._comm.any(flag)
 
     def any_later(self, flag: bool) -> Pending:
@@ -69,18 +69,18 @@ class NodeView:
         return self._comm.sum_ints(values)
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all machines."""
+        """Sum of a tensor ``[...]`` over all machines."""
         return self._comm.sum_tensor(tensor)
 
     def twin(self, timeout_s: float) -> Communicator:
-        """The same view over connections of its own."""
+        """A view like this one, over connections of its own."""
         return NodeView(self._comm.twin(timeout_s))
 
 
 def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()) -> str | None:
-    """The URL, on this machine, of the newest checkpoint that every machine has whole; None when there is none.
+    """The URL, on this machine, of the newest checkpoint that is whole on every machine; None without one. Collective.
 
-    Collective. Sizes are compared here, digests when it is loaded; names in `skip` are passed over.
+    Sizes are compared here, digests when the checkpoint is loaded; names in `skip` are ignored.
     """
 
     def steps() -> list[int] | None:

@@ -56,8 +56,8 @@ class Restore:
         """The URL of the checkpoint to resume from, equal on every rank; None for a new start.
 
         Args:
-            given: True = the newest good checkpoint in output_dir, ConfigError if there is none; "auto" = that one, or
-                a new start; a URL = that checkpoint; None = as the arguments ask.
+            given: True = the newest good checkpoint in output_dir, ConfigError if it has none; "auto" = that one, or a
+                new start; a URL = that checkpoint; None = as the arguments ask.
         """
         trainer = self._trainer
         given = trainer.args.resume_from_checkpoint if given is None else given
@@ -72,9 +72,9 @@ class Restore:
         if url is None and given is True:
             foreign = list_foreign(self._internals.checkpoints.root())
             but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
-            remedy = 'Give "auto" to start anew when there is none, or the URL of one.'
+            remedy = 'Give "auto" to start from the beginning when there is none, or the URL of one.'
             raise ConfigError(
-                f"There is no checkpoint in {trainer._get_output_dir(trainer._trial)}{but}.",
+                f"No checkpoint is in {trainer._get_output_dir(trainer._trial)}{but}.",
                 field=_FIELD,
                 value=True,
                 remedy=IMPORT if foreign else remedy,
@@ -196,7 +196,7 @@ class Restore:
                 "The checkpoint holds only a model (save_only_model), which cannot be resumed.",
                 field=_FIELD,
                 value=loaded.url,
-                remedy="Load its weights and start anew, or resume from a whole checkpoint.",
+                remedy="Load its weights and start from the beginning, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
         snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))

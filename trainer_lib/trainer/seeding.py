@@ -19,9 +19,9 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
-    """Seed everything and use deterministic algorithms only; slower, and an error where there is none.
+    """Seed everything and use deterministic algorithms only; slower, and an error for an operation without one.
 
-    Sets CUBLAS_WORKSPACE_CONFIG when it is not set, for torch reads it when the first CUDA product runs
+    Sets CUBLAS_WORKSPACE_CONFIG unless it is set: torch reads it when the first CUDA product runs
     (https://pytorch.org/docs/stable/notes/randomness.html).
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")

@@ -130,7 +130,7 @@ class Snapshots:
     # -- the exported model -------------------------------------------------------------------------------------------
 
     def export(self, output_dir: str | None, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Write the model's files to a folder; `state`: its whole weights, gathered here when None (collective)."""
+        """Write the model's files to a folder; `state`: its whole weights ``[...]`` by name, else gathered here."""
         trainer = self._trainer
         store = Store.open(output_dir or str(trainer.args.output_dir), field="output_dir")
         if state is None:

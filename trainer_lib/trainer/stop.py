@@ -1,8 +1,8 @@
-"""A request to stop: SIGTERM or SIGINT sets a flag; every rank learns of it at the same step boundary.
+"""A request to stop: SIGTERM or SIGINT sets a flag; every rank reads it at the same step boundary.
 
-With one process the flag is read at the boundary, at no cost. With several, each step starts one asynchronous
-all-reduce of one integer on the CPU side of the group and reads it at the step's end: it travels while the step
-computes, and all ranks read the same answer. A request is thus obeyed one step later at most.
+One process reads the flag at the boundary, at no cost. With several, each step starts one asynchronous all-reduce of an
+integer on the CPU side of the process group and reads it when the step ends: the message travels while the step
+computes, and all ranks read one answer. Training stops at most one step after the request.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from trainer_lib.distributed import Communicator, Pending
 
 
 class StopAgreed(Exception):  # control flow inside the Trainer; never leaves it
-    """All ranks know of the request, in the middle of an evaluation."""
+    """All ranks have agreed to stop."""
 
 
 class StopRequest:
-    """Installs the handlers for the length of a `with` block, in the main thread only, and restores the old ones.
+    """Installs signal handlers for a `with` block, in the main thread only, and restores the old ones.
 
-    A second SIGTERM changes nothing: the save under way goes on. A second SIGINT is a KeyboardInterrupt: somebody is at
-    the keyboard and means it; a save cut short is not committed, the one before it is intact.
+    A second SIGTERM changes nothing: the save under way continues. A second SIGINT raises KeyboardInterrupt, because a
+    person at the keyboard wants the program to end: a save that it interrupts is not committed.
+
+    Args:
+        comm: all ranks.
+        on_sigterm: handle SIGTERM as well as SIGINT.
     """
 
     def __init__(self, comm: Communicator, *, on_sigterm: bool = True) -> None:
@@ -52,19 +56,19 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether this process was asked; the others may not know yet."""
+        """Whether this process received a request; other ranks may not know of it yet."""
         return self._requested
 
     def request(self) -> None:
-        """Ask for a stop from within the program."""
+        """Request a stop from within the program."""
         self._requested = True
 
     def begin_step(self) -> None:
-        """Send this rank's flag; collective."""
+        """Start to exchange the flags of all ranks. Collective."""
         self._pending = self._comm.any_later(self._requested)
 
     def agreed(self) -> bool:
-        """Whether to stop, the same on every rank; collective, after `begin_step`."""
+        """Whether to stop, equal on every rank; call it after `begin_step`. Collective."""
         if self._comm.world_size == 1:
             self._agreed = self._requested
         elif self._pending is not None:
@@ -73,7 +77,7 @@ class StopRequest:
         return self._agreed
 
     def check_in_evaluation(self) -> None:
-        """Raise StopAgreed when a rank was asked to stop; collective, between batches of an evaluation."""
+        """Between two batches of an evaluation: raise StopAgreed when any rank received a request. Collective."""
         self._agreed = self._agreed or self._comm.any(self._requested)
         if self._agreed:
             raise StopAgreed

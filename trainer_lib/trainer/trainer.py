@@ -241,7 +241,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
             The best run; with several directions, all runs that no other run beats in every direction.
 
         Raises:
-            ConfigError: there is no `model_init` or no `eval_dataset`, an argument is unknown or refused, or no trial
+            ConfigError: `model_init` or `eval_dataset` is missing, an argument is unknown or refused, or no trial
                 was completed.
             MissingExtraError: optuna is not installed. Errors of a training pass through.
         """

@@ -1,4 +1,4 @@
-"""Bad input that can be known when a Trainer is built: refused there, not at step 1,000."""
+"""Checks when a Trainer is built: bad input is refused there, and not at step 1,000."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer_lib.trainer.signatures import takes
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
-# Arguments that this version does not serve. Accepting one and ignoring it would be a lie.
+# Arguments that this version does not serve: accepting one and ignoring it would mislead.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     "fsdp_config": (
         lambda args: isinstance(args.fsdp_config, str) and not args.fsdp,
@@ -89,7 +89,7 @@ def check_trainer(trainer: TrainerHooks, data_parallel_size: int) -> None:
         raise ConfigError("Both were given.", field="optimizers and optimizer_cls_and_kwargs", remedy="Give one.")
     if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
         raise ConfigError(
-            "holds parameters of a model that model_init makes anew for every training.",
+            "The optimizer holds parameters of another model: model_init makes a new one for every training.",
             field="optimizers",
             remedy="Override create_optimizer, or give optimizer_cls_and_kwargs.",
         )
@@ -149,7 +149,7 @@ def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) 
     if sorts and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
         name = "sortish_sampler" if getattr(args, "sortish_sampler", False) else "train_sampling_strategy"
         raise ConfigError(
-            "cannot sort a stream.",
+            "A stream cannot be sorted by length.",
             field=name,
             value=getattr(args, name),
             remedy="Remove it, or give map-style data.",
@@ -165,7 +165,7 @@ def _check_best_metric(trainer: TrainerHooks) -> None:
     name = args.metric_for_best_model.removeprefix("eval_")
     if sum(name.startswith(f"{one}_") for one in sets) != 1:
         raise ConfigError(
-            "does not say which evaluation set decides.",
+            "The metric does not name the evaluation set that decides.",
             field="metric_for_best_model",
             value=args.metric_for_best_model,
             remedy=f'Name one of {", ".join(sets)}: "eval_{next(iter(sets))}_loss", say.',

@@ -73,7 +73,7 @@ class DataHooks(Protocol):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """(micro-batches of the next step, its target items)."""
+        """(micro-batches of the next step, tensors ``[batch, ...]``; its target items ``[]``)."""
 
 
 class StepHooks(Protocol):
@@ -96,7 +96,7 @@ class StepHooks(Protocol):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch; its part of the step's loss, 0-dim."""
+        """Forward and backward of one micro-batch; its part of the step's loss, ``[]``."""
 
     def compute_loss(
         self,
@@ -105,12 +105,12 @@ class StepHooks(Protocol):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The loss, 0-dim, or (loss, outputs)."""
+        """The loss ``[]``, or (loss, outputs)."""
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """(loss, logits, labels) of one batch."""
+        """(loss ``[]``, logits, labels ``[batch, ...]``) of one batch."""
 
 
 class OptimizationHooks(Protocol):

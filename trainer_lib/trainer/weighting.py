@@ -45,7 +45,7 @@ from trainer_lib.data.loader import TrainSource
 
 
 def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The count as a 0-dim tensor, made on the device: a copy from the host would make the host wait."""
+    """The count as a tensor ``[]``, made on the device: a copy from the host would make the host wait."""
     if isinstance(count, torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return count.as_subclass(torch.Tensor).to(device)
@@ -65,7 +65,7 @@ class CountedItems(torch.Tensor):
 
     @classmethod
     def of(cls, count: int | torch.Tensor, device: torch.device) -> CountedItems:
-        """A new, unused count, 0-dim on the device."""
+        """A new, unused count ``[]`` on the device."""
         return _counted(plain_items(count, device), [])
 
     @property

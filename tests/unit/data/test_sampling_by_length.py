@@ -202,9 +202,9 @@ class _Stream(IterableDataset[Any]):
 
 def test_what_cannot_be_sorted_is_refused_before_the_first_step(tmp_path: Path) -> None:
     grouped: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "max_steps": 2}
-    with pytest.raises(ConfigError, match=r"train_sampling_strategy = .*: cannot sort a stream"):
+    with pytest.raises(ConfigError, match=r"train_sampling_strategy = .*: A stream cannot be sorted"):
         _trainer(tmp_path, _Stream(), **grouped)
-    with pytest.raises(ConfigError, match=r"sortish_sampler = True: cannot sort a stream"):
+    with pytest.raises(ConfigError, match=r"sortish_sampler = True: A stream cannot be sorted"):
         seq2seq_trainer(tmp_path, Copier(), train_dataset=_Stream(), sortish_sampler=True, max_steps=2)
     with pytest.raises(ConfigError, match=r"length_column_name = length: Sorting by length: the samples have neither"):
         _trainer(tmp_path, [{"x": 1}], **grouped).train()

@@ -197,7 +197,7 @@ class Quantised(nn.Linear):
 
 
 def test_quantised_weights_without_adapters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model = Quantised: is quantised: .*get_peft_model"):
+    with pytest.raises(ConfigError, match=r"model = Quantised: The model is quantised, .*get_peft_model"):
         trainer(tmp_path, None, model=Quantised(2, 2))
 
 

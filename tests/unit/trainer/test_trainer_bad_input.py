@@ -41,11 +41,15 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
     (
         {"train": Stream(ROWS), "max_steps": 3, "train_sampling_strategy": "group_by_length"},
         ConfigError,
-        "train_sampling_strategy = group_by_length: cannot sort a stream",
+        "train_sampling_strategy = group_by_length: A stream cannot be sorted",
     ),
     ({"model": nn.Linear(2, 2), "model_init": Classifier}, ConfigError, "model and model_init: Both were given"),
     ({"model": "bert"}, ConfigError, "model = str: The model is not a torch.nn.Module"),
-    ({"model_init": Classifier, "optimizers": (ADAM, None)}, ConfigError, "optimizers: holds parameters of a model"),
+    (
+        {"model_init": Classifier, "optimizers": (ADAM, None)},
+        ConfigError,
+        "The optimizer holds parameters of another model",
+    ),
     (
         {"optimizers": (ADAM, None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
         ConfigError,
@@ -53,7 +57,7 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
     ),
     ({"gradient_checkpointing": True}, ConfigError, "gradient_checkpointing = True: The model has no gradient_ch"),
     ({"neftune_noise_alpha": 1.0}, ConfigError, "neftune_noise_alpha = 1.0: .*Remove it, or give the model get_input"),
-    ({"use_liger_kernel": True}, ConfigError, "use_liger_kernel = Classifier: replaces layers of transformers' models"),
+    ({"use_liger_kernel": True}, ConfigError, "use_liger_kernel = Classifier: Liger kernels replace layers"),
     (
         {"batch_eval_metrics": True, "compute_metrics": lambda p: {}},
         ConfigError,
@@ -67,7 +71,7 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
             "load_best_model_at_end": True,
         },
         ConfigError,
-        r'metric_for_best_model = loss: does not say which .*Name one of a, b: "eval_a_loss"',
+        r'metric_for_best_model = loss: The metric does not .*Name one of a, b: "eval_a_loss"',
     ),
     ({"fsdp": "full_shard"}, ConfigError, "fsdp = 1 process: needs processes .*torchrun"),
     ({"report_to": "wandb"}, ConfigError, "report_to = wandb"),
@@ -201,7 +205,7 @@ def test_evaluation_says_what_it_lacks(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS)
     with pytest.raises(ConfigError, match="eval_dataset: Evaluating needs data"):
         one.evaluate()
-    with pytest.raises(ConfigError, match="eval_dataset = dev: There is no evaluation set of that name"):
+    with pytest.raises(ConfigError, match="eval_dataset = dev: The evaluation set is unknown"):
         one.evaluate("dev")
     with pytest.raises(DataError, match="nothing to evaluate"):
         one.evaluate([])

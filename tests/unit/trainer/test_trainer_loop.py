@@ -181,7 +181,7 @@ def test_noise_on_embeddings_while_training_only(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ the optimizer
 def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, weight_decay=0.1)
-    with pytest.raises(ConfigError, match="There is no optimizer yet"):
+    with pytest.raises(ConfigError, match="The optimizer does not exist yet"):
         one.get_learning_rates()
     one.create_optimizer_and_scheduler(10)
     assert one.get_learning_rates() == [0.01, 0.01]

@@ -145,7 +145,7 @@ class DeepSpeedStrategy(ZeroWeights):
                 f"{kind} does not take it: {error}", field="deepspeed.scheduler.params", value=settings
             ) from error
 
-    def settle(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The engine, and the optimizer over it. Collective."""
         zero_config.check_optimizer(optimizer, self.plan)
         inner = self.unwrap(model)

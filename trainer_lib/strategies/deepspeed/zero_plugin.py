@@ -9,7 +9,7 @@ from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan
 
 
 class ZeroPlugin:
-    """The settled configuration, to be read."""
+    """The resolved configuration, read-only."""
 
     def __init__(self, plan: ZeroPlan, config: Callable[[], dict[str, Any]]) -> None:
         self._plan = plan
