@@ -231,7 +231,7 @@ class Guard:
     def _signal_workers(self, number: int) -> None:
         """Signal the workers themselves: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
 
-        Before any worker has said who it is, everybody gets a SIGTERM (and nobody a SIGUSR1, which would end it).
+        Before any worker has recorded itself, every process gets a SIGTERM, and none a SIGUSR1, which would end it.
         """
         workers = self._workers()
         if not workers and number == signal.SIGTERM:
@@ -240,7 +240,7 @@ class Guard:
             send(process, number)
 
     def _workers(self) -> set[Process]:
-        """The living descendants that have said that they are workers."""
+        """Return the living descendants that have recorded themselves as workers."""
         recorded = {self._recorded(path) for path in self.run_dir.glob("worker-*.pid")}
         return self._living() & {process for process in recorded if process is not None}
 
@@ -263,7 +263,7 @@ class Guard:
         return self.seen
 
     def _anybody_left(self) -> bool:
-        """Bury the dead; keep the command's status. False once no child is left and nobody seen lives on."""
+        """Reap ended children, and keep the command's status. False once no child and no seen descendant is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)

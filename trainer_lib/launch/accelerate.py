@@ -92,21 +92,21 @@ def launch_settings(path: str | None) -> dict[str, Any]:
         raise _refused(
             path, f"num_processes: {total} cannot be shared by num_machines: {machines}", "Give a multiple of it."
         )
-    said: dict[str, Any] = {"processes": total // machines}
+    settings: dict[str, Any] = {"processes": total // machines}
     if machines > 1:
-        said |= {"nodes": machines, "node_rank": int(config.get("machine_rank") or 0)}
+        settings |= {"nodes": machines, "node_rank": int(config.get("machine_rank") or 0)}
         if config.get("main_process_ip"):
-            said["rendezvous"] = f"{config['main_process_ip']}:{config.get('main_process_port') or 29500}"
+            settings["rendezvous"] = f"{config['main_process_ip']}:{config.get('main_process_port') or 29500}"
     ids = config.get("gpu_ids")
     if ids not in (None, "all"):
-        said["devices"] = tuple(int(part) for part in str(ids).split(","))
-    return said
+        settings["devices"] = tuple(int(part) for part in str(ids).split(","))
+    return settings
 
 
 def command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
     """The command line that has `accelerate launch` start `processes` workers."""
     kind = "NO" if path is None else read(path)["distributed_type"]
-    if path is None:  # a file of our own, or it would take the one in the user's home, which nobody named
+    if path is None:  # a file of our own, or it would take the one in the user's home, which the spec does not name
         path = str(run_dir / "accelerate.json")
         own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         Path(path).write_text(json.dumps({**own, "num_machines": 1, "num_processes": processes, "use_cpu": False}))

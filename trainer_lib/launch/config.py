@@ -199,14 +199,14 @@ def _check_environment(config: LaunchConfig) -> None:
 
 def _as_accelerate_says(config: LaunchConfig) -> LaunchConfig:
     """What its configuration file says about processes and machines; a contradiction is refused."""
-    said = accelerate.launch_settings(config.config_file)
-    for name, value in said.items():
+    written = accelerate.launch_settings(config.config_file)
+    for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
         if given not in (default, value):
             raise _refused(
                 name, given, f"{config.config_file} says {value}.", "Remove one of the two, or make them equal."
             )
-    config = replace(config, **said)
+    config = replace(config, **written)
     # Several machines meet as they always do here; the file's other settings have become arguments already.
     return replace(config, kind="torchrun") if config.several_nodes else config
 

@@ -8,7 +8,7 @@
 
 The leading machine runs the pipeline. It opens a store at the rendezvous address for as long as a launch lasts and
 puts the request into it. A following machine waits for such a store, takes the request, starts its workers, and waits
-for the next launch (the leading machine starts again after a lost worker) until it is told that all is done.
+for the next launch (the leading machine starts again after a lost worker) until it reads that all is done.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def follow(
 
     Raises:
         ConfigError: no rendezvous, or bad settings.
-        InfrastructureError: nobody leads there, within `join_timeout_s`.
+        InfrastructureError: no machine leads there within `join_timeout_s`.
         TrainflowError: what ended the training, wherever it happened, when it is not tried again.
     """
     if config.rendezvous is None:
@@ -67,7 +67,7 @@ def follow(
     threads = {**os.environ, **config.env}.get("OMP_NUM_THREADS", "")
     asked = int(threads) if config.threads is None and threads.isdigit() else config.threads
     config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None, threads=asked)
-    # How many workers fit here is seen once the request says whether they use the CPU, and told to both sides.
+    # How many workers fit here is known once the request states whether they use the CPU.
     checked = check(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"

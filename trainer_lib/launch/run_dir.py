@@ -46,7 +46,7 @@ class RunDir:
 
     @classmethod
     def create(cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool]) -> RunDir:
-        """Make one for `request`, once nobody from an earlier, killed launch writes to the same output any more.
+        """Make one for `request`, once no process of an earlier, killed launch writes to the same output.
 
         Raises:
             ConfigError: the temporary folder belongs to somebody else.
@@ -64,7 +64,7 @@ class RunDir:
         return run_dir
 
     def record_process(self, name: str, pid: int) -> None:
-        """Note a process of this launch, so that whoever comes later can name it without mistake."""
+        """Record a process of this launch with its start time, so that a later one with its pid is not taken for it."""
         self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
 
     def processes(self) -> set[Process]:

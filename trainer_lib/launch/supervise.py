@@ -36,7 +36,7 @@ class Ending:
         cancelled: the owner asked for the end.
         hung_s: seconds without progress after which it was ended; None when that was not the reason.
         out_of_memory: the kernel killed something for memory just before.
-        step: the last step that was heard of.
+        step: the last step that an event reported.
         tail: the last lines printed.
     """
 

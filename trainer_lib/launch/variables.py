@@ -64,7 +64,7 @@ def single_process() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port for a launcher that wants to be told one. (Somebody else may take it first: the launch is retried.)"""
+    """Return a free port for a launcher that needs one. Another process may take it first: the launch is retried."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,7 +1,7 @@
 """DeepSpeed's optimizer as an optimizer over the model's own parameters.
 
 Inside, the user's optimizer has flats instead of parameters. Here `param_groups` and `state` look as if it had not been
-taken apart, so that whoever reads a learning rate, saves state by parameter name or puts it back need not know.
+taken apart, so code that reads a learning rate, or saves and restores state by parameter name, need not know.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keeps: whether this rank gets the values of whole state.
     """
 
-    _step_supports_amp_scaling = True  # nobody has to wait for the norm before calling `step`: DeepSpeed looks itself
+    _step_supports_amp_scaling = True  # `step` may be called before the norm is known: DeepSpeed checks it itself
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class StageThree:
             target.narrow(0, 0, part.numel()).copy_(part)
 
     def refresh(self) -> None:
-        """Copy the masters into the parameters' shares; small parameters that stay whole are exchanged anew."""
+        """Copy the masters into the parameters' shares; small parameters that stay whole are exchanged again."""
         zero = self.zero
         zero._partition_all_parameters()
         for index in range(len(zero.fp16_groups)):

@@ -77,7 +77,7 @@ def place(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.dev
 
 
 def without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model on "meta": shapes and no memory. `from_pretrained` of transformers is told so in its own way."""
+    """Build the model on "meta": shapes and no memory. `from_pretrained` of transformers has its own context for it."""
     try:
         with torch.device("meta"):
             return make()
