@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from trainer_lib.data.fetch import Fetch, Keys
 from trainer_lib.data.order import BatchPlan, Order
@@ -258,6 +259,7 @@ class EvalLoader(_SeededLoader):
         start, _ = self.rows
         return self._fetch.__getitems__(Keys(0, np.arange(start, start + 1, dtype=np.int64)))
 
+    @override
     def _read_directly(self) -> Iterator[Any]:
         return self._fetch.read_ahead(self._keys)
 
