@@ -1,4 +1,4 @@
-"""The failure of a script among several processes: torchrun is told its class, field, value and remedy."""
+"""The failure of a script among several processes: torchrun receives its class, field, value and remedy."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_the_number_of_processes_counts_once_it_is_known() -> None:
 def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(ConfigError, match="is no folder") as caught:
+    with pytest.raises(ConfigError, match="is not a folder") as caught:
         zero_config.resolve_config(arguments(nvme(str(file / "swap"))))
     assert caught.value.field == "deepspeed.zero_optimization.offload_optimizer.nvme_path"
     if ctypes.util.find_library("aio") is None:

@@ -54,7 +54,7 @@ def _check_drive(field: str, folder: str) -> None:
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{existing} cannot be written." if existing.is_dir() else f"{existing} is no folder.",
+            f"{existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder.",
             field=f"{field}.nvme_path",
             value=folder,
             remedy="Name a folder on a drive that can be written, or give device: cpu.",

@@ -116,7 +116,7 @@ class ZeroWeights(SingleStrategy):
 
     def _parts(self) -> Partitions:
         if self._partitions is None:
-            raise InfrastructureError("There is no engine: training has not begun.", field="deepspeed")
+            raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
         return self._partitions
 
     def _gather(self, tensors: list[Tensor], **settings: Any) -> Any:

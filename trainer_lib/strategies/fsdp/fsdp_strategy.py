@@ -118,7 +118,7 @@ class FsdpStrategy(SingleStrategy):
             )
 
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """The same module, sharded in place; a sharded one is left as it is."""
+        """Shard the module in place and return it; a sharded one stays as it is."""
         inner = self.unwrap(model)
         if isinstance(inner, FSDPModule):
             return model

@@ -121,7 +121,7 @@ def ignored_parameters(model: nn.Module, patterns: Iterable[str]) -> set[nn.Para
     for name, each in model.named_parameters():
         if each in found and each.requires_grad:
             raise ConfigError(
-                f"{name} is trained, and nobody would exchange its gradient.",
+                f"{name} is trained, but its gradient would not be exchanged.",
                 field="fsdp_config.ignored_modules",
                 value=list(patterns),
                 remedy="Freeze it, or do not ignore it.",
