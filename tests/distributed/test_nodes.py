@@ -48,7 +48,7 @@ def _stopped_and_resumed(folder: str, ranks_per_node: int, damaged: bool) -> tup
         seen.append(int(url.rpartition("-")[2]))
         return begin(url)
 
-    setattr(resumed, "_open_checkpoint", note)  # noqa: B010
+    setattr(resumed._trainflow.restore, "open", note)  # noqa: B010
     resumed.train(resume_from_checkpoint=True)
     files = sorted(path.name for path in (disk / "out").glob("checkpoint-*/rng/*"))
     return final_state(resumed), files, seen[0]
