@@ -171,7 +171,7 @@ class TrainConfig(StageSettings):
             return self
         from trainer_lib.launch import accelerate
 
-        return self.model_copy(update={"args": accelerate.merged(self.args, self.launch.config_file)})
+        return self.model_copy(update={"args": accelerate.merge_arguments(self.args, self.launch.config_file)})
 
 
 class EvaluateConfig(StageSettings):

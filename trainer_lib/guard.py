@@ -69,14 +69,14 @@ def start_time(pid: int) -> str | None:
     return None if row is None or row[2] in "ZX" else row[1]
 
 
-def alive(process: Process) -> bool:
+def is_alive(process: Process) -> bool:
     """Whether this very process, not a later one with its pid, still runs."""
     return start_time(process.pid) == process.start
 
 
-def send(process: Process, number: int) -> None:
+def send_signal(process: Process, number: int) -> None:
     """Signal the process if it is still the same one. (Between look and kill a pid would have to wrap around.)"""
-    if alive(process):
+    if is_alive(process):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 
@@ -139,7 +139,7 @@ class Guard:
         self._hurried = False
         self._pending = b""
 
-    def run(self) -> int:
+    def run_command(self) -> int:
         """Start the command; stay until it and everything it started is gone. Returns the exit code to leave with."""
         wake = self._listen_for_signals()
         self._start()
@@ -226,7 +226,7 @@ class Guard:
             self._hurried = True
             self.deadline = min(self.deadline or 0.0, time.monotonic() + LEFTOVERS_S)
             for process in self._living():
-                send(process, signal.SIGTERM)
+                send_signal(process, signal.SIGTERM)
 
     def _signal_workers(self, number: int) -> None:
         """Signal the workers themselves: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
@@ -237,7 +237,7 @@ class Guard:
         if not workers and number == signal.SIGTERM:
             workers = self._living()
         for process in workers:
-            send(process, number)
+            send_signal(process, number)
 
     def _workers(self) -> set[Process]:
         """Return the living descendants that have recorded themselves as workers."""
@@ -256,10 +256,10 @@ class Guard:
         """SIGKILL every descendant, until none is left: one may fork while we look."""
         self.deadline = time.monotonic() + SNAPSHOT_S
         for process in self._living():
-            send(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)
 
     def _living(self) -> set[Process]:
-        self.seen = {process for process in self.seen if alive(process)} | descendants(os.getpid())
+        self.seen = {process for process in self.seen if is_alive(process)} | descendants(os.getpid())
         return self.seen
 
     def _anybody_left(self) -> bool:
@@ -293,7 +293,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)
-    return Guard(options.run_dir, options.grace, options.command).run()
+    return Guard(options.run_dir, options.grace, options.command).run_command()
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ class Resolver:
         Raises:
             ConfigError: this machine cannot launch it.
         """
-        from trainer_lib.launch import check
+        from trainer_lib.launch import resolve_config
 
         config = settings.to_config()
-        return self._once(("launch", repr(config), str(use_cpu)), lambda: check(config, use_cpu=use_cpu))
+        return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.

@@ -12,7 +12,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt
-from trainer_lib.launch import check, launch, nodes
+from trainer_lib.launch import launch, nodes, resolve_config
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
 R = TypeVar("R")
@@ -67,7 +67,7 @@ def dismiss(settings: LaunchSettings) -> None:
     """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
     config = settings.to_config()
     if config.kind in ("accelerate", "environment") or config.several_nodes:
-        nodes.dismiss(check(config, use_cpu=True))
+        nodes.dismiss(resolve_config(config, use_cpu=True))
 
 
 def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:

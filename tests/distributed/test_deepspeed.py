@@ -162,7 +162,7 @@ def test_it_goes_on_in_another_way(tmp_path: Path) -> None:
         assert run["position"] == whole["position"], name
         for mine, theirs in zip(whole["logs"], run["logs"], strict=True):
             assert mine.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=1e-6), name
-            for key in mine.keys() - {"total_flos"}:  # fillers are work, too
+            for key in mine.keys() - {"total_flos"}:  # dummy batches are work, too
                 assert mine[key] == pytest.approx(theirs[key], rel=2e-5, abs=1e-7), (name, key)
         for key, value in whole["tensors"].items():
             # What nobody uses is left alone by torch's optimizers; under ZeRO it decays, with a gradient of zero. The

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from trainer_lib import guard
-from trainer_lib.guard import Process, alive, descendants, send, start_time
+from trainer_lib.guard import Process, descendants, is_alive, send_signal, start_time
 
 GUARD = [sys.executable, "-I", "-S", guard.__file__]
 
@@ -30,9 +30,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_process_is_its_pid_and_its_start(sleeper: subprocess.Popen[bytes]) -> None:
     start = start_time(sleeper.pid)
     assert start is not None
-    assert alive(Process(sleeper.pid, start))
-    assert not alive(Process(sleeper.pid, "1"))
-    send(Process(sleeper.pid, "1"), signal.SIGKILL)  # a recycled pid: left alone
+    assert is_alive(Process(sleeper.pid, start))
+    assert not is_alive(Process(sleeper.pid, "1"))
+    send_signal(Process(sleeper.pid, "1"), signal.SIGKILL)  # a recycled pid: left alone
     assert sleeper.poll() is None
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)
@@ -48,7 +48,7 @@ def test_descendants_reach_into_other_sessions() -> None:
             time.sleep(0.02)
     finally:
         for process in descendants(shell.pid):  # not all of ours: the session's servers are among them
-            send(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)
         shell.wait()
 
 
@@ -112,6 +112,6 @@ def test_end_of_file_ends_everything_even_without_a_subreaper(tmp_path: Path, su
     process.stdin.close()
     assert process.wait(timeout=20) == 128 + signal.SIGKILL
     deadline = time.monotonic() + 5
-    while any(map(alive, everybody)):
+    while any(map(is_alive, everybody)):
         assert time.monotonic() < deadline, everybody
         time.sleep(0.02)

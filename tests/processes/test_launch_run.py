@@ -218,7 +218,7 @@ def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--quiet"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "trainer_lib.worker"]
     done = subprocess.run([*command, "prepare", str(run_dir.path)], env={**os.environ, "TRAINFLOW_WORLD_SIZE": "2"})
-    [record] = run_dir.errors()
+    [record] = run_dir.read_errors()
     run_dir.remove()
     assert done.returncode != 0
     assert (record["class"], record["field"], record["value"]) == ("ConfigError", "train.launch.processes", "2")

@@ -49,7 +49,7 @@ class Shares(IterableDataset[_Part]):
         micro_batch: samples that a rank computes at once.
         data_parallel_size, rank: the number of ranks that share the stream, and this rank among them.
         seed: seeds the rounds.
-        fillers: give a rank without samples a dummy batch instead of none.
+        dummy_batches: give a rank without samples a dummy batch instead of none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Shares(IterableDataset[_Part]):
         data_parallel_size: int,
         rank: int,
         seed: int,
-        fillers: bool,
+        dummy_batches: bool,
     ) -> None:
         self.stream = stream
         self.collate = collate
@@ -75,7 +75,7 @@ class Shares(IterableDataset[_Part]):
         self._world = data_parallel_size
         self._rank = rank
         self._seed = seed
-        self._fillers = fillers
+        self._dummy_batches = dummy_batches
 
     def __iter__(self) -> Iterator[_Part]:
         worker = torch.utils.data.get_worker_info()
@@ -124,7 +124,7 @@ class Shares(IterableDataset[_Part]):
     def _collate_part(self, unit: list[Any], seed: int) -> _Part:
         first = self._rank * self._micro
         share = unit[first : first + self._micro]
-        if not share and not self._fillers:
+        if not share and not self._dummy_batches:
             return _Part(None, False, len(unit))
         # By the place in the round: otherwise every rank would mask the same tokens.
         places = np.arange(first, first + max(1, len(share)), dtype=np.int64)
@@ -150,7 +150,7 @@ class IterableLoader(DataLoader[Any]):
         seed: int,
         drop_last: bool,
         options: LoaderOptions,
-        fillers: bool = True,
+        dummy_batches: bool = True,
     ) -> None:
         self.shares = Shares(
             dataset,
@@ -160,7 +160,7 @@ class IterableLoader(DataLoader[Any]):
             data_parallel_size=data_parallel_size,
             rank=rank,
             seed=seed,
-            fillers=fillers,
+            dummy_batches=dummy_batches,
         )
         self.global_batch = global_batch
         self.eval_batch_size = micro_batch

@@ -2,8 +2,8 @@
 this very process. Torch-free."""
 
 from trainer_lib.launch.base import launch
-from trainer_lib.launch.config import LaunchConfig, check, from_settings
+from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config
 from trainer_lib.launch.nodes import follow
 from trainer_lib.launch.notebook import notebook_launcher
 
-__all__ = ["LaunchConfig", "check", "follow", "from_settings", "launch", "notebook_launcher"]
+__all__ = ["LaunchConfig", "follow", "from_settings", "launch", "notebook_launcher", "resolve_config"]

@@ -30,7 +30,7 @@ _DEEPSPEED = {
 _FSDP = {"backward_prefetch_policy": "BACKWARD_PREFETCH", "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
 
 
-def read(path: str) -> dict[str, Any]:
+def read_config(path: str) -> dict[str, Any]:
     """A configuration file of `accelerate config`.
 
     Raises:
@@ -50,16 +50,16 @@ def read(path: str) -> dict[str, Any]:
     return {**config, "distributed_type": kind}
 
 
-def merged(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
+def merge_arguments(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
     """Arguments with what the configuration file says about them.
 
     Raises:
         ConfigError: they contradict each other; both values are named.
     """
-    return launched.merge(args, variables(read(path)), prefix=prefix)
+    return launched.merge(args, argument_variables(read_config(path)), prefix=prefix)
 
 
-def variables(config: Mapping[str, Any]) -> dict[str, str]:
+def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
     """The variables that `accelerate launch` sets for this configuration, as far as they concern arguments."""
     found = {"ACCELERATE_MIXED_PRECISION": config.get("mixed_precision")}
     if coerce(config.get("use_cpu") or False, bool, field=f"{_FIELD}: use_cpu"):
@@ -82,11 +82,11 @@ def variables(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: _text(value) for name, value in found.items() if value is not None}
 
 
-def launch_settings(path: str | None) -> dict[str, Any]:
+def read_launch_settings(path: str | None) -> dict[str, Any]:
     """What the configuration file says about processes and machines, by the names of `LaunchConfig`."""
     if path is None:
         return {}
-    config = read(path)
+    config = read_config(path)
     machines, total = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if total % machines:
         raise _refused(
@@ -103,9 +103,9 @@ def launch_settings(path: str | None) -> dict[str, Any]:
     return settings
 
 
-def command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
+def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
     """The command line that has `accelerate launch` start `processes` workers."""
-    kind = "NO" if path is None else read(path)["distributed_type"]
+    kind = "NO" if path is None else read_config(path)["distributed_type"]
     if path is None:  # a file of our own, or it would take the one in the user's home, which the spec does not name
         path = str(run_dir / "accelerate.json")
         own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun
-from trainer_lib.launch.config import LaunchConfig, check, check_rendezvous
-from trainer_lib.launch.failures import failure
+from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
+from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import free_port, single_process, worker_environment
@@ -53,7 +53,7 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    config = check(config, use_cpu=request.use_cpu)
+    config = resolve_config(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
     restarts = 0
     while True:
@@ -78,15 +78,15 @@ def _attempt(
     request: Request[R], config: LaunchConfig, run_dir: RunDir, env: Mapping[str, str], listener: Listener
 ) -> R:
     if config.kind == "in_process":
-        return in_process.run(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
+        return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
     environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
     command = _command(request.verb, config, run_dir, environment)
-    ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run()
+    ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.
-    if result is not None and not run_dir.errors():
+    if result is not None and not run_dir.read_errors():
         return request.read_result(result)
-    raise failure(run_dir, ending, direct=config.kind == "process")
+    raise find_failure(run_dir, ending, direct=config.kind == "process")
 
 
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
@@ -94,12 +94,12 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
     if config.several_nodes:
         check_rendezvous(config)
         nodes.write_settings(run_dir, config)
-        return nodes.command(path)
+        return nodes.build_command(path)
     if config.kind == "torchrun":
-        return torchrun.command(verb, path, processes)
+        return torchrun.build_command(verb, path, processes)
     if config.kind == "accelerate":
         threads = environment["OMP_NUM_THREADS"]
-        return accelerate.command(verb, path, processes, threads, config.config_file, free_port())
+        return accelerate.build_command(verb, path, processes, threads, config.config_file, free_port())
     if config.kind == "deepspeed":
-        return deepspeed.command(verb, path, processes, free_port(), environment)
-    return process.command(verb, path)
+        return deepspeed.build_command(verb, path, processes, free_port(), environment)
+    return process.build_command(verb, path)

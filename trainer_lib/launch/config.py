@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from trainer_lib.arguments import environment
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch import accelerate
-from trainer_lib.launch.devices import check_selection, cores, devices, selection
+from trainer_lib.launch.devices import check_selection, num_cores, num_devices, selection_variables
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS = ("auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment")
@@ -123,7 +123,7 @@ class LaunchConfig:
         return host.strip("[]"), int(port)
 
 
-def check(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConfig:
+def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConfig:
     """The configuration with every "auto" resolved for this machine. Imports no torch, starts nothing.
 
     Args:
@@ -194,12 +194,12 @@ def _check_environment(config: LaunchConfig) -> None:
         raise _refused(
             "devices", list(config.devices), f"env says CUDA_VISIBLE_DEVICES={value} as well.", "Keep one of the two."
         )
-    check_selection({**os.environ, **config.env, **selection(config.devices, config.device_order)})
+    check_selection({**os.environ, **config.env, **selection_variables(config.devices, config.device_order)})
 
 
 def _as_accelerate_says(config: LaunchConfig) -> LaunchConfig:
     """What its configuration file says about processes and machines; a contradiction is refused."""
-    written = accelerate.launch_settings(config.config_file)
+    written = accelerate.read_launch_settings(config.config_file)
     for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
         if given not in (default, value):
@@ -286,14 +286,14 @@ def check_rendezvous(config: LaunchConfig) -> None:
 
 
 def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
-    chosen = selection(config.devices, config.device_order)
-    on_devices = 0 if use_cpu else devices({**os.environ, **config.env, **chosen})
+    chosen = selection_variables(config.devices, config.device_order)
+    on_devices = 0 if use_cpu else num_devices({**os.environ, **config.env, **chosen})
     if config.devices is not None and not use_cpu and on_devices == 0:
         raise _refused("devices", list(config.devices), "there is no CUDA device here.", "Leave it out.")
     if config.processes == "auto":
         if config.kind in ("process", "in_process"):
             return 1
-        return on_devices or min(cores(), 2)
+        return on_devices or min(num_cores(), 2)
     if "TRAINFLOW_LOCAL_RANK" in config.env:
         return config.processes  # one of several on this machine, which something else has counted
     if on_devices and config.processes > on_devices:
@@ -303,12 +303,12 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
             f"this machine offers {on_devices} CUDA device(s), and a process needs one of its own.",
             f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
         )
-    if not on_devices and config.processes > cores():
+    if not on_devices and config.processes > num_cores():
         raise _refused(
             "processes",
             config.processes,
-            f"this process may use {cores()} CPU core(s); more workers than cores only wait for each other.",
-            f"Use at most {cores()}.",
+            f"this process may use {num_cores()} CPU core(s); more workers than cores only wait for each other.",
+            f"Use at most {num_cores()}.",
         )
     return config.processes
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def command(verb: str, run_dir: Path, processes: int, port: int, environment: Mapping[str, str]) -> list[str]:
+def build_command(verb: str, run_dir: Path, processes: int, port: int, environment: Mapping[str, str]) -> list[str]:
     """The command line of DeepSpeed's runner that starts `processes` workers.
 
     Args:

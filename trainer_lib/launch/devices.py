@@ -16,14 +16,14 @@ ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 _NAMED = re.compile(r"(GPU|MIG)-[\w/-]+")
 
 
-def cores() -> int:
+def num_cores() -> int:
     """CPU cores this process may run on (its affinity, not the machine's total)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def devices(environment: Mapping[str, str]) -> int:
+def num_devices(environment: Mapping[str, str]) -> int:
     """CUDA devices a worker started with `environment` would see; 0 means it runs on the CPU.
 
     Counted from the device files the container was given, cut to ``CUDA_VISIBLE_DEVICES``; a CPU build of torch sees
@@ -39,7 +39,7 @@ def devices(environment: Mapping[str, str]) -> int:
     return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
 
 
-def selection(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:
+def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:
     """The variables that select and order devices, as a launch's settings ask for it."""
     variables = {}
     if chosen is not None:

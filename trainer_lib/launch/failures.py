@@ -23,13 +23,13 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
 
 
-def failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
+def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
     """Why a launch gave no result.
 
     Args:
         direct: the guard's command was the only worker itself, not a launcher of workers.
     """
-    records = run_dir.errors()
+    records = run_dir.read_errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
     stopped.sort(key=lambda record: record.get("step") is None)  # a rank stopped twice may know no step
     if ending.hung_s is not None:
@@ -61,7 +61,7 @@ def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
         field="train.launch.timeout_s",
         step=ending.step,
         remedy="The stack of every rank is in the details (--debug). Raise the limit if the work is just slow.",
-        details=run_dir.stacks() or ending.tail,
+        details=run_dir.format_stacks() or ending.tail,
     )
 
 

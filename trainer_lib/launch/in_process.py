@@ -14,7 +14,7 @@ from trainer_lib.requests import Request
 R = TypeVar("R")
 
 
-def run(
+def run_request(
     request: Request[R],
     run_dir: RunDir,
     env: Mapping[str, str],
@@ -28,13 +28,13 @@ def run(
         TrainflowError: its failure.
     """
     worker = importlib.import_module("trainer_lib.worker.session")
-    with environment(env):
+    with set_environment(env):
         result: R = worker.run_here(request, run_dir, on_event)
     return result
 
 
 @contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
+def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """These variables for as long as the block runs."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)

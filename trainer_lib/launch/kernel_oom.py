@@ -12,8 +12,8 @@ SAMPLE_S = 2.0
 class OomWatch:
     """Watches the ``oom_kill`` counters of our control groups (v1 and v2) and of the machine.
 
-    The machine's counter also rises for strangers' processes, so only a rise within the last seconds before a death
-    counts: `tick` is called while the workers run, and `rose` compares against a sample at least `SAMPLE_S` old.
+    The machine's counter also counts other users' processes, so only a rise in the last seconds before a death counts:
+    call `sample_counters` while the workers run; `has_risen` compares with a sample at least `SAMPLE_S` seconds old.
 
     Args:
         root: where /proc and /sys are found (a test puts its own there).
@@ -24,14 +24,14 @@ class OomWatch:
         self._older = self._newer = self._read()
         self._sampled = time.monotonic()
 
-    def tick(self) -> None:
+    def sample_counters(self) -> None:
         """Take a sample when the last one is old enough. Cheap; call it often."""
         now = time.monotonic()
         if now - self._sampled >= SAMPLE_S:
             self._older, self._newer = self._newer, self._read()
             self._sampled = now
 
-    def rose(self) -> bool:
+    def has_risen(self) -> bool:
         """Whether the kernel killed something for memory since the sample before the last."""
         return any(now > before for before, now in zip(self._older, self._read(), strict=True))
 

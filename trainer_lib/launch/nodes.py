@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
-from trainer_lib.launch.config import LaunchConfig, check, check_rendezvous, from_settings
+from trainer_lib.launch.config import LaunchConfig, check_rendezvous, from_settings, resolve_config
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import worker_environment
@@ -30,7 +30,7 @@ SETTINGS = "launch.json"
 NOTHING = "nothing"  # the verb of a launch that only tells the others so
 
 
-def command(run_dir: Path) -> list[str]:
+def build_command(run_dir: Path) -> list[str]:
     """The command line of a machine's agent; whether it leads is among the settings."""
     return [sys.executable, "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
 
@@ -68,14 +68,15 @@ def follow(
     asked = int(threads) if config.threads is None and threads.isdigit() else config.threads
     config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None, threads=asked)
     # How many workers fit here is known once the request states whether they use the CPU.
-    checked = check(dataclasses.replace(config, processes=1))
+    checked = resolve_config(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
     run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
     try:
         write_settings(run_dir, config)
         environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
-        ending = Supervisor(command(run_dir.path), environment, run_dir, config.grace_s, None, listener).run()
+        supervisor = Supervisor(build_command(run_dir.path), environment, run_dir, config.grace_s, None, listener)
+        ending = supervisor.run_command()
         outcome = run_dir.read_json("outcome.json")
     finally:
         run_dir.remove()
@@ -101,12 +102,12 @@ def dismiss(config: LaunchConfig) -> None:
         write_settings(run_dir, config)
         environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
         listener = Listener(lambda line: None, lambda event: None, lambda: False)
-        Supervisor(command(run_dir.path), environment, run_dir, 0.0, None, listener).run()
+        Supervisor(build_command(run_dir.path), environment, run_dir, 0.0, None, listener).run_command()
     finally:
         run_dir.remove()
 
 
-def settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
+def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
     """The settings that `write_settings` left, and the request beside them."""
     run_dir = RunDir(path)
     config, request = run_dir.read_json(SETTINGS), run_dir.read_json("request.json")

@@ -6,6 +6,6 @@ import sys
 from pathlib import Path
 
 
-def command(verb: str, run_dir: Path) -> list[str]:
+def build_command(verb: str, run_dir: Path) -> list[str]:
     """The command line of a single worker."""
     return [sys.executable, "-u", "-m", "trainer_lib.worker", verb, str(run_dir)]

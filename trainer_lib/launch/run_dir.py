@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.guard import Process, alive, send, start_time
+from trainer_lib.guard import Process, is_alive, send_signal, start_time
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a folder without an owner is young, or was left by a crash in the very moment
@@ -67,13 +67,13 @@ class RunDir:
         """Record a process of this launch with its start time, so that a later one with its pid is not taken for it."""
         self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
 
-    def processes(self) -> set[Process]:
+    def find_processes(self) -> set[Process]:
         """The living processes of this launch: those noted here, and those that carry its mark in their environment.
 
         The mark finds a worker's own children, too, when the guard is gone, which knew them all (Linux only).
         """
         noted = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
-        found = {process for process in noted if process is not None and alive(process)}
+        found = {process for process in noted if process is not None and is_alive(process)}
         mark = f"{MARK}={self.path}".encode()
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # it has just ended, or is somebody else's
@@ -94,12 +94,12 @@ class RunDir:
             return None
         return value
 
-    def errors(self) -> list[dict[str, Any]]:
+    def read_errors(self) -> list[dict[str, Any]]:
         """The failure records of all ranks, earliest first."""
         records = [self.read_json(path.name) for path in self.path.glob("error-rank*.json")]
         return sorted((record for record in records if record), key=lambda record: float(record.get("time", 0)))
 
-    def new_events(self) -> list[dict[str, Any]]:
+    def read_new_events(self) -> list[dict[str, Any]]:
         """Events appended since the last call; a line still being written waits for the next."""
         try:
             with (self.path / "events.jsonl").open("rb") as file:
@@ -111,12 +111,12 @@ class RunDir:
         self._events_read += len(complete)
         return [json.loads(line) for line in complete.splitlines()]
 
-    def stacks(self) -> str:
+    def format_stacks(self) -> str:
         """What the ranks wrote when they were asked where they are."""
-        found = sorted(self.stack_files().items(), key=lambda item: int(item[0]))
+        found = sorted(self.read_stacks().items(), key=lambda item: int(item[0]))
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in found)
 
-    def stack_files(self) -> dict[str, str]:
+    def read_stacks(self) -> dict[str, str]:
         """The same by rank, without those that wrote nothing."""
         texts = {path.stem.removeprefix("stack-"): path.read_text(errors="replace") for path in self._stack_paths()}
         return {rank: text for rank, text in texts.items() if text}
@@ -128,11 +128,11 @@ class RunDir:
     def _stack_paths(self) -> list[Path]:
         return [path for path in self.path.glob("stack-*.txt") if path.stem.removeprefix("stack-").isdigit()]
 
-    def ask_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Say that the owner wants to know where every rank is, those of other machines included."""
         self._write("stacks.asked", "")
 
-    def stacks_asked(self) -> bool:
+    def has_stacks_request(self) -> bool:
         """Whether it does."""
         return (self.path / "stacks.asked").exists()
 
@@ -154,11 +154,11 @@ class RunDir:
     def end_processes(self, patience_s: float, should_cancel: Callable[[], bool] = lambda: False) -> None:
         """Wait for every noted process to end by itself, then SIGKILL those that did not."""
         deadline = time.monotonic() + patience_s
-        while self.processes() and time.monotonic() < deadline and not should_cancel():
+        while self.find_processes() and time.monotonic() < deadline and not should_cancel():
             time.sleep(POLL_S)
-        while left := self.processes():
+        while left := self.find_processes():
             for process in left:
-                send(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
             time.sleep(POLL_S)
 
     def keep(self) -> None:
@@ -213,8 +213,8 @@ def _sweep_one(path: Path, same_output: bool, grace_s: float, should_cancel: Cal
     if (path / "keep").exists():
         return
     owner, leftover = read_process(path / "owner.pid"), RunDir(path)
-    if owner is not None and alive(owner):
-        if same_output and leftover.processes():
+    if owner is not None and is_alive(owner):
+        if same_output and leftover.find_processes():
             raise InfrastructureError(
                 f"process {owner.pid} is already at work on this output.",
                 remedy="Wait for it, or end it; then run the same command again.",
@@ -223,5 +223,5 @@ def _sweep_one(path: Path, same_output: bool, grace_s: float, should_cancel: Cal
     if same_output:
         leftover.end_processes(grace_s, should_cancel)
     half_made = owner is None and time.time() - path.stat().st_mtime < HALF_MADE_S
-    if not half_made and not leftover.processes():
+    if not half_made and not leftover.find_processes():
         leftover.remove()

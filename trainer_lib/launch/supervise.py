@@ -86,7 +86,7 @@ class Supervisor:
         self._progressed = time.monotonic()
         self._alone = not (run_dir.path / "launch.json").exists()
 
-    def run(self) -> Ending:
+    def run_command(self) -> Ending:
         """Start the command and stay with it until nothing of it is left."""
         oom = OomWatch()
         arguments = ["--run-dir", str(self._run_dir.path), "--grace", str(self._grace_s), "--", *self._command]
@@ -114,7 +114,7 @@ class Supervisor:
             code=self._guard.returncode,
             cancelled=self._cancelled,
             hung_s=hung_s,
-            out_of_memory=oom.rose(),
+            out_of_memory=oom.has_risen(),
             step=self._step,
             tail="\n".join(self._tail),
         )
@@ -125,7 +125,7 @@ class Supervisor:
         self._progressed = time.monotonic()
         while self._guard.poll() is None:
             self._listen(POLL_S)
-            oom.tick()
+            oom.sample_counters()
             if not self._cancelled and self._listener.should_cancel():
                 self._cancelled = True
                 self._run_dir.mark_cancelled()
@@ -133,7 +133,7 @@ class Supervisor:
             silent_s = time.monotonic() - self._progressed
             if self._timeout_s is not None and hung_s is None and silent_s > self._timeout_s:
                 hung_s = silent_s
-                self._run_dir.ask_stacks()
+                self._run_dir.request_stacks()
                 self._tell("stacks")
                 self._listen_for(STACKS_S if self._alone else NODES_STACKS_S)
                 self._tell("kill")
@@ -153,7 +153,7 @@ class Supervisor:
             else:
                 self._selector.unregister(output)
                 output.close()
-        for event in self._run_dir.new_events():
+        for event in self._run_dir.read_new_events():
             self._progressed = time.monotonic()
             step = event.get("step")
             self._step = step if isinstance(step, int) else self._step

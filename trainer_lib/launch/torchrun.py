@@ -11,6 +11,6 @@ import sys
 from pathlib import Path
 
 
-def command(verb: str, run_dir: Path, processes: int) -> list[str]:
+def build_command(verb: str, run_dir: Path, processes: int) -> list[str]:
     """The command line of the agent that starts `processes` workers."""
     return [sys.executable, "-u", "-m", "trainer_lib.machines.agent", str(processes), verb, str(run_dir)]

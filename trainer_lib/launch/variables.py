@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.devices import cores, selection
+from trainer_lib.launch.devices import num_cores, selection_variables
 
 # What something around us (an enclosing torchrun, accelerate, Slurm) may have left in our environment.
 _FOREIGN = (
@@ -31,7 +31,7 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
         for name, value in os.environ.items()
         if name not in RANK_VARIABLES and not name.startswith(_FOREIGN)
     }
-    environment = {**kept, **config.env, **env, **selection(config.devices, config.device_order)}
+    environment = {**kept, **config.env, **env, **selection_variables(config.devices, config.device_order)}
     environment |= thread_variables(threads_of(config, environment))
     environment["PYTHONSAFEPATH"] = "1"  # a folder in the working directory must not pass for a module of ours
     # torch's C++ side would advise every rank of every run against the search for unused parameters.
@@ -50,7 +50,7 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
 
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
     """CPU threads of each worker."""
-    return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, cores() // int(config.processes)))
+    return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, num_cores() // int(config.processes)))
 
 
 def thread_variables(threads: str) -> dict[str, str]:

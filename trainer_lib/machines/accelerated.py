@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.machines.agent import Deaths
+from trainer_lib.machines.agent import DeathWatch
 
 
 def main(argv: list[str]) -> int:
@@ -26,12 +26,12 @@ def main(argv: list[str]) -> int:
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
     sys.argv = ["accelerate-launch", *options]
-    deaths = Deaths(run_dir)
+    deaths = DeathWatch(run_dir)
     deaths.start()
     try:
         runpy.run_module("accelerate.commands.launch", run_name="__main__")
     except ChildFailedError as error:
-        failures = deaths.endings(error)
+        failures = deaths.describe_endings(error)
     except subprocess.CalledProcessError as error:  # one worker, started without torchrun
         failures = [{"rank": 0, "exitcode": error.returncode, "pid": 0, "time": time.time()}]
     except SignalException as stopped:

@@ -18,7 +18,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from trainer_lib.guard import alive
+from trainer_lib.guard import is_alive
 from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.machines.rendezvous import open_store
 
@@ -63,18 +63,18 @@ def run_workers(
             *("-m", "trainer_lib.worker", verb, str(run_dir.path)),
         ]
     )
-    deaths = Deaths(run_dir)
+    deaths = DeathWatch(run_dir)
     deaths.start()
     try:
         run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        return deaths.endings(error)
+        return deaths.describe_endings(error)
     finally:
         deaths.close()
     return []
 
 
-class Deaths(threading.Thread):
+class DeathWatch(threading.Thread):
     """Notes when each worker died. torchrun gives all the time at which it noticed the first, those included that it
     then ended itself, so from its account alone the one to blame cannot be told."""
 
@@ -89,14 +89,14 @@ class Deaths(threading.Thread):
         while not self._closed.wait(LOOK_S):
             for path in self._run_dir.path.glob("worker-*.pid"):
                 process = read_process(path)
-                if process is not None and not alive(process):
+                if process is not None and not is_alive(process):
                     self._died.setdefault(process.pid, time.time())
 
     def close(self) -> None:
         """Stop looking."""
         self._closed.set()
 
-    def endings(self, error: ChildFailedError) -> list[dict[str, Any]]:
+    def describe_endings(self, error: ChildFailedError) -> list[dict[str, Any]]:
         """How each rank ended that torchrun's failure names."""
         return [
             {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": self._died.get(end.pid, end.timestamp)}

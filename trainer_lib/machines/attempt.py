@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainer_lib.guard import alive, send
+from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulse, Rendezvous
@@ -55,13 +55,13 @@ class Watch(threading.Thread):
 
     def account(self, endings: list[dict[str, Any]], oom: OomWatch) -> dict[str, Any]:
         """Return how this machine's workers ended, without those that this thread ended: they are not a cause."""
-        killed = oom.rose()
+        killed = oom.has_risen()
         host = socket.gethostname()
         kept = [end for end in endings if end["pid"] not in self._ended]
         return {
             "failed": bool(endings),
             "endings": [{**end, "host": host, "out_of_memory": killed} for end in kept],
-            "records": self._run_dir.errors(),
+            "records": self._run_dir.read_errors(),
         }
 
     def _look(self) -> None:
@@ -78,9 +78,9 @@ class Watch(threading.Thread):
             return False
         for path in self._run_dir.path.glob("worker-*.pid"):
             process = read_process(path)
-            if process is not None and alive(process):
+            if process is not None and is_alive(process):
                 self._ended.add(process.pid)
-                send(process, signal.SIGKILL)
+                send_signal(process, signal.SIGKILL)
         return True
 
     def _ask_workers(self) -> None:
@@ -88,7 +88,7 @@ class Watch(threading.Thread):
         for path in self._run_dir.path.glob("worker-*.pid"):
             process = read_process(path)
             if process is not None:
-                send(process, signal.SIGUSR1)
+                send_signal(process, signal.SIGUSR1)
 
 
 class FollowerWatch(Watch):
@@ -115,7 +115,7 @@ class FollowerWatch(Watch):
             self._asked = True
             self._ask_workers()
             time.sleep(STACKS_S)
-            self._rendezvous.set(f"stacks/{self._number}", self._run_dir.stack_files())
+            self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_stacks())
         if self._over_since is not None or self._rendezvous.get("end"):
             self._end_attempt()
 
@@ -163,7 +163,7 @@ class LeaderWatch(Watch):
     @override
     def _look(self) -> None:
         self._read_accounts()
-        if not self._asked and self._run_dir.stacks_asked():
+        if not self._asked and self._run_dir.has_stacks_request():
             self._asked = True
             self._rendezvous.set("stacks", True)
         if self._asked:

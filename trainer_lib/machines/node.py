@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from trainer_lib.arguments import environment
 from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError, from_record
 from trainer_lib.launch import nodes
-from trainer_lib.launch.config import LaunchConfig, check
-from trainer_lib.launch.failures import failure
+from trainer_lib.launch.config import LaunchConfig, resolve_config
+from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Lead or follow, to the end. Returns 0, or 1 after leaving the failure in the run directory."""
     run_dir = RunDir(Path(argv[0]))
     run_dir.record_process("agent", os.getpid())
-    config, request = nodes.settings(run_dir.path)
+    config, request = nodes.read_settings(run_dir.path)
     try:
         return _lead(run_dir, config, request) if nodes.leads(request) else _follow(run_dir, config)
     except SignalException as stopped:
@@ -83,7 +83,7 @@ def _lead(run_dir: RunDir, config: LaunchConfig, request: dict[str, Any]) -> int
     endings = run_workers(
         run_dir, request["verb"], int(config.processes), master=(host, port), nodes=len(followers) + 1, node_rank=0
     )
-    if run_dir.read_json("result.json") is not None and not run_dir.errors():
+    if run_dir.read_json("result.json") is not None and not run_dir.read_errors():
         _publish_outcome(rendezvous, None, len(watch.living()), OUTCOME_S)  # their workers may take a while to leave
         watch.close()
         return 0
@@ -97,7 +97,7 @@ def _why(run_dir: RunDir) -> TrainflowError:
     """Return the failure as the launcher of the leading machine will see it."""
     if run_dir.was_cancelled():
         return Interrupted("The leading machine was asked to stop.", remedy="Run the same commands to go on.")
-    return failure(run_dir, Ending(1, False, None, False, None, ""), direct=False)
+    return find_failure(run_dir, Ending(1, False, None, False, None, ""), direct=False)
 
 
 def _publish_outcome(rendezvous: Rendezvous, error: TrainflowError | None, listeners: int, seconds: float) -> None:
@@ -201,7 +201,7 @@ def _wait_for(rendezvous: Rendezvous, key: str, seconds: float | None = None) ->
 def _processes(config: LaunchConfig, request: dict[str, Any]) -> int:
     """Return how many workers this machine starts, and set the variables that limit their threads."""
     use_cpu = bool(request.get("args", {}).get("use_cpu"))
-    resolved = check(config, use_cpu=use_cpu)
+    resolved = resolve_config(config, use_cpu=use_cpu)
     os.environ.update(thread_variables(threads_of(resolved, {})))
     return int(resolved.processes)
 

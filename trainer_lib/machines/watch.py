@@ -8,7 +8,7 @@ import threading
 
 from typing_extensions import override
 
-from trainer_lib.guard import Process, alive, descendants, send
+from trainer_lib.guard import Process, descendants, is_alive, send_signal
 
 POLL_S = 1.0
 
@@ -30,11 +30,11 @@ class ParentWatch(threading.Thread):
     @override
     def run(self) -> None:
         while not self._done.wait(POLL_S):
-            if os.getppid() != self._parent or (self._guard is not None and not alive(self._guard)):
+            if os.getppid() != self._parent or (self._guard is not None and not is_alive(self._guard)):
                 os.kill(os.getpid(), signal.SIGTERM)
                 if not self._done.wait(self._grace_s):
                     for process in descendants(os.getpid()):
-                        send(process, signal.SIGKILL)
+                        send_signal(process, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
                 return
 

@@ -307,7 +307,7 @@ class Loaders:
                 seed=trainer.args.seed,
                 drop_last=False,
                 options=self._options(training=False),
-                fillers=self._internals.engine.strategy.forward_communicates,
+                dummy_batches=self._internals.engine.strategy.forward_communicates,
             )
         sampler = trainer._get_eval_sampler(dataset)
         if sampler is not None:

@@ -21,7 +21,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from trainer_lib import recipes
 from trainer_lib.agreement import is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
-from trainer_lib.guard import descendants, send
+from trainer_lib.guard import descendants, send_signal
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.records import to_record
@@ -252,5 +252,5 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
     with suppress(OSError):  # the owner may be gone, and the run directory with it
         run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
-        send(process, signal.SIGKILL)
+        send_signal(process, signal.SIGKILL)
     return typed.exit_code

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, accelerate, check, devices
+from trainer_lib.launch import LaunchConfig, accelerate, devices, resolve_config
 
 
 @pytest.fixture
@@ -85,17 +85,17 @@ def written(folder: Path, text: str) -> str:
 
 def test_accelerates_file_for_several_machines(two_cores: None, tmp_path: Path) -> None:
     path = written(tmp_path, NODES)
-    config = check(LaunchConfig(kind="accelerate", config_file=path))
+    config = resolve_config(LaunchConfig(kind="accelerate", config_file=path))
     assert (config.kind, config.nodes, config.node_rank, config.processes) == ("torchrun", 2, 1, 2)
     assert config.rendezvous == "192.168.20.1:9898"
-    assert accelerate.merged({}, path) == {"fp16": True}
+    assert accelerate.merge_arguments({}, path) == {"fp16": True}
 
 
 def test_accelerates_files_for_fsdp_and_deepspeed(two_cores: None, tmp_path: Path) -> None:
     path = written(tmp_path, FSDP)
-    config = check(LaunchConfig(kind="accelerate", config_file=path))
+    config = resolve_config(LaunchConfig(kind="accelerate", config_file=path))
     assert (config.kind, config.processes) == ("accelerate", 2)
-    merged = accelerate.merged({"seed": 1}, path)
+    merged = accelerate.merge_arguments({"seed": 1}, path)
     assert (merged["seed"], merged["bf16"], merged["fsdp"]) == (1, True, "full_shard auto_wrap")
     assert merged["fsdp_config"] == {
         "backward_prefetch": "backward_pre",
@@ -103,14 +103,16 @@ def test_accelerates_files_for_fsdp_and_deepspeed(two_cores: None, tmp_path: Pat
         "state_dict_type": "full_state_dict",
         "transformer_layer_cls_to_wrap": ["BertLayer"],
     }
-    merged = accelerate.merged({}, written(tmp_path, ZERO))
+    merged = accelerate.merge_arguments({}, written(tmp_path, ZERO))
     assert (merged["bf16"], merged["max_grad_norm"]) == (True, 0.7)
     assert merged["deepspeed"]["zero_optimization"] == {
         "stage": 2,
         "offload_optimizer": {"device": "cpu"},
         "offload_param": {"device": "cpu"},
     }
-    assert accelerate.merged({}, written(tmp_path, ZERO_FILE)) == {"deepspeed": "/configs/ds_zero3_config.json"}
+    assert accelerate.merge_arguments({}, written(tmp_path, ZERO_FILE)) == {
+        "deepspeed": "/configs/ds_zero3_config.json"
+    }
 
 
 @pytest.mark.parametrize(
@@ -130,11 +132,11 @@ def test_a_contradiction_with_accelerates_file_is_refused(
 ) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        check(LaunchConfig(**{"kind": "accelerate", "config_file": path, **given}))
+        resolve_config(LaunchConfig(**{"kind": "accelerate", "config_file": path, **given}))
     assert (caught.value.field, caught.value.value) == (f"train.launch.{field}", value or path)
     assert caught.value.remedy is not None
 
 
 def test_a_file_that_is_not_there_is_refused(two_cores: None) -> None:
     with pytest.raises(ConfigError, match=r"train\.launch\.config_file = none\.yaml"):
-        check(LaunchConfig(kind="accelerate", config_file="none.yaml"))
+        resolve_config(LaunchConfig(kind="accelerate", config_file="none.yaml"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, check, deepspeed, devices, from_settings
+from trainer_lib.launch import LaunchConfig, deepspeed, devices, from_settings, resolve_config
 from trainer_lib.launch.config import check_rendezvous
 from trainer_lib.launch.variables import worker_environment
 
@@ -24,33 +24,33 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_is_two_processes_on_two_cores_under_torchrun(two_cores: None) -> None:
-    config = check(LaunchConfig())
+    config = resolve_config(LaunchConfig())
     assert (config.kind, config.processes) == ("torchrun", 2)
 
 
 def test_auto_is_one_plain_process_on_one_core(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
-    config = check(LaunchConfig())
+    config = resolve_config(LaunchConfig())
     assert (config.kind, config.processes) == ("process", 1)
 
 
 @pytest.mark.parametrize("kind", ["process", "in_process"])
 def test_auto_processes_of_a_single_launcher_is_one(two_cores: None, kind: str) -> None:
-    assert check(LaunchConfig(kind=kind)).processes == 1  # type: ignore[arg-type]
+    assert resolve_config(LaunchConfig(kind=kind)).processes == 1  # type: ignore[arg-type]
 
 
 def test_more_processes_than_cores_are_refused(two_cores: None) -> None:
     with pytest.raises(ConfigError, match=r"2 CPU core") as caught:
-        check(LaunchConfig(processes=3))
+        resolve_config(LaunchConfig(processes=3))
     assert (caught.value.field, caught.value.value) == ("train.launch.processes", "3")
     assert caught.value.remedy == "Use at most 2."
 
 
 def test_more_processes_than_devices_are_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.launch.config.devices", lambda environment: 1)
+    monkeypatch.setattr("trainer_lib.launch.config.num_devices", lambda environment: 1)
     with pytest.raises(ConfigError, match=r"1 CUDA device"):
-        check(LaunchConfig(processes=2))
-    assert check(LaunchConfig(processes=2), use_cpu=True).processes == 2
+        resolve_config(LaunchConfig(processes=2))
+    assert resolve_config(LaunchConfig(processes=2), use_cpu=True).processes == 2
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_devices_are_counted_without_torch(
         (tmp_path / name).touch()
     monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-    assert devices.devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
+    assert devices.num_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
 
 
 def test_unknown_launcher_is_refused() -> None:
     with pytest.raises(ConfigError, match="not a launcher") as caught:
-        check(LaunchConfig(kind="mpirun"))  # type: ignore[arg-type]
+        resolve_config(LaunchConfig(kind="mpirun"))  # type: ignore[arg-type]
     assert caught.value.field == "train.launch.kind"
 
 
@@ -76,7 +76,7 @@ def test_unknown_launcher_is_refused() -> None:
 def test_a_launcher_whose_package_is_missing_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=f"kind = {kind}: its launcher belongs to {kind}") as caught:
-        check(LaunchConfig(kind=kind))
+        resolve_config(LaunchConfig(kind=kind))
     assert "pip install" in (caught.value.remedy or "")
 
 
@@ -93,25 +93,25 @@ def test_a_launcher_whose_package_is_missing_is_refused(kind: Any, monkeypatch: 
 )
 def test_senseless_numbers_are_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(replace(LaunchConfig(), **changes))  # type: ignore[arg-type]
+        resolve_config(replace(LaunchConfig(), **changes))  # type: ignore[arg-type]
     assert caught.value.field == f"train.launch.{next(iter(changes))}"
 
 
 def test_single_launcher_with_two_processes_is_refused(two_cores: None) -> None:
     with pytest.raises(ConfigError, match="runs one process"):
-        check(LaunchConfig(kind="process", processes=2))
+        resolve_config(LaunchConfig(kind="process", processes=2))
 
 
 def test_cores_are_shared_out_so_that_load_cannot_change_the_result(
     two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert worker_environment(check(LaunchConfig(processes=2)), {})["OMP_NUM_THREADS"] == "1"
-    one = worker_environment(check(LaunchConfig(processes=1)), {})
+    assert worker_environment(resolve_config(LaunchConfig(processes=2)), {})["OMP_NUM_THREADS"] == "1"
+    one = worker_environment(resolve_config(LaunchConfig(processes=1)), {})
     assert one["OMP_NUM_THREADS"] == one["MKL_NUM_THREADS"] == "2"
-    assert worker_environment(check(LaunchConfig(processes=1, threads=7)), {})["OMP_NUM_THREADS"] == "7"
+    assert worker_environment(resolve_config(LaunchConfig(processes=1, threads=7)), {})["OMP_NUM_THREADS"] == "7"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert worker_environment(check(LaunchConfig(processes=2)), {})["OMP_NUM_THREADS"] == "5"
+    assert worker_environment(resolve_config(LaunchConfig(processes=2)), {})["OMP_NUM_THREADS"] == "5"
 
 
 def test_environment_of_the_caller_comes_last_and_an_outer_torchrun_is_forgotten(
@@ -119,7 +119,7 @@ def test_environment_of_the_caller_comes_last_and_an_outer_torchrun_is_forgotten
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "7")
-    config = check(LaunchConfig(processes=1, env={"A": "config", "B": "config"}))
+    config = resolve_config(LaunchConfig(processes=1, env={"A": "config", "B": "config"}))
     environment = worker_environment(config, {"B": "caller"})
     assert (environment["A"], environment["B"]) == ("config", "caller")
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
@@ -131,11 +131,11 @@ def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypa
     for name in ("ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "SLURM_STEP_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    environment = worker_environment(check(LaunchConfig(processes=1)), {})
+    environment = worker_environment(resolve_config(LaunchConfig(processes=1)), {})
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["SLURM_JOB_ID"]) == ("0", "1", "7")
     assert not [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_", "SLURM_STEP", "SLURM_PROC"))]
     with pytest.raises(ConfigError, match=r"train\.launch\.env = ACCELERATE_MIXED_PRECISION: would change what"):
-        check(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
+        resolve_config(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
 
 
 # ------------------------------------------------------------------------------------------------------------ devices
@@ -148,12 +148,12 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_devices_are_selected_and_ordered(two_devices: None) -> None:
-    config = check(LaunchConfig(devices=(1, 0), device_order="PCI_BUS_ID"))
+    config = resolve_config(LaunchConfig(devices=(1, 0), device_order="PCI_BUS_ID"))
     assert (config.kind, config.processes) == ("torchrun", 2)
     environment = worker_environment(config, {})
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["CUDA_DEVICE_ORDER"]) == ("1,0", "PCI_BUS_ID")
-    assert check(LaunchConfig(devices=(1,))).processes == 1
-    assert check(LaunchConfig(env={"CUDA_VISIBLE_DEVICES": "1"})).processes == 1
+    assert resolve_config(LaunchConfig(devices=(1,))).processes == 1
+    assert resolve_config(LaunchConfig(env={"CUDA_VISIBLE_DEVICES": "1"})).processes == 1
 
 
 @pytest.mark.parametrize(
@@ -171,22 +171,22 @@ def test_devices_that_are_not_there_are_refused(
     two_devices: None, changes: dict[str, Any], field: str, value: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(LaunchConfig(**changes))
+        resolve_config(LaunchConfig(**changes))
     assert (caught.value.field, caught.value.value) == (field, value)
     assert caught.value.remedy is not None
 
 
 def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
-    told = deepspeed.command("train", Path("run"), 2, 1, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
+    told = deepspeed.build_command("train", Path("run"), 2, 1, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
     assert told[told.index("--include") + 1] == "localhost:3,1"
-    told = deepspeed.command("train", Path("run"), 2, 1, {})
+    told = deepspeed.build_command("train", Path("run"), 2, 1, {})
     assert told[told.index("--num_gpus") + 1] == "2"
 
 
 def test_devices_on_a_machine_without_any_are_refused(two_cores: None) -> None:
     with pytest.raises(ConfigError, match=r"train\.launch\.devices = \[0\]: there is no CUDA device here"):
-        check(LaunchConfig(devices=(0,)))
-    assert check(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
+        resolve_config(LaunchConfig(devices=(0,)))
+    assert resolve_config(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
 
 
 # ------------------------------------------------------------------------------------------------------ several nodes
@@ -194,10 +194,10 @@ MEETING = "10.0.0.1:29500"
 
 
 def test_more_nodes_are_configuration_only(two_cores: None) -> None:
-    config = check(LaunchConfig(nodes=2, rendezvous=MEETING))
+    config = resolve_config(LaunchConfig(nodes=2, rendezvous=MEETING))
     assert (config.kind, config.node_range, config.world_size, config.follows) == ("torchrun", (2, 2), 4, False)
     assert config.endpoint == ("10.0.0.1", 29500)
-    elastic = check(LaunchConfig(nodes="1:3", rendezvous="[::1]:7", node_rank=2, processes=1))
+    elastic = resolve_config(LaunchConfig(nodes="1:3", rendezvous="[::1]:7", node_rank=2, processes=1))
     assert (elastic.node_range, elastic.world_size, elastic.follows) == ((1, 3), 3, True)
     assert elastic.endpoint == ("::1", 7)
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(config, {})
@@ -224,7 +224,7 @@ def test_nodes_that_could_not_meet_are_refused(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError) as caught:
-        check(LaunchConfig(**{"rendezvous": MEETING, **changes}))
+        resolve_config(LaunchConfig(**{"rendezvous": MEETING, **changes}))
     assert caught.value.field == f"train.launch.{field}"
     assert caught.value.remedy is not None
 
@@ -255,7 +255,7 @@ SLURM = {
 def test_a_task_per_machine_is_a_node(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}.items():
         monkeypatch.setenv(name, value)
-    config = check(LaunchConfig(kind="environment"))
+    config = resolve_config(LaunchConfig(kind="environment"))
     assert (config.kind, config.nodes, config.node_rank, config.rendezvous) == ("torchrun", 2, 1, "n1:15007")
     assert (config.processes, config.world_size, config.follows) == (2, 4, True)
 
@@ -264,16 +264,16 @@ def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytes
     given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**given, "MASTER_ADDR": "h", "MASTER_PORT": "9"}.items():
         monkeypatch.setenv(name, value)
-    config = check(LaunchConfig(kind="environment"))
+    config = resolve_config(LaunchConfig(kind="environment"))
     assert (config.nodes, config.node_rank, config.rendezvous, config.processes) == (4, 3, "h:9", 1)
     assert worker_environment(config, {})["TRAINFLOW_LOCAL_RANK"] == "1/2"
     with pytest.raises(ConfigError, match=r"train\.launch\.processes = 2: this machine's 2 tasks are one process each"):
-        check(LaunchConfig(kind="environment", processes=2))
+        resolve_config(LaunchConfig(kind="environment", processes=2))
 
 
 def test_nobody_around_is_one_machine(two_cores: None) -> None:
-    assert check(LaunchConfig(kind="environment")).kind == "torchrun"
-    assert not check(LaunchConfig(kind="environment")).several_nodes
+    assert resolve_config(LaunchConfig(kind="environment")).kind == "torchrun"
+    assert not resolve_config(LaunchConfig(kind="environment")).several_nodes
 
 
 def test_settings_as_plain_data_give_the_same_configuration() -> None:

@@ -17,7 +17,7 @@ from trainer_lib.errors import (
     Preempted,
     TrainflowError,
 )
-from trainer_lib.launch.failures import failure
+from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
@@ -44,7 +44,7 @@ def fail(run_dir: RunDir, how: Ending) -> TrainflowError:
     """The failure of a launch under torchrun; the guard saw its command end with code 1."""
     if not (run_dir.path / "guard.json").exists():
         run_dir.write_json("guard.json", {"code": 1})
-    return failure(run_dir, how, direct=False)
+    return find_failure(run_dir, how, direct=False)
 
 
 def record(run_dir: RunDir, rank: int, error: TrainflowError, at: float, *, secondary: bool = False) -> None:
@@ -98,7 +98,7 @@ def test_a_crash_of_native_code(run_dir: RunDir) -> None:
 def test_an_exit_code_without_a_word(run_dir: RunDir) -> None:
     run_dir.write_json("guard.json", {"code": 3})
     assert (
-        failure(run_dir, ending(), direct=True).message
+        find_failure(run_dir, ending(), direct=True).message
         == "rank 0 ended with exit code 3 at step 120 and left no reason."
     )
 
@@ -152,7 +152,7 @@ def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
     record(run_dir, 0, Preempted("Asked to stop."), 9.0)
     if guard is not None:
         run_dir.write_json("guard.json", guard)
-    error = failure(run_dir, ending(code=-9), direct=False)
+    error = find_failure(run_dir, ending(code=-9), direct=False)
     assert isinstance(error, InfrastructureError)
     assert error.message == message
 
@@ -181,10 +181,10 @@ def test_a_rise_of_the_kernels_counter_is_seen(tmp_path: Path, kind: str, monkey
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     watch = OomWatch(tmp_path)
-    assert not watch.rose()
+    assert not watch.has_risen()
     counter.write_text(text.format(5))
-    assert watch.rose()
+    assert watch.has_risen()
     for _ in range(2):  # two samples later it is history: somebody else's, or survived
         now += 3
-        watch.tick()
-    assert not watch.rose()
+        watch.sample_counters()
+    assert not watch.has_risen()

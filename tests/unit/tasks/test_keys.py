@@ -234,8 +234,8 @@ def test_a_key_holds_plain_data_only() -> None:
 def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import trainer_lib.launch.config as launch
 
-    monkeypatch.setattr(launch, "devices", lambda _: 1)
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launch, "num_devices", lambda _: 1)
+    monkeypatch.setattr(launch, "num_cores", lambda: 2)
     config = TrainConfig(args={"use_cpu": True}, launch=LaunchSettings(processes=2))
     assert _keys.train_key(config, at(recipe), DATA).fields["args"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="device"):

@@ -282,7 +282,7 @@ class DeepSpeedStrategy(ZeroWeights):
         """The norm of all gradients; they are scaled to `max_norm` inside of the step that follows."""
         partitions = self._parts()
         partitions.zero.clip_grad = float(max_norm or 0.0)
-        return partitions.norm()
+        return partitions.gradient_norm()
 
     def _step(self) -> bool:
         engine = self._running()

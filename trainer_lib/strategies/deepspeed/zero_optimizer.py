@@ -64,7 +64,7 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
         if not values:
             raise KeyError(parameter)
         return {
-            key: self._kept(self._partitions.whole(given, key)) if _is_divided(value, flat) else _copy(value)
+            key: self._kept(self._partitions.gather_whole(given, key)) if _is_divided(value, flat) else _copy(value)
             for key, value in values.items()
         }
 
@@ -76,7 +76,7 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
             if isinstance(value, Tensor) and value.ndim > 0:
                 if key not in state:
                     state[key] = torch.zeros_like(flat, dtype=value.dtype)
-                self._partitions.put(given, value, key)
+                self._partitions.store_part(given, value, key)
             else:
                 state[key] = _later(state.get(key), _placed(value, flat, self._inner))
 

@@ -35,7 +35,7 @@ def missing_names(optimizer: Any, stage: int) -> list[str]:
 
 
 class Partitions(Protocol):
-    """The parts that this process holds. `whole` and `refresh` are collective, the rest is not."""
+    """The parts that this process holds. Collective: `gather_whole`, `refresh_model` and `gradient_norm`."""
 
     zero: Any
 
@@ -48,16 +48,16 @@ class Partitions(Protocol):
     def flats(self) -> Sequence[torch.Tensor]:
         """All flats of this rank."""
 
-    def whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+    def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """The master, or the optimizer's state `key` of it: fp32, in the parameter's shape."""
 
-    def put(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Keep this rank's part of a whole value."""
 
-    def refresh(self) -> None:
+    def refresh_model(self) -> None:
         """Let the model compute with what the masters are now."""
 
-    def norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         """L2 norm of all gradients of the step, 0-dim; NaN when it is not finite. Collective."""
 
 
@@ -83,7 +83,7 @@ class StagesOneTwo:
         """One of each group."""
         return list(self.zero.single_partition_of_fp32_groups)
 
-    def whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+    def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """Summed over ranks, of which all but the holders add zeros."""
         given: Any = parameter
         if key is not None:
@@ -93,7 +93,7 @@ class StagesOneTwo:
         whole: torch.Tensor = given.get_full_hp_param(key)
         return whole
 
-    def put(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Copy the part that lies in this rank's flat."""
         given: Any = parameter
         mapping = given._hp_mapping
@@ -106,13 +106,13 @@ class StagesOneTwo:
         with torch.no_grad():
             target.narrow(0, place.start, place.numel).copy_(part)
 
-    def refresh(self) -> None:
+    def refresh_model(self) -> None:
         """Copy the masters into the model's tensors and exchange those."""
         self.zero.update_lp_params()
         for index in range(len(self.zero.bit16_groups)):
             self.zero._update_model_bit16_weights(index)
 
-    def norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         """DeepSpeed's own, which says -1 for what is not finite."""
         self.zero._wait_for_offload_copies()
         return _clean(self.zero.scaled_global_norm(), self.zero.loss_scale)
@@ -140,12 +140,12 @@ class StageThree:
         """One of each sub-group."""
         return list(self.zero.fp32_partitioned_groups_flat)
 
-    def whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+    def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """Gathered from all ranks."""
         whole: torch.Tensor = self.zero.get_full_hp_param(parameter, key)
         return whole
 
-    def put(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
+    def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Copy this rank's share: all ranks' shares are equal, the last one ends in padding."""
         _, start, length = self._place(parameter)
         flat = self.flat_of(parameter)
@@ -156,7 +156,7 @@ class StageThree:
             target.zero_()
             target.narrow(0, 0, part.numel()).copy_(part)
 
-    def refresh(self) -> None:
+    def refresh_model(self) -> None:
         """Copy the masters into the parameters' shares; small parameters that stay whole are exchanged again."""
         zero = self.zero
         zero._partition_all_parameters()
@@ -165,7 +165,7 @@ class StageThree:
         if len(zero.persistent_parameters) > 0:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
-    def norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         """Of the groups' norms."""
         return _clean(self._combine(self.zero._get_norm_groups()), self.zero.loss_scale)
 

@@ -51,10 +51,10 @@ class ZeroWeights(SingleStrategy):
     def _whole(self, value: Tensor) -> Tensor:
         divided = hasattr(value, "ds_id")
         if id(value) in self._trained and (divided or self._mixed):
-            return _off(self._parts().whole(value), self._keeps)  # type: ignore[arg-type]
+            return _detach(self._parts().gather_whole(value), self._keeps)  # type: ignore[arg-type]
         if divided:
             with self._gather([value]):
-                return _off(value, self._keeps)
+                return _detach(value, self._keeps)
         return value.detach()
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -75,11 +75,11 @@ class ZeroWeights(SingleStrategy):
             value = state[name]
             self._load(own[first], value)
             if self._partitions is not None and id(own[first]) in self._trained:
-                self._partitions.put(own[first], value)  # type: ignore[arg-type]
+                self._partitions.store_part(own[first], value)  # type: ignore[arg-type]
             elif self._mixed and isinstance(own[first], nn.Parameter):
                 self._masters[first] = value  # until there is an optimizer that keeps it
         if self._partitions is not None:
-            self._partitions.refresh()
+            self._partitions.refresh_model()
 
     def _load(self, target: Tensor, value: Tensor) -> None:
         with torch.no_grad():
@@ -98,8 +98,8 @@ class ZeroWeights(SingleStrategy):
         partitions = self._parts()
         for name, each in model.named_parameters():
             if id(each) in self._trained and name in kept:
-                partitions.put(each, kept[name])
-        partitions.refresh()
+                partitions.store_part(each, kept[name])
+        partitions.refresh_model()
 
     def held_bytes(self, model: nn.Module) -> dict[str, int]:
         """Bytes that this process holds: of parameters (between steps), and of masters with the optimizer's state."""
@@ -153,6 +153,6 @@ def _shape(value: Tensor) -> tuple[int, ...]:
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
-def _off(value: Tensor, keeps: bool) -> Tensor:
+def _detach(value: Tensor, keeps: bool) -> Tensor:
     detached = value.detach()
     return detached.to("cpu", copy=True) if keeps else torch.empty_like(detached, device="meta")

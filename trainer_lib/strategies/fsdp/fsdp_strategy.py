@@ -37,14 +37,14 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
 from trainer_lib.strategies.fsdp.placing import (
     all_tensors,
-    formats,
-    keep_name,
-    mesh_of,
-    offloading,
-    place,
-    without_values,
+    build_mesh,
+    build_without_values,
+    mixed_precision,
+    offload_policy,
+    place_tensors,
+    restore_class_name,
 )
-from trainer_lib.strategies.fsdp.units import find_units, ignored_parameters, recompute
+from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations
 from trainer_lib.strategies.single import SingleStrategy, refuse_others
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class FsdpStrategy(SingleStrategy):
         self._finds_unused = bool(args.ddp_find_unused_parameters)
         if comm.world_size == 1:
             _form_world_of_one(device)
-        self._mesh = mesh_of(settings, device, comm)
+        self._mesh = build_mesh(settings, device, comm)
         self._names: dict[int, str] = {}
 
     # -- the model ----------------------------------------------------------------------------------------------------
@@ -101,14 +101,14 @@ class FsdpStrategy(SingleStrategy):
         """`make()`; with cpu_ram_efficient_loading without values (on "meta") on all ranks but the first."""
         if not self.settings.cpu_ram_efficient_loading or self.comm.rank == 0:
             return make()
-        return without_values(make)
+        return build_without_values(make)
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that cannot be sharded as asked."""
         if isinstance(model, FSDPModule):
             return
         find_units(model, self.settings)
-        ignored_parameters(model, self.settings.ignored_modules)
+        find_ignored(model, self.settings.ignored_modules)
         if not self.settings.cpu_ram_efficient_loading and any(each.is_meta for each in model.parameters()):
             raise ConfigError(
                 "The model has no values.",
@@ -137,25 +137,25 @@ class FsdpStrategy(SingleStrategy):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         settings = self.settings
         units = find_units(model, settings)
-        ignored = ignored_parameters(model, settings.ignored_modules)
+        ignored = find_ignored(model, settings.ignored_modules)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": formats(settings),
-            "offload_policy": offloading(settings, self.device),
+            "mp_policy": mixed_precision(settings),
+            "offload_policy": offload_policy(settings, self.device),
             "ignored_params": ignored,
         }
         for unit in units:
             if settings.activation_checkpointing:
-                recompute(unit)
+                recompute_activations(unit)
             fully_shard(unit, reshard_after_forward=settings.reshards, **options)
         # The whole's own part is needed at both ends of the backward: torch keeps it, unless it is all there is.
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
         parts = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for part in parts:
-            keep_name(part)
-        place(model, ignored, self.device, offload=settings.offload)
+            restore_class_name(part)
+        place_tensors(model, ignored, self.device, offload=settings.offload)
         if settings.sync_module_states:
             self._take_values(model, first)
         self._order_gathering(model, [each for each in parts if each is not model])

@@ -24,7 +24,7 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def mesh_of(settings: FsdpSettings, device: torch.device, comm: Communicator) -> DeviceMesh:
+def build_mesh(settings: FsdpSettings, device: torch.device, comm: Communicator) -> DeviceMesh:
     """Processes in rows that hold the same, and columns that share one copy."""
     world = comm.world_size
     if settings.mode in ("full_shard", "shard_grad_op"):
@@ -44,7 +44,7 @@ def mesh_of(settings: FsdpSettings, device: torch.device, comm: Communicator) ->
     return init_device_mesh(device.type, (world // group, group), mesh_dim_names=("replicate", "shard"))
 
 
-def formats(settings: FsdpSettings) -> MixedPrecisionPolicy:
+def mixed_precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
     """What parameters are gathered and gradients exchanged in, as torch wants it."""
     param, reduce = settings.param_dtype, settings.reduce_dtype
     return MixedPrecisionPolicy(
@@ -53,18 +53,18 @@ def formats(settings: FsdpSettings) -> MixedPrecisionPolicy:
     )
 
 
-def offloading(settings: FsdpSettings, device: torch.device) -> OffloadPolicy:
+def offload_policy(settings: FsdpSettings, device: torch.device) -> OffloadPolicy:
     """Whether rows live on the host, as torch wants it."""
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
 
 
-def keep_name(part: nn.Module) -> None:
+def restore_class_name(part: nn.Module) -> None:
     """torch puts a class of its own in front of the module's: let it go by the user's name, as configurations will."""
     made, own = type(part), type(part).__mro__[2]
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
-def place(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
+def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
     """Memory for what had no values, and the device for what sharding left where it was."""
     if any(tensor.is_meta for tensor in all_tensors(model).values()):
         model.to_empty(device="cpu" if offload else device)
@@ -76,7 +76,7 @@ def place(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.dev
                 setattr(module, name, buffer.to(device))
 
 
-def without_values(make: Callable[[], nn.Module]) -> nn.Module:
+def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
     """Build the model on "meta": shapes and no memory. `from_pretrained` of transformers has its own context for it."""
     try:
         with torch.device("meta"):

@@ -101,7 +101,7 @@ def _shared_beyond(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def ignored_parameters(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]:
+def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]:
     """Parameters left whole on every process: those of modules whose names match, and frozen ones without a dimension.
 
     Raises ConfigError for a pattern that matches nothing, and for a trainable parameter among them: its gradient would
@@ -136,7 +136,7 @@ def ignored_parameters(model: nn.Module, patterns: Iterable[str]) -> set[nn.Para
     return found
 
 
-def recompute(module: nn.Module) -> None:
+def recompute_activations(module: nn.Module) -> None:
     """Let a module keep its inputs only, and compute its activations again in the backward.
 
     Its forward alone is wrapped: hooks on the module, which gather its parameters, stay outside.
