@@ -113,11 +113,6 @@ def test_nothing_is_left_unfinished_and_no_path_of_somebodys_machine_is_named() 
 # prescribes, `base` for the protocol of a room, and a stage's verb, which names a task and a file of the worker.
 REPEATED_FREELY = {"__init__", "__main__", "base"}
 ROOMS_OF_VERBS = {"tasks", "trainer_lib/worker"}
-#: Names still found twice, with a note for the owner. The table only shrinks: a rename removes its line.
-STILL_REPEATED = {
-    "devices": "launch/devices chooses GPUs: another name",
-    "proof": "flows/cli/proof and worker/proof",
-}
 
 
 def _repeated() -> set[str]:
@@ -128,9 +123,4 @@ def _repeated() -> set[str]:
 
 
 def test_no_two_modules_have_one_file_name() -> None:
-    new = _repeated() - set(STILL_REPEATED)
-    assert new == set(), "an editor shows both under this name: rename one after what it holds"
-
-
-def test_names_that_are_no_longer_repeated_leave_the_list() -> None:
-    assert set(STILL_REPEATED) - _repeated() == set()
+    assert _repeated() == set(), "an editor shows both under this name: rename one after what it holds"

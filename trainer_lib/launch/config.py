@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from trainer_lib.arguments import environment
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch import accelerate
-from trainer_lib.launch.devices import check_selection, num_cores, num_devices, selection_variables
+from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS = ("auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.devices import num_cores, selection_variables
+from trainer_lib.launch.gpu_selection import num_cores, selection_variables
 
 # What something around us (an enclosing torchrun, accelerate, Slurm) may have left in our environment.
 _FOREIGN = (

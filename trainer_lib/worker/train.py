@@ -16,7 +16,7 @@ from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
-from trainer_lib.worker.proof import proof_callbacks
+from trainer_lib.worker.resume_proof import proof_callbacks
 from trainer_lib.worker.session import Work
 
 MODEL = "model"

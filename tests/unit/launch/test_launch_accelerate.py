@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, accelerate, devices, resolve_config
+from trainer_lib.launch import LaunchConfig, accelerate, gpu_selection, resolve_config
 
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: False)
 
 
 NODES = """

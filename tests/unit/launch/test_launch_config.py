@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, deepspeed, devices, from_settings, resolve_config
+from trainer_lib.launch import LaunchConfig, deepspeed, from_settings, gpu_selection, resolve_config
 from trainer_lib.launch.config import check_rendezvous
 from trainer_lib.launch.variables import worker_environment
 
@@ -20,7 +20,7 @@ from trainer_lib.launch.variables import worker_environment
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: False)
 
 
 def test_auto_is_two_processes_on_two_cores_under_torchrun(two_cores: None) -> None:
@@ -61,9 +61,9 @@ def test_devices_are_counted_without_torch(
 ) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
-    assert devices.num_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
+    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
+    assert gpu_selection.num_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
 
 
 def test_unknown_launcher_is_refused() -> None:
@@ -143,8 +143,8 @@ def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypa
 def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
 
 
 def test_devices_are_selected_and_ordered(two_devices: None) -> None:
