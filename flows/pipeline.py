@@ -51,6 +51,7 @@ def pipeline(
     Raises:
         TrainflowError: the failure that ended the run; its `partial_result` is the `PipelineResult` so far.
     """
+    # Made before the plan: a spec that is refused here has a result, too.
     result = PipelineResult(spec.name, "", spec.storage)
     try:
         plan = Plan.of(spec, only=only, start=start, force=force or (), debug=debug)
@@ -62,6 +63,7 @@ def pipeline(
         result.error = error
         error.partial_result = result
         if isinstance(error, Interrupted):
+            # Returned, not raised: Prefect would record a raised exception as Failed.
             return Cancelled(message=error.message, data=error)
         raise
     return result
@@ -83,6 +85,7 @@ def run_pipeline(
     """
     with quiet_failures(not debug):
         state = pipeline(spec, only=only, start=start, force=list(force), debug=debug, return_state=True)
+    # Three things come back: the result, the error that a Cancelled or Failed state holds, or a bug's exception.
     ended: Any = state.result(raise_on_failure=False)
     if isinstance(ended, TrainflowError) and isinstance(ended.partial_result, PipelineResult):
         return ended.partial_result

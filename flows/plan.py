@@ -132,6 +132,7 @@ class Plan:
         forced = {require_stage(name, "--force") for name in force} - {None}
         if spec.root is None:
             spec = spec.model_copy(update={"root": str(find_root(spec.recipe))})
+        # The resolver that read the spec has parsed most of this already.
         resolver = spec.resolver
         checks.check_spec(spec, resolver)
         context = StageContext(
@@ -149,6 +150,7 @@ class Plan:
     @cached_property
     def pipeline_key(self) -> str:
         """What a run of this spec is found again by: everything in it that is known before any stage has run."""
+        # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
         unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
         fields = {name: self.key_of(name, unknown).digest for name in self.stages}
         return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
@@ -194,6 +196,7 @@ class Plan:
         row = find_stage(first) if first is not None else None
         if row is None:
             return
+        # Its direct inputs are enough: one counts as committed only when those before it are.
         for name in row.inputs.values():
             reason = self.reasons.get(name)
             if reason is not None and not reason.hit:
@@ -225,6 +228,7 @@ class Plan:
 
     def _explain(self, name: str, committed: Mapping[str, StageManifest]) -> StageReason:
         inputs = self.stages[name].stage.inputs.values()
+        # Without the content of its inputs the stage's key is not known.
         missing = [each for each in inputs if each in self.stages and each not in committed]
         if missing:
             return StageReason(name, False, f"{missing[0]} runs first; if its result is the same, this is kept")

@@ -125,6 +125,7 @@ class _Proof:
     def make_record(self) -> dict[str, Any]:
         """Train without and with an interruption, compare, and seal what was found."""
         self._say("training without an interruption")
+        # First, because its number of steps decides where the other one is stopped.
         whole = self._train("whole")
         steps = whole.global_step
         at = self._stop_at(steps)
@@ -132,6 +133,7 @@ class _Proof:
         self._stop(at)
         self._say("resuming")
         resumed = self._train("resumed")
+        # After a SIGKILL before the first save there is none: training then begins again, which is a proof as well.
         if resumed.resumed_from is None and not self._question.kill:
             raise InfrastructureError("The stopped training left no checkpoint to resume from.", field="resumed")
         self._say("comparing")
@@ -167,6 +169,7 @@ class _Proof:
         from tasks.prepare_data import prepare_data
 
         self._say("preparing the data")
+        # `.fn` runs it without Prefect: a proof needs neither a server nor retries.
         return prepare_data.fn(self._spec.prepare, self._context)
 
     def _train(self, name: str, proof: Proof = Proof()) -> TrainResult:  # noqa: B008 - frozen
@@ -186,6 +189,7 @@ class _Proof:
     def _stop(self, at: int) -> None:
         try:
             self._train("resumed", Proof(stop_at=at, kill=self._question.kill))
+        # A killed worker is a lost one; that is what was asked for.
         except InfrastructureError:
             if not self._question.kill:
                 raise
@@ -214,6 +218,7 @@ class _Proof:
     def _launched(self, request: Request[R], attempt: StageAttempt, **launch: Any) -> R:
         from tasks.stage.worker import launch_request
 
+        # No restarts: the launcher would finish the training that the proof has stopped.
         settings = dataclasses.replace(self._spec.train.launch, max_restarts=0, **launch)
         return launch_request(request, settings, self._context, attempt)
 
@@ -231,6 +236,7 @@ class _Proof:
                 "The training has no step before its last one.", field="--steps", value=steps, remedy="Train more."
             )
         interval = TrainingArguments.from_dict(self._arguments()).save_steps
+        # As in TrainingArguments, a number below 1 is a share of all steps.
         interval = int(interval) if interval >= 1 else max(1, int(steps * interval))
         middle = max(1, min(interval, steps) // 2)
         # A training killed in the first save interval has no checkpoint; in the second one it resumes from the first.
@@ -296,6 +302,7 @@ def _beyond(at: int, steps: int) -> ConfigError:
 def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with its time and, last, its seal."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    # Through JSON, because the seal must cover what a reader of the file gets: lists for tuples, texts for keys.
     whole = json.loads(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
     return {**whole, "seal": _digest(whole)}
 

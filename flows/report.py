@@ -126,6 +126,7 @@ def _draw(title: str, curves: Mapping[str, Series]) -> Chart:
             for index, points in enumerate(curves.values()):
                 kept = _thinned(points)
                 steps = [step for step, _ in kept]
+                # Matplotlib leaves a gap for NaN; an infinity would stretch the axis.
                 values = [value if math.isfinite(value) else math.nan for _, value in kept]
                 marker = "o" if len(kept) < 40 else ""
                 axes.plot(steps, values, color=_SERIES[index % COLORS], linewidth=1.6, marker=marker, markersize=3)
@@ -137,6 +138,7 @@ def _draw(title: str, curves: Mapping[str, Series]) -> Chart:
                 spine.set_visible(side in {"left", "bottom"})
                 spine.set_color(_LINE)
             buffer = io.StringIO()
+            # Matplotlib would write the date, and equal curves would be different files.
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             FigureCanvasSVG(figure).print_figure(buffer, format="svg", metadata=no_metadata)
     legend = [(index % COLORS + 1, key, _shown(points[-1][1])) for index, (key, points) in enumerate(curves.items())]
@@ -161,6 +163,7 @@ def _thinned(points: Series) -> Series:
     """At most `MAX_POINTS` of them, the last one included. Values that are not finite are kept, so they show."""
     if len(points) <= MAX_POINTS:
         return points
+    # Rounded up, or there would be more than MAX_POINTS.
     stride = math.ceil(len(points) / MAX_POINTS)
     last = len(points) - 1
     return [p for i, p in enumerate(points) if i % stride == 0 or i == last or not math.isfinite(p[1])]
@@ -227,6 +230,7 @@ def _link(url: str | None, result: Mapping[str, Any]) -> str | None:
     report = str(result.get("report_url") or "")
     if scheme or urlsplit(report).scheme or not posixpath.isabs(url) or not posixpath.isabs(report):
         return None
+    # Quoted, as it becomes an address: a folder's name may hold a space or '#'.
     return quote(posixpath.relpath(url, posixpath.dirname(report)))
 
 

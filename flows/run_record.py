@@ -62,6 +62,7 @@ class RunRecord:
         try:
             self._open_tracking()
         except BaseException:
+            # Python calls no `__exit__` after an `__enter__` that raised.
             tracking.finish(self.handle, "FAILED")
             raise
         return self
@@ -72,11 +73,13 @@ class RunRecord:
         if isinstance(error, TrainflowError):
             self.result.error = error
         status = "FINISHED" if error is None else "FAILED"
+        # Ctrl-C outside of a stage comes as KeyboardInterrupt, which is not an Exception.
         if error is not None and (isinstance(error, Interrupted) or not isinstance(error, Exception)):
             status = "KILLED"
         self.result.seconds = round(time.monotonic() - self._start_s, 3)
         try:
             self._write_report()
+            # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             if self.handle is not None or self._record.get("status") == "RUNNING":
                 self._write_record(status)
         except StorageError as unwritten:
@@ -89,6 +92,7 @@ class RunRecord:
     def _open_tracking(self) -> None:
         plan, spec = self.plan, self.plan.spec
         wanted = {name: reason for name, reason in plan.reasons.items() if plan.is_wanted(name)}
+        # A finished run that could not reach MLflow then gets its MLflow run now.
         has_run = self._record.get("mlflow_run_id") is not None or not spec.tracking.enabled
         finished = self._record.get("status") == "FINISHED"
         self.result.mlflow_run_id = self._record.get("mlflow_run_id")
@@ -103,6 +107,7 @@ class RunRecord:
             name=spec.name,
             pipeline_key=plan.pipeline_key,
             params=_params(spec),
+            # A finished run is history: what runs now gets an MLflow run of its own.
             resume=not finished,
             tags={**spec.tracking.tags, **_origin(reason.manifest for reason in wanted.values())},
             project=Path(spec.root or "."),
@@ -118,6 +123,7 @@ class RunRecord:
     def _write_report(self) -> None:
         url = f"{self.folder.url}/{_REPORT}"  # its links are relative to where it lies
         self.result.report_url = url
+        # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(_REPORT):
             return
         result = {**self.result.to_dict(), "started": self._started}

@@ -33,6 +33,7 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
     run = _StageRun(plan, record)
     for group in plan.groups():
         for name in group:
+            # First: what a stage that runs here takes may be the committed result of one that does not.
             if not plan.is_wanted(name):
                 run.leave_out(name)
         wanted = [plan.stages[name] for name in group if plan.is_wanted(name)]
@@ -103,6 +104,7 @@ class _StageRun:
     def _note_ends(self, plans: Sequence[StagePlan], states: Sequence[State[Any]], started: datetime) -> None:
         """Note how each stage ended; then raise the first failure."""
         failures: list[tuple[str, BaseException]] = []
+        # Not strict: a signal may come before every stage was submitted.
         for plan, state in zip(plans, states, strict=False):
             ended = state.result(raise_on_failure=False)
             if isinstance(ended, StageManifest):
@@ -118,6 +120,7 @@ class _StageRun:
         cached = state.name == "Cached"
         reason = f"committed {manifest.created}" if cached else manifest.reason
         status: Status = "cached" if cached else "ran"
+        # The state's own time: of stages that run together the shorter one waited for the other.
         seconds = (state.timestamp - started).total_seconds()
         self._note(plan.stage.name, status, reason, max(seconds, 0.0), manifest)
         self._keep(manifest, ran=not cached)
@@ -134,6 +137,7 @@ class _StageRun:
         if self._handle is None:
             return
         facts = (each.facts for each in self._manifests.values())
+        # Evaluation and publication belong to the step at which training ended.
         step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
         track_stage(self._handle, manifest, step=step or 0)
         self._plan.stages[manifest.stage].stage.track(self._handle, manifest, ran)
@@ -148,7 +152,7 @@ class _StageRun:
 
     def _skip_rest(self, why: str) -> None:
         for name in stage_names():
-            if self._result.outcome(name) is None:
+            if self._result.outcome(name) is None:  # also of stages that no group has reached
                 self._note(name, "skipped", why)
 
     def _note(

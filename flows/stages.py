@@ -98,6 +98,7 @@ def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
 
 _DATA_AND_MODEL = {"data": "prepare-data", "model": "train"}
 
+# `config` goes through functions, not names: evaluate and predict fill in what the spec left to train.
 TABLE: tuple[Stage, ...] = (
     Stage(
         name="prepare-data",

@@ -36,6 +36,7 @@ class _AffectsMark:
 def setting(*, affects: Affects, **field: Any) -> Any:
     """Declare a setting of a stage: a pydantic `Field`, with what it can change."""
     info = Field(**field)
+    # Not `json_schema_extra`: Prefect's form, which is drawn from the schema, would show it.
     info.metadata.append(_AffectsMark(affects))
     return info
 
@@ -76,6 +77,7 @@ class LaunchSettings(LaunchConfig):
 
     def on_one_machine(self) -> LaunchSettings:
         """These settings, for a stage that runs on one machine."""
+        # Both take the number of machines from their environment, which may name several.
         kind = "auto" if self.kind in ("accelerate", "environment") else self.kind
         return replace(self, nodes=1, node_rank=None, rendezvous=None, config_file=None, kind=kind)
 

@@ -23,6 +23,7 @@ from trainer_lib.storage import FileEntry, Store
 
 STAGE = "push-to-hub"
 MODEL = "model/"
+# A file of the model with such a name would take the place of what the publication writes itself.
 _MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json"}
 _KEY_BYTES = 16 << 20
 
@@ -48,6 +49,7 @@ def push_to_hub(
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     content = _content(config, name, inputs)
+    # The key has its own form of this, without the storage's path (`publish_key`).
     to = config.to or Store.open(context.storage).child("hub", name).url
     key = publish_key(config, context, data, model, evaluation)
 
@@ -133,6 +135,7 @@ def _arguments(model: StageManifest) -> dict[str, Any]:
 
     try:
         record = json.loads(model.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))
+        # The key holds what the training resolved to; the spec may hold less.
         used = dict(record["fields"]["args"])
     except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
         return {}
@@ -142,6 +145,7 @@ def _arguments(model: StageManifest) -> dict[str, Any]:
 
 
 def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:
+    # NaN and infinity are not JSON, and other programs read this file.
     strict = {
         split: {name: value if math.isfinite(value) else str(value) for name, value in sorted(values.items())}
         for split, values in metrics.items()

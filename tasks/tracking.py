@@ -169,6 +169,7 @@ def log_metrics(handle: RunHandle | None, metrics: Mapping[str, float], step: in
         with contextlib.suppress(Exception):  # out of reach: everything goes to the spool
             known = {
                 metric.key: metric.value
+                # From the proto: `data.metrics` has values without their steps.
                 for metric in _client(handle.tracking_uri).get_run(handle.run_id).data.to_proto().metrics
                 if metric.step == step
             }
@@ -214,6 +215,7 @@ def log_file(handle: RunHandle | None, content: bytes | str | Path, artifact_pat
             shutil.copyfile(content, target)
         else:
             target.write_bytes(content.encode() if isinstance(content, str) else content)
+        # MLflow takes None for the root, not ".".
         folder = None if path.parent == PurePosixPath() else str(path.parent)
         _client(handle.tracking_uri).log_artifact(handle.run_id, str(target), folder)
 
@@ -303,7 +305,9 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _unfinished(client: MlflowClient, experiment: str, pipeline_key: str) -> str | None:
+    # Stripped, because a quote in it would change the query.
     query = f"tags.`{KEY_TAG}` = '{re.sub('[^0-9A-Za-z_.-]', '', pipeline_key)}'"
+    # The newest run whatever its status: an old unfinished one behind a finished one is not taken up again.
     newest = client.search_runs([experiment], query, order_by=["attributes.start_time DESC"], max_results=1)
     return str(newest[0].info.run_id) if newest and newest[0].info.status != "FINISHED" else None
 
@@ -339,6 +343,7 @@ def _never_failing(uri: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # One warning per outage: a server that is away would otherwise be reported at every point.
         if uri not in _silenced:
             _silenced.add(uri)
             line = first_line(error)

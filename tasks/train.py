@@ -39,6 +39,7 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
     key = train_key(config, context, data)
     halvings = max_halvings(parsed.per_device_train_batch_size)
     manifest = run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
+    # The result was cached, so no launch came: machines that wait to take part would wait until their timeout.
     if not attempts:
         dismiss(config.launch)
     return manifest
@@ -75,5 +76,6 @@ def _train(
 def _arguments(context: StageContext, config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:
     """The arguments of this attempt: the same global batch, however far memory reaches and many machines come."""
     processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
+    # A range of machines ("2:4").
     varies = ":" in str(config.launch.nodes)
     return halve_training_batch(config.args, halvings, world_size=processes, varies=varies)

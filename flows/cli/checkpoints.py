@@ -124,6 +124,7 @@ def import_(
 
 def _function(text: str) -> tuple[RecipeFile, str]:
     """The file and the function that ``FILE.py:FUNCTION`` names."""
+    # From the right: the path itself may hold a colon.
     path, _, name = text.rpartition(":")
     file = Path(path).expanduser().absolute()
     if not name.isidentifier() or not file.is_file():

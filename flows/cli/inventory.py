@@ -92,6 +92,7 @@ def find(url: str) -> list[Entry]:
     store = Store.open(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
     if store.exists(COMMIT) or (parse_step(name) is not None and store.children()):
+        # The newest checkpoint of the run records which one is best; for one checkpoint alone that is not looked up.
         return [_entry(Store.open(parent or "/"), name, None)]
     found = [entry for root in roots(store) for entry in _entries(root)]
     if not found:
@@ -135,6 +136,7 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
             return Entry(root, name, info.step, state, info, problems, info.step == best, using)
     except DamagedError as error:
         return Entry(root, name, step, "damaged", problems=(f"{COMMIT}: {error.message}",))
+    # No commit, but a note: a resume found it damaged and withdrew its commit.
     if store.exists(DAMAGED):
         return Entry(root, name, step, "damaged", problems=(f"set aside, see {DAMAGED}",))
     known = recognise_folder(store) if is_foreign(store.children()) else None
@@ -154,6 +156,7 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
             if info is not None and info.commit.entry(_STATE) is not None:
                 state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT))
                 best = state.get("best_global_step") if isinstance(state, dict) else None
+                # Not isinstance: True is an int, and the file may come from anywhere.
                 return best if type(best) is int else None
         except (DamagedError, ValueError):
             continue
@@ -202,6 +205,7 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
         best = {entry.name for entry in entries.values() if entry.best}
         old = list_excess(root, keep=keep, protect=best)
         doomed += [Victim(entries[info.name], f"beyond the newest {keep}") for info in old]
+        # The stage's lease lies beside `checkpoints/`: while it is held, an uncommitted folder may be a save under way.
         if find_holder(Store.open(root.url.rpartition("/")[0] or "/")) is None:
             left = (entry for entry in entries.values() if entry.state == "uncommitted")
             doomed += [Victim(entry, "left by an interrupted save") for entry in left]

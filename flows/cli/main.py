@@ -49,6 +49,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the failure's documented code; no traceback unless ``--debug``."""
     given = list(sys.argv[1:] if argv is None else argv)
+    # From the words themselves: where a failure is caught, the command's parsed options are out of reach.
     debug, as_json = "--debug" in given, "--json" in given
     try:
         app(args=given, prog_name="trainflow")
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         terminal.show(presentation.failure(error, debug=debug), stderr=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of our output (head, less) has ended
+        # Otherwise the interpreter, which flushes stdout at its end, complains about the same pipe.
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
@@ -103,6 +105,7 @@ def run(
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [], Resolver())
+    # A machine that only takes part starts no engine and writes no record.
     if (follower := follower_config(parsed)) is not None:
         follow(follower, terminal.console(stderr=as_json))
         return

@@ -147,7 +147,9 @@ def save_details(details: str) -> Path | None:
     folder = state / "trainflow" / "failures"
     path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.txt"
     try:
+        # Private: a traceback may quote the user's data.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The names begin with the time, so sorted is oldest first.
         for old in sorted(folder.glob("*.txt"))[: -_KEPT_FAILURES + 1]:
             old.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:

@@ -67,6 +67,7 @@ def _leave_at_once() -> NoReturn:
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Install the handlers inside the block; a signal that is ignored from the start (nohup) stays ignored."""
+    # Python lets only the main thread set handlers; a notebook may call a command from another one.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -125,6 +125,7 @@ class PlainDisplay:
 
     def _change(self, name: str, event: Event) -> None:
         stage = self._stages[name]
+        # The last step may have come within the five seconds in which nothing is printed.
         if stage.is_through and self._printed.get(name, (0.0, ""))[1] != stage.text:
             self._print(name, stage.text)
         stage.take(event)
@@ -202,6 +203,7 @@ class LiveDisplay:
         if not self._stages:
             return Columns([_SPINNER, Text("looking at what is there", "dim")])
         table = Table.grid(padding=(0, 1))
+        # A copy: this is drawn by rich's thread, while events of new stages come in others.
         for name, stage in list(self._stages.items()):
             table.add_row(*(_running_row(name, stage) if stage.status == "started" else _other_row(name, stage)))
         return table
@@ -248,6 +250,7 @@ class _Warnings(logging.Handler):
         """Show one record."""
         if record.name.startswith("prefect"):
             return
+        # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
             self._display.say(f"{record.levelname.lower()}: {record.getMessage()}")
 
@@ -255,6 +258,7 @@ class _Warnings(logging.Handler):
 @contextlib.contextmanager
 def logs(display: Display, *, debug: bool) -> Iterator[None]:
     """Inside the block warnings go to the display and Prefect's log to its API only; with `debug` it stays visible."""
+    # Now, so that Prefect's console handler is among those removed; the flow would install it in mid-run.
     set_up_logging()
     root = logging.getLogger()
     before = list(root.handlers)

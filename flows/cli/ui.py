@@ -147,6 +147,7 @@ def _guarded(place: TrackingPlace, port: int, folder: Path) -> Iterator[subproce
 
 def _checked(port: int | None) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # A port in TIME_WAIT counts as free: servers bind it with this option, too.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port or 0))
@@ -188,6 +189,7 @@ def page(address: str, experiment: str | None) -> str:
         found = [experiment_id] if (experiment_id := _experiment_id(address, experiment)) else []
         searched = found or ([] if experiment else _all_experiments(address))
         run = _newest_run(address, searched)
+    # The start page is always there; a deep link is a convenience.
     except (OSError, ValueError, KeyError, http.client.HTTPException):
         return address
     if run is not None:
@@ -228,6 +230,7 @@ def _request(address: str, method: str, path: str, body: dict[str, Any] | None =
         data = answer.read()
         if answer.status != http.HTTPStatus.OK:
             return None
+        # /health answers "OK", which is not JSON.
         return dict(json.loads(data)) if data.startswith(b"{") else {}
     finally:
         connection.close()

@@ -177,6 +177,7 @@ class _Membership:
     def __init__(self, settings: Settings) -> None:
         self._timeout_s = max(_START_S, settings.server.ephemeral.startup_timeout_seconds)
         self._deadline = time.monotonic() + self._timeout_s
+        # Settings of a profile or of prefect.toml are in no environment variable, and the server must share them.
         self._environ = {**os.environ, **settings.to_environment_variables(exclude_unset=True)}
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = _private_folder(settings)

@@ -263,6 +263,7 @@ def _forget_planned_runs(name: str) -> None:
         its_own = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
         kept = 0
         while runs := client.read_flow_runs(flow_run_filter=planned, deployment_filter=its_own, offset=kept, limit=200):
+            # Deleted runs move the following page up; only those that stay have to be skipped.
             kept += sum(not run.auto_scheduled for run in runs)
             for run in runs:
                 if run.auto_scheduled:
@@ -286,5 +287,6 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
         paused=False,
         **more,
     )
+    # Prefect derives it from the flow, `flows.pipeline.pipeline`; a run must enter through the prepared process.
     deployment.entrypoint = _ENTRYPOINT
     return deployment

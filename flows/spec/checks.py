@@ -34,6 +34,7 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
         name = key.rsplit(".", 1)[-1]
         variable = secrets.variable_for(name) if secrets.is_secret_name(name) else None
         if variable is None and secrets.holds_known_token(value):
+            # A known token is refused under any name: `options.note=hf_...` leaks it just as well.
             variable = "HF_TOKEN" if "hf_" in value else "the one its client reads"
         if variable is not None:
             raise ConfigError(
@@ -65,6 +66,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     from tasks.stage import sources
     from tasks.stage.closure import top_level_names
 
+    # Also without a stage that uses it: the record keeps the pipeline's recipe.
     resolver.closure(spec.recipe, spec.root)
     for stage in all_stages():
         own = getattr(stage.config(spec), "recipe", None)
@@ -91,6 +93,7 @@ def _check_storage(spec: PipelineSpec) -> None:
             raise ConfigError(
                 "The storage is a file, not a folder.", field="storage", value=spec.storage, remedy="Choose a folder."
             )
+    # Opening a store checks the form of its URL; nothing is read.
     if spec.publish.enabled and spec.publish.to and not spec.publish.to.startswith("hf://"):
         Store.open(spec.publish.to, field="publish.to")
     if not spec.storage.startswith("memory://"):
@@ -149,6 +152,7 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
 
 
 def _require_one_machine(settings: LaunchSettings, field: str) -> None:
+    # `nodes` may be a range ("2:4"), so it is compared as text.
     if str(settings.nodes) != "1" or settings.kind == "environment":
         name = "nodes" if str(settings.nodes) != "1" else "kind"
         raise ConfigError(

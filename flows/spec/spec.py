@@ -30,6 +30,7 @@ from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
 
+# Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
 _PATHS = (
     *("recipe", "root", "storage", "prepare.sources", "publish.to"),
     *("prepare.recipe", "train.recipe", "evaluate.recipe", "predict.recipe", "train.launch.config_file"),
@@ -96,6 +97,7 @@ class PipelineSpec(Settings):
     def with_resolver(self, resolver: Resolver) -> PipelineSpec:
         """A copy that carries `resolver` to the plan of this command."""
         copy = self.model_copy()
+        # A private attribute can be set although the spec is frozen; it is in no dump and in no key.
         copy._resolver = resolver
         return copy
 
@@ -125,6 +127,7 @@ class _Source:
             if prefix in self.lines:
                 return f"{self.path}, line {self.lines[prefix]}"
         below = any(name.startswith(f"{key}.") for name in self.overridden)
+        # An error about `train` as a whole may come from `train.args.seed=x` on the command line.
         return "on the command line" if below else str(self.path)
 
     def locate(self, error: ConfigError) -> ConfigError:
@@ -154,6 +157,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
         _checks.refuse_secrets(raw)
         _resolve_paths(raw, path.absolute().parent, source.overridden)
         spec = parse_spec(raw)
+        # Before the check: accelerate's file may name arguments that are then checked like the spec's own.
         spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
         spec = spec if resolver is None else spec.with_resolver(resolver)
         spec.check()
@@ -190,8 +194,10 @@ def _override(raw: dict[str, Any], text: str) -> str:
     place: Any = raw
     for depth, part in enumerate(parts[:-1], start=1):
         inner = place.setdefault(part, {})
+        # `train:` with nothing below it is None in YAML.
         if inner is None:
             inner = place[part] = {}
+        # The spec may name a launcher alone (`launch: torchrun`); its settings can be overridden all the same.
         elif part == "launch" and isinstance(inner, str):
             inner = place[part] = {"kind": inner}
         if not isinstance(inner, dict):
@@ -206,7 +212,7 @@ def _override(raw: dict[str, Any], text: str) -> str:
         place[parts[-1]] = parse_override_value(value_text.strip())
     except ValueError as error:
         raise ConfigError(
-            f"Not a value: {error} (on the command line).",
+            f"This is not a value: {error} (on the command line).",
             field=key,
             value=value_text,
             remedy="Quote it for the shell.",
@@ -216,6 +222,7 @@ def _override(raw: dict[str, Any], text: str) -> str:
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:
     """Make the spec's own paths absolute, in place."""
+    # The default is a relative path, too, and starts from the spec's folder.
     raw.setdefault("storage", PipelineSpec.model_fields["storage"].default)
     for key in _PATHS:
         base = Path.cwd() if key in overridden else folder
@@ -245,6 +252,7 @@ def _translated(error: ValidationError, raw: Mapping[str, Any]) -> ConfigError:
     for item in error.errors(include_url=False):
         context = item.get("ctx", {})
         location = list(item["loc"])
+        # Our own error type (tasks.configs): its location is the mapping, and the key is in the context.
         if item["type"] == "unknown_key":
             location.append(context["key"])
             message, remedy = "Unknown key.", str(context["hint"])
@@ -253,6 +261,7 @@ def _translated(error: ValidationError, raw: Mapping[str, Any]) -> ConfigError:
         else:
             message, remedy = f"{item['msg']}.", "Correct the value."
         key, value = _follow(raw, location)
+        # A union reports one finding per member for the same key.
         found.setdefault(key, []).append((message, remedy))
         values[key] = value
     key, findings = next(iter(found.items()))

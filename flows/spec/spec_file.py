@@ -45,10 +45,12 @@ def parse_override_value(text: str) -> Any:
 def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(f"Larger than {MAX_BYTES} bytes.", field=str(path), remedy="A spec is a small text file.")
+            raise ConfigError(
+                f"The file is larger than {MAX_BYTES} bytes.", field=str(path), remedy="A spec is a small text file."
+            )
         return path.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError("Not UTF-8 text.", field=str(path), remedy="Save it as UTF-8.") from error
+        raise ConfigError("The file is not UTF-8 text.", field=str(path), remedy="Save it as UTF-8.") from error
     except OSError as error:
         reason = {2: "There is no such file.", 21: "This is a folder, not a file."}.get(
             error.errno or 0, str(error.strerror)
@@ -60,6 +62,7 @@ def _load_json(path: Path, text: str) -> Any:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in items]
         for key in keys:
+            # json.loads would keep the last one in silence; YAML refuses this by itself.
             if keys.count(key) > 1:
                 raise ConfigError(f"The key '{key}' is given twice.", field=str(path), remedy="Remove one of the two.")
         return dict(items)
@@ -68,7 +71,9 @@ def _load_json(path: Path, text: str) -> Any:
         return json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"Not valid JSON: {error.msg}.", field=f"{path}, line {error.lineno}", remedy="Correct the file."
+            f"The file is not valid JSON: {error.msg}.",
+            field=f"{path}, line {error.lineno}",
+            remedy="Correct the file.",
         ) from error
 
 
@@ -77,5 +82,7 @@ def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
         data, lines = parse_yaml_with_lines(text)
     except YamlProblem as error:
         where = str(path) if error.line is None else f"{path}, line {error.line}"
-        raise ConfigError(f"Not valid YAML: {error.problem}.", field=where, remedy="Correct the file.") from error
+        raise ConfigError(
+            f"The file is not valid YAML: {error.problem}.", field=where, remedy="Correct the file."
+        ) from error
     return ({} if data is None else data), lines

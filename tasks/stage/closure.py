@@ -18,6 +18,7 @@ from pathlib import Path
 
 from trainer_lib.errors import ConfigError
 
+# A change of trainer_lib that changes numbers raises `keys.NUMERICS` instead.
 _OURS = {"flows", "tasks", "trainer_lib"}
 _READS_DOCSTRINGS = {"__doc__", "getdoc"}
 _MAX_BYTES = 16 << 20
@@ -73,12 +74,14 @@ def top_level_names(path: Path) -> set[str] | None:
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            # Its body is left out: names in there are local.
             names.add(node.name)
             continue
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        # Also below `if`, `try` and `with`: a name defined there is a name of the module.
         waiting.extend(ast.iter_child_nodes(node))
     return None if "*" in names else names
 
@@ -100,6 +103,7 @@ class _Walk:
             name = self._name(path)
             if name in self.digests:
                 continue
+            # Before the read: a change in between then makes the closure stale, not wrong.
             self.marks[path] = _mark(path)
             tree = _parse(path, self.field)
             self.digests[name] = _digest(tree)
@@ -143,6 +147,7 @@ class _Walk:
     def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
         """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""
         own = place / "__init__.py"
+        # A relative import runs the package's __init__ as well; the root itself is not a package.
         if place != self.root and own.is_file():
             yield own
         for depth in range(1, len(parts) + 1):
@@ -202,6 +207,7 @@ def _parse(path: Path, field: str) -> ast.Module:
             value=str(path),
             remedy="Correct the file.",
         ) from error
+    # A null byte, and an expression nested deeper than the parser goes.
     except (ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(
             f"The file is not valid Python: {error}.", field=field, value=str(path), remedy="Correct it."
@@ -220,6 +226,7 @@ def _digest(tree: ast.Module) -> str:
     )
     digest = hashlib.sha256()
     for part in _canonical(tree, keep_docstrings):
+        # A string literal may hold a lone surrogate.
         digest.update(part.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -229,6 +236,7 @@ def _canonical(value: object, keep_docstrings: bool) -> Iterator[str]:
     if isinstance(value, ast.AST):
         yield f"({type(value).__name__}"
         for name, inner in ast.iter_fields(value):
+            # Absent fields are left out, because newer Pythons add some; in a Constant, None is the value.
             if inner is None and not isinstance(value, ast.Constant):
                 continue
             if inner == [] or name in ("kind", "type_comment", "type_ignores"):

@@ -77,6 +77,7 @@ class Difference:
     new: Any
 
     def __str__(self) -> str:
+        # 64 hex digits tell a reader nothing beyond that they differ.
         if _is_digest(self.old) or _is_digest(self.new):
             change = "added" if self.old is None else "removed" if self.new is None else "changed"
             return f"{self.field} {change}"
@@ -95,6 +96,7 @@ def stage_key(stage: str, fields: Mapping[str, Any]) -> StageKey:
         ConfigError: a field is not plain data.
     """
     try:
+        # Through JSON: a key read back from key.json must compare equal to one computed now.
         plain = json.loads(canonical({"schema": SCHEMAS.get(stage, 1), **fields}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -139,6 +141,7 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
     from trainer_lib.arguments import evaluation_matters, numeric_fields
 
     args = context.resolver.arguments(config.args, prefix="train.args")
+    # The launch counts only through the global batch that its number of processes makes.
     launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     settings = settings_fields(
         config,

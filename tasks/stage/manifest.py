@@ -195,6 +195,7 @@ def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
     lately = time.monotonic() - _verified.get(known, -math.inf) < _TRUST_S
     problems = verify_files(store, commit, digests=read_back and not lately)
     if not problems:
+        # Not renewed by a hit: trust ends a fixed time after the bytes were read.
         _verified[known] = _verified[known] if lately else time.monotonic()
         return manifest, None
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -215,12 +216,14 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
     stages = Store.open(storage).child(STAGES, key.stage)
     names = stages.children()
     if key.folder in names and stages.exists(f"{key.folder}/{KEY_FILE}"):
+        # The folder is there under this very key, so no field differs.
         return Miss("an earlier attempt did not finish", key.folder)
     found: list[tuple[int, bool, str, list[Difference]]] = []
     for name in names:
         fields = _fields(stages, name)
         if fields is not None and _same_subject(fields, key.fields):
             changed = differences(fields, key.fields)
+            # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
     if not found:
         return Miss("never run before")

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 def publish(event: Mapping[str, Any]) -> None:
     """Pass an event to every listener. One that raises is dropped: a display must not end the work."""
+    # A copy: a listener that fails is removed below.
     for listener in tuple(_listeners):
         try:
             listener(dict(event))
@@ -98,6 +99,7 @@ class StageProgress:
             else:
                 update_progress_artifact(self._artifact, min(share, 100.0), description=text)
         except Exception as error:  # the server is away: the work is not
+            # Half a minute without another try, because each would wait for the server's timeout.
             self._last = time.monotonic() + 30.0
             _log.debug("The progress artifact was not updated: %s", error)
 

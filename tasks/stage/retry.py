@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
 
 ATTEMPTS = "attempts"
+# The largest `retries` that a stage's settings allow.
 MAX_TRIES = 20
 _RECORD_BYTES = 1 << 20
 _DETAILS_CHARS = 8_000
@@ -90,6 +91,7 @@ class Ledger:
             "reason": reason,
             "rung": batch_halvings,  # the name on disk since the first version
         }
+        # Never a number twice: after a lost lease, two processes may write here.
         taken = [int(name[:4]) for name in self.store.children() if name[:4].isdigit()]
         for number in itertools.count(max(taken, default=0) + 1):
             if self.store.create(f"{number:04d}.json", _json({"attempt": number, **record})):
@@ -114,6 +116,7 @@ class Ledger:
         return sum(
             1
             for start, end in self._attempts()
+            # Running the command again gives a new budget.
             if start.get("invocation") == invocation()
             and end.get("outcome") == "failed"
             and end.get("error", {}).get("class") not in free
@@ -124,6 +127,7 @@ class Ledger:
         halvings = 0
         for start, end in self._attempts():
             if end.get("error", {}).get("class") == OutOfMemoryError.__name__:
+                # Of every invocation: memory that was too small yesterday is too small today.
                 halvings = max(halvings, int(start.get("rung", 0)) + 1)
         return halvings
 
@@ -188,6 +192,7 @@ _DECISION = "trainflow_retry_decision"
 
 def attach_decision(error: BaseException, decision: Decision) -> None:
     """Let a decision ride on the failure that it is about: Prefect hands that failure to `should_retry`."""
+    # On the error itself, as Prefect gives its condition nothing else of ours; any exception class can carry it.
     setattr(error, _DECISION, decision)
 
 

@@ -96,9 +96,11 @@ def run_stage(
     try:
         store = stage_store(context.storage, key)
         look = partial(_look, store, inspect)
+        # A retry of a forced stage goes on from the checkpoints that its first try has just made.
         force = key.stage in context.force and first_try()
         return _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
     except TrainflowError as error:
+        # Prefect asks about every failure, also one before the first attempt was recorded.
         attach_outside_attempt(error, retries=retries)
         raise
 
@@ -121,6 +123,7 @@ def _look_or_work(
     reason = _reason(storage, key, force=force, damage=damage)
     lease = _acquire(store, key, wait=not force, look=look)
     if lease is None:
+        # No lease: `done` saw a result while we waited.
         manifest, _ = look_up(store)
         if manifest is None:
             raise StorageError("The result that another process committed is gone.", field=store.url)
@@ -131,6 +134,7 @@ def _look_or_work(
             if manifest is not None:
                 return _cached(manifest)
         if force or damage is not None:
+            # A damaged result is made again from its checkpoints; a forced one from nothing.
             _withdraw(store, keep=_BOOKS if force else _UNCOMMITTED)
         return _attempt(key, store, lease, work, reason, retries, max_halvings)
 
@@ -144,8 +148,10 @@ def _attempt(
     retries: int,
     max_halvings: int,
 ) -> StageManifest:
+    # Before the work, so that an attempt that dies can be explained.
     store.write_bytes(KEY_FILE, key.to_json())
     ledger = Ledger(store)
+    # The micro-batch is not part of the key: it may be smaller now than when memory ran out.
     halvings = min(ledger.batch_halvings(), max_halvings)
     number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
@@ -168,6 +174,7 @@ def _attempt(
 def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, facts: dict[str, Any]) -> StageManifest:
     files = sorted(output.files, key=lambda entry: entry.path)
     lease.ensure_held()
+    # Only after that check: they could be the files of the process that has taken over.
     _remove_leftovers(store, {entry.path for entry in files})
     meta = {
         "stage": key.stage,

@@ -169,6 +169,7 @@ class _Memory:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             draft = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
             draft.write_text(json.dumps(self.entries), "utf-8")
+            # In one step: pipelines that share a storage share this file.
             draft.replace(self.path)
 
 
@@ -214,10 +215,12 @@ def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
     found = []
     for file in _distribution(rest, field, source).files or []:
         path = file.as_posix()
+        # Byte code, scripts and the installer's records differ between installations of one version.
         volatile = path.endswith(".pyc") or path.startswith("../") or ".dist-info/" in path
         if volatile or not (path == below or path.startswith(f"{below}/" if below else "")):
             continue
         if file.hash is not None and file.hash.mode == "sha256":
+            # RECORD leaves base64's padding out.
             content = base64.urlsafe_b64decode(file.hash.value + "=" * (-len(file.hash.value) % 4)).hex()
         else:
             content = hashlib.sha256(Path(str(file.locate())).read_bytes()).hexdigest()

@@ -50,6 +50,7 @@ def stage_task(name: str) -> Callable[[Callable[P, R]], StageTask[P, R]]:
             name=name,
             cache_policy=NO_CACHE,
             persist_result=False,
+            # An upper bound only: `should_retry` stops earlier.
             retries=MAX_TRIES,
             retry_delay_seconds=list(DELAYS_S),
             retry_jitter_factor=JITTER,

@@ -66,6 +66,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
 def dismiss(settings: LaunchSettings) -> None:
     """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
     config = settings.to_config()
+    # Only these launches have other machines.
     if config.kind in ("accelerate", "environment") or config.several_nodes:
         nodes.dismiss(resolve_config(config, use_cpu=True))
 
@@ -90,6 +91,7 @@ def _cancelled_in_prefect() -> Callable[[], bool]:
 
     def question() -> bool:
         nonlocal asked, cancelled
+        # The launcher asks several times a second; the server should not be.
         if not cancelled and time.monotonic() - asked >= _ASK_EVERY_S:
             asked = time.monotonic()
             cancelled = _is_cancelled(flow_run_id)
@@ -104,6 +106,6 @@ def _is_cancelled(flow_run_id: Any) -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run_id).state
-    except Exception:  # the server is away: nobody can cancel through it
+    except Exception:  # without a server no one can cancel through it
         return False
     return state is not None and (state.is_cancelling() or state.is_cancelled())

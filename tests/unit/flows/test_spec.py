@@ -128,7 +128,7 @@ def test_an_override_reaches_into_a_launcher_given_by_name(spec_file: Path) -> N
         ("evaluate.splits=[]", "evaluate.splits", "at least 1"),
         ("no-equals-sign", "no-equals-sign", "key=value"),
         ("train..args=1", "train..args", "key=value"),
-        ("train.model=[1,", "train.model", "Not a value"),
+        ("train.model=[1,", "train.model", "This is not a value"),
     ],
 )
 def test_what_is_wrong_names_field_value_and_remedy(spec_file: Path, override: str, field: str, words: str) -> None:
@@ -174,7 +174,7 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path) -> None:
         (b"x: " + b"[" * 5000, ""),
         (b"x: &x [*x]\n", ""),
         (b"!!python/object/apply:os.system ['true']\n", ""),
-        (b"x" * (2 << 20), "Larger"),
+        (b"x" * (2 << 20), "larger than"),
     ],
 )
 def test_a_malformed_file_is_refused_without_a_traceback(tmp_path: Path, content: bytes, words: str) -> None:
