@@ -4,19 +4,19 @@ Run by file path (``python -I -S guard.py --run-dir D --grace 45 -- command…``
 
     owner --pipe--> guard ----> torchrun ----> workers (each in a session of its own)
 
-Its standard input is a pipe whose only write end belongs to the owner, so the kernel tells it when the owner is
-gone, however it went. It is the *subreaper* of its descendants (Linux): orphans come to it, none can hide, and the
-kernel's "no child left" is the last word. Elsewhere it notes its descendants three times a second. A process is named
-by (pid, start time), so a recycled pid is never signalled.
+Its standard input is a pipe whose only write end belongs to the owner, so the kernel reports the owner's end, however
+it ended. The guard is the *subreaper* of its descendants (Linux): orphans become its children, none can hide, and all
+are gone when it has no child left. On other systems it lists its descendants three times a second. A process is
+identified by (pid, start time), so a recycled pid is never signalled.
 
-    end of file on the pipe    ask the workers to stop (SIGTERM), wait `grace` seconds, SIGKILL what is left
-    "stop"                     the same; the owner is still there and reads the output
+    end of file on the pipe    SIGTERM to the workers, SIGKILL to what is left after `grace` seconds
+    "stop"                     as above, while the owner goes on reading the output
     "stacks"                   SIGUSR1 to the workers: each writes its threads' stacks into the run directory
-    "kill"                     SIGKILL everything now
-    the command ends           the same as "stop" for whatever it left behind
+    "kill"                     SIGKILL to everything now
+    the command ends           as "stop", for the processes that the command left behind
 
-Leaves ``guard.json`` (how the command ended) in the run directory and exits with the command's own code, or 128 + n
-after signal n.
+It writes ``guard.json`` (how the command ended) into the run directory and exits with the command's own code, or with
+128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LEFTOVERS_S = 3.0
 
 
 class Process(NamedTuple):
-    """A process as the kernel names it uniquely: `start` is clock ticks since boot (text on systems without /proc)."""
+    """A process, identified uniquely: `start` is in clock ticks since boot, or a date on systems without /proc."""
 
     pid: int
     start: str
 
 
 def process_table() -> dict[int, tuple[int, str, str]]:
-    """pid -> (parent pid, start time, state letter) of every process that can be seen."""
+    """Return pid -> (parent pid, start time, state letter) of every visible process."""
     if not Path("/proc/self/stat").exists():
         return _table_from_ps()
     table = {}
@@ -61,7 +61,7 @@ def process_table() -> dict[int, tuple[int, str, str]]:
 
 
 def start_time(pid: int) -> str | None:
-    """The start time that goes with a living pid; None when there is no such process, or only its zombie."""
+    """Return the start time of a living process; None if there is none with this pid, or only a zombie."""
     if Path("/proc/self/stat").exists():
         row = _read_stat(pid)
     else:
@@ -70,19 +70,19 @@ def start_time(pid: int) -> str | None:
 
 
 def is_alive(process: Process) -> bool:
-    """Whether this very process, not a later one with its pid, still runs."""
+    """Whether this process still runs, and not a later one with its pid."""
     return start_time(process.pid) == process.start
 
 
 def send_signal(process: Process, number: int) -> None:
-    """Signal the process if it is still the same one. (Between look and kill a pid would have to wrap around.)"""
-    if is_alive(process):
+    """Signal the process unless it has ended."""
+    if is_alive(process):  # between this look and the kill, all pids would have to be used up to hit another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 
 
 def descendants(root: int) -> set[Process]:
-    """All living processes below `root`, itself not included."""
+    """Return all living descendants of the process `root`, without `root` itself."""
     table = process_table()
     children: dict[int, list[int]] = {}
     for pid, (parent, _, _) in table.items():
@@ -102,8 +102,10 @@ def _read_stat(pid: int) -> tuple[int, str, str] | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name, in parentheses, may hold anything
-    return int(fields[1]), fields[19], fields[0]
+    fields = text[
+        text.rindex(")") + 2 :
+    ].split()  # the program's name, in parentheses, may contain spaces and parentheses
+    return int(fields[1]), fields[19], fields[0]  # ppid, starttime and state of proc(5), counted after the name
 
 
 def _table_from_ps() -> dict[int, tuple[int, str, str]]:
@@ -119,12 +121,12 @@ def _table_from_ps() -> dict[int, tuple[int, str, str]]:
 
 
 def prctl(option: int, value: int) -> bool:
-    """Linux process control; False where there is none (the pipe and the pid snapshots still work there)."""
+    """Call Linux's process control; False on other systems, where the pipe and the snapshots of pids do the work."""
     return sys.platform == "linux" and int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
 
 
 class Guard:
-    """Starts one command, follows its descendants, and ends them all."""
+    """Starts one command, keeps track of its descendants, and ends them all."""
 
     def __init__(self, run_dir: Path, grace_s: float, command: list[str]) -> None:
         self.run_dir = run_dir
@@ -134,16 +136,16 @@ class Guard:
         self.status: int | None = None
         self.subreaper = False
         self.seen: set[Process] = set()
-        self.deadline: float | None = None  # when patience ends, once somebody asked for the end
+        self.deadline: float | None = None  # when SIGKILL follows, once a stop was asked for
         self.pipe_open = True
         self._hurried = False
         self._pending = b""
 
     def run_command(self) -> int:
-        """Start the command; stay until it and everything it started is gone. Returns the exit code to leave with."""
+        """Start the command, and stay until it and all that it started is gone. Returns the guard's exit code."""
         wake = self._listen_for_signals()
         self._start()
-        while self._anybody_left():
+        while self._has_processes_left():
             if self.status is not None:
                 self._end_leftovers()
             if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -152,7 +154,7 @@ class Guard:
         return self._finish()
 
     def _listen_for_signals(self) -> int:
-        """SIGCHLD wakes the loop; SIGTERM and SIGHUP mean stop; a terminal's SIGINT is the owner's to interpret."""
+        """Let SIGCHLD wake the loop, and SIGTERM and SIGHUP stop the command. The owner handles a terminal's SIGINT."""
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -167,6 +169,7 @@ class Guard:
         self.subreaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
         environment = {**os.environ, "TRAINFLOW_GUARD": f"{os.getpid()}:{start_time(os.getpid())}"}
         guard = os.getpid()
+        # A fork instead of Popen: SIGCHLD is handled here, where one waitpid reaps the command and adopted orphans.
         pid = os.fork()
         if pid == 0:
             try:
@@ -176,10 +179,11 @@ class Guard:
         self.child = pid
 
     def _become_command(self, guard: int, environment: dict[str, str]) -> None:
-        """In the forked child: die with the guard, take no input, then exec."""
+        """Turn the forked child into the command, which dies with the guard and gets no input."""
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != guard:
+        if os.getppid() != guard:  # the guard died before the call above, so no signal will come
             os._exit(127)
+        # An exec keeps ignored signals ignored, so the command would inherit the guard's.
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -191,7 +195,7 @@ class Guard:
 
     def _wait(self, wake: int) -> None:
         sources = [wake, 0] if self.pipe_open else [wake]
-        # A subreaper learns all it needs from SIGCHLD and the pipe; the long timeout only covers a lost wake-up.
+        # SIGCHLD and the pipe report everything to a subreaper; its long timeout only covers a lost wake-up.
         timeout = SNAPSHOT_S if self.deadline is not None or not self.subreaper else 5.0
         ready, _, _ = select.select(sources, [], [], timeout)
         if wake in ready:
@@ -220,7 +224,7 @@ class Guard:
             self._signal_workers(signal.SIGTERM)
 
     def _end_leftovers(self) -> None:
-        """The command is done: workers get the usual grace, anything else that it left behind a short one."""
+        """End what the command left behind: workers after the usual grace period, other processes after a short one."""
         self._stop()
         if not self._hurried and not self._workers():
             self._hurried = True
@@ -229,9 +233,9 @@ class Guard:
                 send_signal(process, signal.SIGTERM)
 
     def _signal_workers(self, number: int) -> None:
-        """Signal the workers themselves: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
+        """Signal the workers directly: torchrun would pass a SIGTERM on, but allows them only 30 s to save.
 
-        Before any worker has recorded itself, every process gets a SIGTERM, and none a SIGUSR1, which would end it.
+        Before any worker has recorded itself, every process gets a SIGTERM; none gets a SIGUSR1, which would end it.
         """
         workers = self._workers()
         if not workers and number == signal.SIGTERM:
@@ -253,7 +257,7 @@ class Guard:
             return None
 
     def _kill(self) -> None:
-        """SIGKILL every descendant, until none is left: one may fork while we look."""
+        """Send SIGKILL to every descendant; the loop repeats it, since one may have forked in the meantime."""
         self.deadline = time.monotonic() + SNAPSHOT_S
         for process in self._living():
             send_signal(process, signal.SIGKILL)
@@ -262,8 +266,8 @@ class Guard:
         self.seen = {process for process in self.seen if is_alive(process)} | descendants(os.getpid())
         return self.seen
 
-    def _anybody_left(self) -> bool:
-        """Reap ended children, and keep the command's status. False once no child and no seen descendant is left."""
+    def _has_processes_left(self) -> bool:
+        """Reap ended children and keep the command's status. False once no child and no seen descendant is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -280,14 +284,14 @@ class Guard:
     def _finish(self) -> int:
         status = 127 if self.status is None else self.status
         temporary = self.run_dir / "guard.json.tmp"
-        with contextlib.suppress(OSError):  # the owner may have gone and its run directory with it
+        with contextlib.suppress(OSError):  # the owner may have removed the run directory already
             temporary.write_text(json.dumps({"code": status, "time": time.time()}))
             temporary.replace(self.run_dir / "guard.json")
         return status if status >= 0 else 128 - status
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and guard it."""
+    """Parse the command line and guard the command in it."""
     parser = argparse.ArgumentParser(prog="guard")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")

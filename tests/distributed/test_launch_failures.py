@@ -66,10 +66,12 @@ TABLE = {
         False,
     ),
     "sys.exit(3)": Row("sys.exit(3)", CodeError, "The recipe ended the process with sys.exit(3).", False),
-    "os._exit(3)": Row("os._exit(3)", InfrastructureError, "rank 1 ended with exit code 3 and left no reason.", True),
-    "SIGKILL": Row("os.kill(os.getpid(), 9)", InfrastructureError, "rank 1 was killed by SIGKILL (9).", True),
-    "segmentation fault": Row("ctypes.string_at(0)", InfrastructureError, "rank 1 was killed by SIGSEGV (11).", True),
-    "abort": Row("os.abort()", InfrastructureError, "rank 1 was killed by SIGABRT (6).", True),
+    "os._exit(3)": Row(
+        "os._exit(3)", InfrastructureError, "Rank 1 ended with exit code 3 and recorded no reason.", True
+    ),
+    "SIGKILL": Row("os.kill(os.getpid(), 9)", InfrastructureError, "Rank 1 was killed by SIGKILL (9).", True),
+    "segmentation fault": Row("ctypes.string_at(0)", InfrastructureError, "Rank 1 was killed by SIGSEGV (11).", True),
+    "abort": Row("os.abort()", InfrastructureError, "Rank 1 was killed by SIGABRT (6).", True),
     "MemoryError": Row("bytearray(1 << 60)", OutOfMemoryError, "Memory ran out: MemoryError", False),
     "disk full": Row(
         "raise OSError(28, 'No space left on device')",
@@ -106,7 +108,9 @@ def test_what_is_done_to_one_rank_comes_back_typed(name: str, tmp_path: Path) ->
 
 def test_a_hang_shows_the_stack_of_every_rank(tmp_path: Path) -> None:
     asked = request(tmp_path, RECIPE.format(what="time.sleep(300)"))
-    with pytest.raises(InfrastructureError, match=r"no progress for \d+ s; all workers were ended") as caught:
+    with pytest.raises(
+        InfrastructureError, match=r"There was no progress for \d+ s, so all workers were ended"
+    ) as caught:
         config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=6.0)
         launch(asked, config, env={}, on_line=lambda line: None, on_event=lambda event: None)
     details = caught.value.details or ""
@@ -128,7 +132,7 @@ def test_a_kill_by_the_kernel_for_memory_is_told_from_any_other(tmp_path: Path) 
         finally:
             owner.close()
     assert outcome["class"] == "OutOfMemoryError", outcome
-    assert outcome["message"] == ("rank 1 was killed by the kernel: the machine's (or container's) memory ran out.")
+    assert outcome["message"] == ("Rank 1 was killed by the kernel: the machine's (or container's) memory ran out.")
     assert "per_device_train_batch_size" in outcome["remedy"]
 
 

@@ -68,7 +68,9 @@ def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
     finally:
         first.close()
     assert outcome["class"] == "InfrastructureError"
-    assert re.fullmatch(r"the machine \S+ was lost at step \d+: no sign of life for \d+ s\.", outcome["message"])
+    assert re.fullmatch(
+        r"The machine \S+ was lost at step \d+: there was no sign of life for \d+ s\.", outcome["message"]
+    )
     assert (outcome["field"], outcome["retryable"]) == ("train.launch.nodes", True)
 
     with two_machines() as mended:

@@ -96,9 +96,9 @@ def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     leader = Leader(endpoint, kills)
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=2)
     worker, agent = (event["message"] for event in leader.told("warning"))
-    assert f"rank 1 was killed by SIGKILL (9) on {socket.gethostname()} at step" in worker
+    assert f"Rank 1 was killed by SIGKILL (9) on {socket.gethostname()} at step" in worker
     assert "Starting again (1 of 2)" in worker
-    assert agent == "the launcher was killed by SIGKILL (9). Starting again (2 of 2)."
+    assert agent == "The launcher was killed by SIGKILL (9). Starting again (2 of 2)."
     assert (result.world_size, result.global_step) == (2, 36)
     first, second = (event["step"] for event in leader.told("resume"))
     saved = [event["step"] for event in leader.told("save")]
@@ -118,7 +118,9 @@ def test_a_machine_that_dies_for_good_is_done_without(
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
     assert (result.world_size, result.global_step) == (1, 36)
     assert result.resumed_from >= leader.told("save")[1]["step"]
-    assert re.match(r"the machine .* was lost at step \d+: no sign of life", leader.told("warning")[0]["message"])
+    assert re.match(
+        r"The machine .* was lost at step \d+: there was no sign of life", leader.told("warning")[0]["message"]
+    )
     assert_logged_once(asked)
 
 
@@ -170,7 +172,7 @@ def test_a_hang_shows_the_stacks_of_both_machines(
 ) -> None:
     asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     join("other", "--env", "STEP_S=600")
-    with pytest.raises(InfrastructureError, match="no progress for") as caught:
+    with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
         Leader(endpoint)(asked, timeout_s=12.0)
     details = caught.value.details or ""
     assert details.index("--- rank 0") < details.index("--- rank 1")

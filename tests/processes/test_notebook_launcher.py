@@ -74,7 +74,7 @@ except TrainflowError as error:
         ),
         (
             "if rank == '1': os._exit(3)\n    time.sleep(300)",
-            "InfrastructureError 1 Rank 1 ended with exit code 3 and left no reason.",
+            "InfrastructureError 1 Rank 1 ended with exit code 3 and recorded no reason.",
         ),
     ],
 )

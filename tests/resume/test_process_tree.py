@@ -78,7 +78,7 @@ def test_torchrun_killed(start: Start, tmp_path: Path) -> None:
     owner.wait_for(*both(tmp_path))
     owner.named("trainer_lib.machines.agent").kill()
     assert owner.gone() == []
-    assert owner.outcome()["message"] == "the launcher was killed by SIGKILL (9)."
+    assert owner.outcome()["message"] == "The launcher was killed by SIGKILL (9)."
 
 
 def test_guard_killed(start: Start, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_guard_killed(start: Start, tmp_path: Path) -> None:
     owner.wait_for(*both(tmp_path))
     owner.named("guard.py").kill()
     assert owner.gone() == []
-    assert owner.outcome()["message"] == "the guard process was killed by SIGKILL (9)."
+    assert owner.outcome()["message"] == "The guard process was killed by SIGKILL (9)."
 
 
 def test_guard_and_owner_killed_together(start: Start, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_worker_killed(start: Start, tmp_path: Path) -> None:
     assert owner.gone() == []
     outcome = owner.outcome()
     assert outcome["class"] == "InfrastructureError"
-    assert "rank 1 was killed by SIGKILL (9)" in outcome["message"]
+    assert "Rank 1 was killed by SIGKILL (9)" in outcome["message"]
 
 
 def test_rank_that_raises_ends_the_others(start: Start) -> None:

@@ -58,7 +58,7 @@ def test_cancelled_then_killed_then_finished(
 
     listener = Listener(lambda: kill_worker(1))
     background = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), save_async=True)
-    with pytest.raises(InfrastructureError, match=r"rank 1 was killed by SIGKILL \(9\) at step \d+"):
+    with pytest.raises(InfrastructureError, match=r"Rank 1 was killed by SIGKILL \(9\) at step \d+"):
         launched(background, listener)
     assert listener.resumed == cancelled.value.step
 

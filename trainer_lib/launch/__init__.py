@@ -1,5 +1,4 @@
-"""Starting workers and ending them: one protocol over plain processes, torchrun and its like, several machines, and
-this very process. Torch-free."""
+"""Launchers: how worker processes are started and ended, on this machine and on several. Imports no torch."""
 
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config

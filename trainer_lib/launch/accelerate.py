@@ -1,8 +1,8 @@
-"""`accelerate launch`: its configuration file, and its command line. The package is executed, never imported here.
+"""`accelerate launch`: its configuration file and its command line. The package is executed, never imported here.
 
-Of the configuration file, what concerns the arguments (mixed precision, FSDP, DeepSpeed …) is translated through the
-same variables as `accelerate launch` would set (`trainer_lib.arguments.launched`), so that a spec knows it before
-anything starts; what concerns processes and machines becomes launch settings.
+The file's settings of arguments (mixed precision, FSDP, DeepSpeed …) are translated through the variables that
+`accelerate launch` would set (`trainer_lib.arguments.launched`), so that a spec has them before anything starts. The
+file's settings of processes and machines become launch settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer_lib.errors import ConfigError
 _FIELD = "train.launch.config_file"
 _SHARDED = ("FSDP", "DEEPSPEED")
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", *_SHARDED)
-# Keys of its `deepspeed_config` whose variable has another name than the key in capitals.
+# Keys of `deepspeed_config` whose variable is not the key in capitals.
 _DEEPSPEED = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
@@ -31,10 +31,10 @@ _FSDP = {"backward_prefetch_policy": "BACKWARD_PREFETCH", "transformer_layer_cls
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A configuration file of `accelerate config`.
+    """Read a configuration file of `accelerate config`.
 
     Raises:
-        ConfigError: no such file, no mapping, or a way of training that is not served.
+        ConfigError: the file does not exist, does not hold a mapping, or asks for a way of training that is not served.
     """
     try:
         config = io.read_mapping(Path(path), field=_FIELD)
@@ -43,24 +43,24 @@ def read_config(path: str) -> dict[str, Any]:
         raise
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind not in _TYPES:
-        raise _refused(path, f"distributed_type: {kind} is not served", f"Choose one of {', '.join(_TYPES)}.")
+        raise _refused(path, f"The file's distributed_type {kind} is not served", f"Choose one of {', '.join(_TYPES)}.")
     where = str(config.get("compute_environment", "LOCAL_MACHINE"))
     if where != "LOCAL_MACHINE":
-        raise _refused(path, f"compute_environment: {where} is not served", "Run on machines of your own.")
+        raise _refused(path, f"The file's compute_environment {where} is not served", "Use LOCAL_MACHINE.")
     return {**config, "distributed_type": kind}
 
 
 def merge_arguments(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
-    """Arguments with what the configuration file says about them.
+    """Return the arguments with those that the configuration file sets.
 
     Raises:
-        ConfigError: they contradict each other; both values are named.
+        ConfigError: the arguments contradict the file; both values are named.
     """
     return launched.merge(args, argument_variables(read_config(path)), prefix=prefix)
 
 
 def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that `accelerate launch` sets for this configuration, as far as they concern arguments."""
+    """Return the variables of arguments that `accelerate launch` sets for this configuration."""
     found = {"ACCELERATE_MIXED_PRECISION": config.get("mixed_precision")}
     if coerce(config.get("use_cpu") or False, bool, field=f"{_FIELD}: use_cpu"):
         found["ACCELERATE_USE_CPU"] = "true"
@@ -83,14 +83,16 @@ def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_launch_settings(path: str | None) -> dict[str, Any]:
-    """What the configuration file says about processes and machines, by the names of `LaunchConfig`."""
+    """Read the file's settings of processes and machines, by their names in `LaunchConfig`."""
     if path is None:
         return {}
     config = read_config(path)
     machines, total = int(config.get("num_machines") or 1), int(config.get("num_processes") or 1)
     if total % machines:
         raise _refused(
-            path, f"num_processes: {total} cannot be shared by num_machines: {machines}", "Give a multiple of it."
+            path,
+            f"The file's num_processes {total} cannot be divided among num_machines {machines}",
+            "Give a multiple of num_machines.",
         )
     settings: dict[str, Any] = {"processes": total // machines}
     if machines > 1:
@@ -104,13 +106,15 @@ def read_launch_settings(path: str | None) -> dict[str, Any]:
 
 
 def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
-    """The command line that has `accelerate launch` start `processes` workers."""
+    """Return the command line by which `accelerate launch` starts `processes` workers."""
     kind = "NO" if path is None else read_config(path)["distributed_type"]
-    if path is None:  # a file of our own, or it would take the one in the user's home, which the spec does not name
+    if (
+        path is None
+    ):  # without a file of ours, accelerate reads the one in the user's home, which the spec does not name
         path = str(run_dir / "accelerate.json")
         own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         Path(path).write_text(json.dumps({**own, "num_machines": 1, "num_processes": processes, "use_cpu": False}))
-    # So it is called on a CPU, too: with --cpu, `accelerate launch` starts one process whatever number it is given.
+    # --multi_gpu on a CPU too: with --cpu, `accelerate launch` starts one process whatever number it is given.
     several = ["--multi_gpu"] if processes > 1 and kind not in _SHARDED else []
     return [
         *(sys.executable, "-u", "-m", "trainer_lib.machines.accelerated", str(run_dir), "--config_file", path),

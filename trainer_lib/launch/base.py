@@ -1,13 +1,13 @@
-"""Launching one request: who starts its ranks, and what comes back.
+"""Launch one request: start its ranks, and return its result.
 
-Every launcher does the same: it runs ``python -m trainer_lib.worker <verb> <run dir>`` for each rank and gives the
-result file back, or raises the failure of the first rank that failed. They differ in who starts the ranks:
+Every launcher runs ``python -m trainer_lib.worker <verb> <run dir>`` for each rank and returns the result that rank 0
+wrote, or raises the failure of the first rank that failed. Launchers differ in what starts the ranks:
 
     process      one worker, no distributed runtime
-    torchrun     N workers through torch's elastic agent; on several machines each has one (`launch.nodes`)
+    torchrun     N workers through torch's elastic agent; on several machines, one agent each (`launch.nodes`)
     accelerate   N workers on this machine through `accelerate launch`
     deepspeed    N workers on this machine through the `deepspeed` launcher
-    in_process   the calling process itself (notebooks, ``memory://``); nothing shields the caller from it
+    in_process   the calling process itself (notebooks, ``memory://``); a crash of the work ends the caller
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def launch(
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool] | None = None,
 ) -> R:
-    """Run one request in processes of its own and return its result. Blocks; callbacks come in the calling thread.
+    """Run one request in processes of its own and return its result. Blocks, and calls back in the calling thread.
 
-    Whatever ends this call (a result, a failure, Ctrl-C, any exception of a callback) also ends every process that it
-    started: first SIGTERM, upon which workers agree on a step, save and leave, then after `grace_s` SIGKILL. When the
-    caller itself is killed, the guard does the same.
+    Whatever ends this call (a result, a failure, Ctrl-C, an exception of a callback) also ends every process that it
+    started: SIGTERM first, on which the workers agree on a step, save and exit; SIGKILL after `grace_s`. If the caller
+    itself is killed, the guard ends them in the same way.
 
     Args:
-        request: see `trainer_lib.requests`; goes into a private file (and to the other machines, if there are any), and
-            must hold no secret.
-        env: variables for the workers over `config.env`; secrets belong here.
-        on_line: called with each line the workers print.
+        request: what to do (`trainer_lib.requests`). It is written to a private file, and sent to the other machines,
+            so it must not hold a secret.
+        env: variables for the workers, which override `config.env`; secrets belong here.
+        on_line: called with each line that the workers print.
         on_event: called with each progress event (step, loss, …).
-        should_cancel: polled; once true, the workers are stopped gracefully and `Interrupted` is raised.
+        should_cancel: polled; once it returns true, the workers are stopped gracefully and `Interrupted` is raised.
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
@@ -69,7 +69,7 @@ def launch(
         finally:
             if request.debug:
                 run_dir.keep()
-                on_line(f"run files kept for debugging: {run_dir.path}")
+                on_line(f"The run files are kept for debugging: {run_dir.path}")
             else:
                 run_dir.remove()
 
@@ -83,7 +83,7 @@ def _attempt(
     command = _command(request.verb, config, run_dir, environment)
     ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run_command()
     result = run_dir.read_json("result.json")
-    # Rank 0 writes the result after everything is on the store: what happens to a process after that changes nothing.
+    # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
     if result is not None and not run_dir.read_errors():
         return request.read_result(result)
     raise find_failure(run_dir, ending, direct=config.kind == "process")

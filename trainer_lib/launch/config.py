@@ -1,4 +1,4 @@
-"""How a verb's processes are started: the settings, and their check before anything is taken. Torch-free."""
+"""The settings of a launch, and their check before any process starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_dev
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS = ("auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment")
 _LEAST = {"processes": 1, "threads": 1, "max_restarts": 0, "grace_s": 0, "timeout_s": 0, "join_timeout_s": 0}
-_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package it belongs to
+_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:
-    """A field of `LaunchConfig`: pydantic reads this metadata where a spec is validated, and nothing else does."""
+    """Define a field of `LaunchConfig`. Only pydantic reads this metadata, when it validates a spec."""
     return field(default=default, metadata={"description": description, **bounds})
 
 
 @dataclass(frozen=True)
 class _AtLeast:
-    """The smallest value of a number that a field takes beside other types; understood by pydantic."""
+    """The smallest number that a field of several types takes, as pydantic reads it."""
 
     least: int
 
@@ -37,7 +37,7 @@ class _AtLeast:
 
 @dataclass(frozen=True)
 class _Matching:
-    """The pattern of a text that a field takes beside other types; understood by pydantic."""
+    """The pattern of the text that a field of several types takes, as pydantic reads it."""
 
     pattern: str
 
@@ -47,13 +47,13 @@ class _Matching:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a verb's processes are started and ended.
+    """How the processes of a verb are started and ended.
 
-    The one list of these settings: a spec validates them through `tasks.configs.LaunchSettings`, which derives from
-    this class. pydantic is not imported here, because every worker imports this package.
+    A spec validates these settings through `tasks.configs.LaunchSettings`, which derives from this class. pydantic is
+    not imported here, because every worker imports this package.
 
-    Threads are fixed at start, so that the order of additions, and with it every bit of a result, does not depend on
-    load. A save has to fit into `grace_s`.
+    The number of threads is fixed at the start: with it, the order of additions, and so every bit of a result, does not
+    depend on the machine's load. A save has to fit into `grace_s`.
     """
 
     kind: Kind = _option(
@@ -97,23 +97,23 @@ class LaunchConfig:
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The least and the most machines."""
+        """The smallest and the largest number of machines."""
         least, _, most = str(self.nodes).partition(":")
         return int(least), int(most or least)
 
     @property
     def several_nodes(self) -> bool:
-        """Whether machines meet at a rendezvous."""
+        """Whether more than one machine may take part."""
         return self.node_range[1] > 1
 
     @property
     def follows(self) -> bool:
-        """Whether this machine takes part in what another one leads."""
+        """Whether this machine joins a training that another one leads."""
         return self.several_nodes and bool(self.node_rank)
 
     @property
     def world_size(self) -> int:
-        """Processes on all machines, once `processes` is a number; with a range of machines, on the most."""
+        """Number of processes on all machines, of a range the largest. `processes` must be a number by now."""
         return int(self.processes) * self.node_range[1]
 
     @property
@@ -124,29 +124,29 @@ class LaunchConfig:
 
 
 def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConfig:
-    """The configuration with every "auto" resolved for this machine. Imports no torch, starts nothing.
+    """Check the configuration, and resolve every "auto" for this machine. Starts no process.
 
     Args:
         use_cpu: the workers will use the CPU although there are devices.
 
     Raises:
-        ConfigError: an unknown launcher or one that is not installed, more processes than this machine has cores (CPU)
-            or devices, devices that are not there, machines without a place to meet.
+        ConfigError: an unknown launcher or one that is not installed; more processes than this machine has devices, or
+            cores on a CPU; devices that do not exist; several machines without a rendezvous address.
     """
     if config.kind not in KINDS:
-        raise _refused("kind", config.kind, "is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
+        raise _refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
     for name, least in _LEAST.items():
         value = getattr(config, name)
         if isinstance(value, int | float) and value < least:
-            raise _refused(name, value, f"must be at least {least}.", "Raise it, or leave it out.")
+            raise _refused(name, value, f"The number must be at least {least}.", "Raise it, or leave it out.")
     _check_installed(config.kind)
     _check_environment(config)
     if config.config_file is not None and config.kind != "accelerate":
-        raise _refused("config_file", config.config_file, "is read by accelerate only.", "Set kind=accelerate.")
+        raise _refused("config_file", config.config_file, "Only accelerate reads this file.", "Set kind=accelerate.")
     if config.kind == "accelerate":
-        config = _as_accelerate_says(config)
+        config = _with_accelerate_file(config)
     if config.kind == "environment":
-        config = _as_started(config)
+        config = _with_environment_ranks(config)
     _check_nodes(config)
     config = replace(config, processes=_processes(config, use_cpu=use_cpu))
     if config.kind == "auto":
@@ -155,12 +155,12 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind in ("process", "in_process") and config.world_size > 1:
         name = "nodes" if config.several_nodes else "processes"
         remedy = "Set kind=torchrun, or one process on one machine."
-        raise _refused(name, getattr(config, name), f"the launcher '{config.kind}' runs one process.", remedy)
+        raise _refused(name, getattr(config, name), f"The launcher '{config.kind}' runs one process.", remedy)
     return config
 
 
 def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
-    """A configuration from plain data: a spec's settings, or a file."""
+    """Build a configuration from plain data: a spec's settings, or a file's."""
     known = {each.name for each in fields(LaunchConfig)}
     given = {name: value for name, value in settings.items() if name in known}
     if given.get("devices") is not None:
@@ -173,8 +173,8 @@ def _check_installed(kind: str) -> None:
     if package is not None and importlib.util.find_spec(package) is None:  # finds it without importing it
         extra = package if package == "deepspeed" else None
         raise MissingExtraError(
-            f"its launcher belongs to {package}, which is not installed.",
-            **({"extra": extra} if extra else {"remedy": f"pip install {package}"}),
+            f"This launcher belongs to the package {package}, which is not installed.",
+            **({"extra": extra} if extra else {"remedy": f"Install it: pip install {package}."}),
             field="train.launch.kind",
             value=kind,
         )
@@ -186,33 +186,39 @@ def _check_environment(config: LaunchConfig) -> None:
             raise _refused(
                 "env",
                 name,
-                "would change what is trained without changing what the stage is known by.",
+                "This variable would change what is trained, but not the stage's key.",
                 "Set the argument itself in train.args, or kind=accelerate with a config_file.",
             )
     if config.devices is not None and "CUDA_VISIBLE_DEVICES" in config.env:
         value = config.env["CUDA_VISIBLE_DEVICES"]
         raise _refused(
-            "devices", list(config.devices), f"env says CUDA_VISIBLE_DEVICES={value} as well.", "Keep one of the two."
+            "devices",
+            list(config.devices),
+            f"The setting env gives CUDA_VISIBLE_DEVICES={value} as well.",
+            "Keep one of the two.",
         )
     check_selection({**os.environ, **config.env, **selection_variables(config.devices, config.device_order)})
 
 
-def _as_accelerate_says(config: LaunchConfig) -> LaunchConfig:
-    """What its configuration file says about processes and machines; a contradiction is refused."""
+def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
+    """Take processes and machines from accelerate's configuration file; raise ConfigError for a contradiction."""
     written = accelerate.read_launch_settings(config.config_file)
     for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
         if given not in (default, value):
             raise _refused(
-                name, given, f"{config.config_file} says {value}.", "Remove one of the two, or make them equal."
+                name,
+                given,
+                f"The file {config.config_file} gives {value}.",
+                "Remove one of the two, or make them equal.",
             )
     config = replace(config, **written)
-    # Several machines meet as they always do here; the file's other settings have become arguments already.
+    # Several machines always start through our own agent; the file's other settings have become arguments already.
     return replace(config, kind="torchrun") if config.several_nodes else config
 
 
-def _as_started(config: LaunchConfig) -> LaunchConfig:
-    """This process is one of several that something else has started: each of them is a node."""
+def _with_environment_ranks(config: LaunchConfig) -> LaunchConfig:
+    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
     found = environment.ranks()
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
@@ -223,7 +229,7 @@ def _as_started(config: LaunchConfig) -> LaunchConfig:
             raise _refused(
                 "processes",
                 config.processes,
-                f"this machine's {found.local_world_size} tasks are one process each ({found.source}).",
+                f"Each of this machine's {found.local_world_size} tasks is one process ({found.source}).",
                 "Leave it out, or start one task per machine.",
             )
         config = replace(config, processes=1)
@@ -242,31 +248,38 @@ def _check_nodes(config: LaunchConfig) -> None:
     try:
         least, most = config.node_range
     except ValueError:
-        raise _refused("nodes", config.nodes, "is neither a number nor a range.", 'Write 2, or "1:4".') from None
+        raise _refused(
+            "nodes", config.nodes, "This is neither a number of machines nor a range.", 'Write 2, or "1:4".'
+        ) from None
     if not 1 <= least <= most:
-        raise _refused("nodes", config.nodes, "is no range of machines.", 'Write the least first: "1:4".')
+        raise _refused(
+            "nodes", config.nodes, "This is not a range of machines.", 'Write the smaller number first: "1:4".'
+        )
     if most == 1:
         return
     if config.kind not in ("auto", "torchrun"):
         raise _refused(
-            "kind", config.kind, "starts the processes of one machine.", "Set kind=torchrun for several machines."
+            "kind",
+            config.kind,
+            "This launcher starts the processes of one machine only.",
+            "Set kind=torchrun for several machines.",
         )
     if config.node_rank is not None and not 0 <= config.node_rank < most:
-        raise _refused("node_rank", config.node_rank, f"there are {most} machines at most.", "Count from 0.")
+        raise _refused("node_rank", config.node_rank, f"There are at most {most} machines.", "Count from 0.")
     try:
         host, port = config.endpoint
     except ValueError:
         host, port = "", 0
     if not host or not 0 < port < 65536:
         remedy = "Name the leading machine's address and a free port: 10.0.0.1:29500."
-        raise _refused("rendezvous", config.rendezvous, "says not where the machines meet.", remedy)
+        raise _refused("rendezvous", config.rendezvous, "No address was given where the machines meet.", remedy)
 
 
 def check_rendezvous(config: LaunchConfig) -> None:
-    """The leading machine's own check, right before it starts: the address is its own and the port is free.
+    """Check on the leading machine, right before the start, that the address is its own and the port is free.
 
     Raises:
-        ConfigError: another process listens there, the host is unknown, or belongs to another machine.
+        ConfigError: another process listens there, or the host is unknown or belongs to another machine.
     """
     host, port = config.endpoint
     try:
@@ -280,8 +293,8 @@ def check_rendezvous(config: LaunchConfig) -> None:
         raise _refused(
             "rendezvous",
             config.rendezvous,
-            f"cannot be listened on: {reason}.",
-            "Choose a free port of an address of this machine (it leads: node_rank 0).",
+            f"This machine cannot listen there: {reason}.",
+            "Give an address of this machine, which leads (node_rank 0), and a free port.",
         ) from error
 
 
@@ -289,25 +302,25 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     chosen = selection_variables(config.devices, config.device_order)
     on_devices = 0 if use_cpu else num_devices({**os.environ, **config.env, **chosen})
     if config.devices is not None and not use_cpu and on_devices == 0:
-        raise _refused("devices", list(config.devices), "there is no CUDA device here.", "Leave it out.")
+        raise _refused("devices", list(config.devices), "This machine has no CUDA device.", "Leave it out.")
     if config.processes == "auto":
         if config.kind in ("process", "in_process"):
             return 1
         return on_devices or min(num_cores(), 2)
     if "TRAINFLOW_LOCAL_RANK" in config.env:
-        return config.processes  # one of several on this machine, which something else has counted
+        return config.processes  # one task of several here: the scheduler that started them has counted the devices
     if on_devices and config.processes > on_devices:
         raise _refused(
             "processes",
             config.processes,
-            f"this machine offers {on_devices} CUDA device(s), and a process needs one of its own.",
+            f"This machine offers {on_devices} CUDA device(s), and each process needs its own.",
             f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
         )
     if not on_devices and config.processes > num_cores():
         raise _refused(
             "processes",
             config.processes,
-            f"this process may use {num_cores()} CPU core(s); more workers than cores only wait for each other.",
+            f"This process may use {num_cores()} CPU core(s), and further workers would only wait for them.",
             f"Use at most {num_cores()}.",
         )
     return config.processes

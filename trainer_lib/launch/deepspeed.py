@@ -1,4 +1,4 @@
-"""N workers on this machine through the `deepspeed` launcher. It is executed, never imported: that takes seconds."""
+"""N workers on this machine through the `deepspeed` launcher, which is executed, never imported: that takes seconds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 
 def build_command(verb: str, run_dir: Path, processes: int, port: int, environment: Mapping[str, str]) -> list[str]:
-    """The command line of DeepSpeed's runner that starts `processes` workers.
+    """Return the command line of DeepSpeed's runner for `processes` workers.
 
     Args:
-        environment: the workers'. Told a number only, the runner would take the first devices, whichever are visible.
+        environment: the workers' variables. Their CUDA_VISIBLE_DEVICES is passed on, because the runner, given a number
+            only, takes the machine's first devices.
     """
     visible = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     which = ["--include", f"localhost:{','.join(visible[:processes])}"] if visible else ["--num_gpus", str(processes)]

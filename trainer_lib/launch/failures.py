@@ -1,9 +1,9 @@
-"""From what is left in a run directory to one typed failure.
+"""Find the one failure of a launch from the files in its run directory.
 
-Several ranks usually fail together: one for a reason, the others because it is gone. In this order the first that
-applies is reported: machines that did not find each other, a rank's own record (the earliest), a rank that was killed,
-a machine that vanished, a launcher or guard that was killed (workers then stop, and would say that they were asked to),
-an agreed stop, a rank that only lost contact.
+Several ranks usually fail together: one has the cause, the others only lost that one. The first of these that applies
+is reported: machines that did not find each other, the earliest record of a rank, a rank that was killed, a machine
+that vanished, a launcher or guard that was killed (workers then stop, and record that they were asked to), an agreed
+stop, a rank that only lost contact.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from trainer_lib.launch.supervise import Ending
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
-    """Why a launch gave no result.
+    """Return the failure of a launch that has no result.
 
     Args:
         direct: the guard's command was the only worker itself, not a launcher of workers.
     """
     records = run_dir.read_errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
-    stopped.sort(key=lambda record: record.get("step") is None)  # a rank stopped twice may know no step
+    stopped.sort(key=lambda record: record.get("step") is None)  # a rank that was stopped twice may not know its step
     if ending.hung_s is not None:
         return _hung(run_dir, ending)
     if ending.cancelled:
@@ -42,7 +42,7 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     for record in records:
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
-    dead = _died_without_a_word(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
+    dead = _died_without_record(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
     if dead is not None:
         return dead
     if agent.get("lost"):
@@ -57,7 +57,7 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
 
 def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
     return InfrastructureError(
-        f"no progress for {ending.hung_s:.0f} s; all workers were ended.",
+        f"There was no progress for {ending.hung_s:.0f} s, so all workers were ended.",
         field="train.launch.timeout_s",
         step=ending.step,
         remedy="The stack of every rank is in the details (--debug). Raise the limit if the work is just slow.",
@@ -72,18 +72,18 @@ def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:
     return Interrupted(f"Cancelled; saved at step {step}.", step=step, remedy="The same command continues from there.")
 
 
-def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int], *, direct: bool) -> TrainflowError | None:
-    """The first rank that ended without leaving a record: by a signal, or by an exit code of its own."""
+def _died_without_record(run_dir: RunDir, ending: Ending, recorded: set[int], *, direct: bool) -> TrainflowError | None:
+    """Return the failure of the first rank that ended without a record: by a signal, or by an exit code."""
     agent = run_dir.read_json("agent.json")
     guard = run_dir.read_json("guard.json")
     if agent is not None:
-        silent = [rank for rank in agent["failures"] if rank["rank"] not in spoke]
-        # A rank that was asked to stop before it could say so is a consequence, whatever the clocks say.
+        silent = [rank for rank in agent["failures"] if rank["rank"] not in recorded]
+        # A rank that SIGTERM ended before it could write a record is a consequence, whatever the clocks say.
         silent.sort(key=lambda rank: (rank["exitcode"] == -signal.SIGTERM, rank["time"], rank["rank"]))
-    elif guard is not None and direct and not spoke:
+    elif guard is not None and direct and not recorded:
         silent = [{"rank": 0, "exitcode": guard["code"]}]
     elif guard is not None and not direct:
-        silent = _silent_workers(run_dir, spoke, int(guard["code"]))
+        silent = _silent_workers(run_dir, recorded, int(guard["code"]))
     else:
         return None
     for rank in silent:
@@ -92,22 +92,22 @@ def _died_without_a_word(run_dir: RunDir, ending: Ending, spoke: set[int], *, di
     return None
 
 
-def _silent_workers(run_dir: RunDir, spoke: set[int], code: int) -> list[dict[str, Any]]:
-    """Ranks without a record, under a launcher that accounts for none but exits with the code of the first that failed.
+def _silent_workers(run_dir: RunDir, recorded: set[int], code: int) -> list[dict[str, Any]]:
+    """Return the ranks without a record, under a launcher that only exits with the code of the first that failed.
 
-    Where it says nothing either (it was killed itself, or ended well), no rank is to blame.
+    A launcher that was killed itself, or that ended well, blames no rank.
     """
     if code <= 0:
         return []
-    signalled = 256 - code if code > 200 else 0  # sys.exit(-9) of a Python launcher is exit code 247
+    signalled = 256 - code if code > 200 else 0  # a Python launcher's sys.exit(-9) is exit code 247
     ranks = sorted(int(path.stem.removeprefix("worker-")) for path in run_dir.path.glob("worker-*.pid"))
-    return [{"rank": rank, "exitcode": -signalled or code} for rank in ranks if rank not in spoke]
+    return [{"rank": rank, "exitcode": -signalled or code} for rank in ranks if rank not in recorded]
 
 
 def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
     when = "" if ending.step is None else f" at step {ending.step}"
     return InfrastructureError(
-        f"the machine {machine['host']} was lost{when}: no sign of life for {machine['silent_s']:.0f} s.",
+        f"The machine {machine['host']} was lost{when}: there was no sign of life for {machine['silent_s']:.0f} s.",
         field="train.launch.nodes",
         step=ending.step,
         remedy="Start `trainflow join` there again; the same command continues from the last save.",
@@ -120,26 +120,26 @@ def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_
     when = ("" if host is None else f" on {host}") + ("" if ending.step is None else f" at step {ending.step}")
     if code == -signal.SIGKILL and killed_for_memory:
         return OutOfMemoryError(
-            f"rank {rank} was killed by the kernel{when}: the machine's (or container's) memory ran out.",
-            remedy="Lower per_device_train_batch_size (the global batch stays when global_batch_size is set), "
+            f"Rank {rank} was killed by the kernel{when}: the machine's (or container's) memory ran out.",
+            remedy="Lower per_device_train_batch_size (the global batch stays the same if global_batch_size is set), "
             "or give the machine more memory.",
             **where,
         )
     if code < 0:
         remedy = "The same command continues from the last save."
         if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-            remedy = "A native library crashed; its last words are in the details (--debug)."
-        return InfrastructureError(f"rank {rank} was killed by {signal_name(-code)}{when}.", remedy=remedy, **where)
+            remedy = "A native library crashed; the last lines it printed are in the details (--debug)."
+        return InfrastructureError(f"Rank {rank} was killed by {signal_name(-code)}{when}.", remedy=remedy, **where)
     return InfrastructureError(
-        f"rank {rank} ended with exit code {code}{when} and left no reason.",
-        remedy="Its last lines are in the details (--debug).",
+        f"Rank {rank} ended with exit code {code}{when} and recorded no reason.",
+        remedy="The last lines it printed are in the details (--debug).",
         **where,
     )
 
 
 def _launcher_failed(guard: dict[str, Any] | None, ending: Ending) -> TrainflowError:
-    """No rank is to blame: torchrun or the guard itself ended."""
-    code, who = (ending.code, "the guard process") if guard is None else (int(guard["code"]), "the launcher")
+    """Return the failure of torchrun or the guard itself; no rank is to blame."""
+    code, who = (ending.code, "The guard process") if guard is None else (int(guard["code"]), "The launcher")
     ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and without a result"
     return InfrastructureError(
         f"{who} {ended}.",
@@ -150,7 +150,7 @@ def _launcher_failed(guard: dict[str, Any] | None, ending: Ending) -> TrainflowE
 
 
 def signal_name(number: int) -> str:
-    """A signal as people write it: ``SIGKILL (9)``."""
+    """Return a signal's name and number, as in ``SIGKILL (9)``."""
     try:
         return f"{signal.Signals(number).name} ({number})"
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which devices the processes of this machine get, found without importing torch."""
+"""The CPU cores and GPUs that worker processes of this machine may use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _NAMED = re.compile(r"(GPU|MIG)-[\w/-]+")
 
 
 def num_cores() -> int:
-    """CPU cores this process may run on (its affinity, not the machine's total)."""
+    """Number of CPU cores that this process may run on (its affinity, not the machine's total)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def num_devices(environment: Mapping[str, str]) -> int:
-    """CUDA devices a worker started with `environment` would see; 0 means it runs on the CPU.
+    """Number of CUDA devices that a worker with these variables sees; 0 means that it runs on the CPU.
 
-    Counted from the device files the container was given, cut to ``CUDA_VISIBLE_DEVICES``; a CPU build of torch sees
-    none.
+    Counts the device files of this container, reduced to ``CUDA_VISIBLE_DEVICES``. A CPU build of torch sees none.
     """
     if not _torch_has_cuda():
         return 0
@@ -40,7 +39,7 @@ def num_devices(environment: Mapping[str, str]) -> int:
 
 
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:
-    """The variables that select and order devices, as a launch's settings ask for it."""
+    """Return the variables that select and order the devices as the settings of a launch ask."""
     variables = {}
     if chosen is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen))
@@ -50,18 +49,21 @@ def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -
 
 
 def check_selection(environment: Mapping[str, str]) -> None:
-    """Refuse a selection that CUDA would silently cut short.
+    """Refuse a selection of devices that CUDA would silently shorten.
 
-    It takes the devices up to the first one that it does not know and says nothing, so that training would go on with
-    fewer of them, or on the CPU.
+    CUDA ignores the first device that it does not know and all after it, without a warning, so training would go on
+    with fewer devices, or on the CPU.
 
     Raises:
-        ConfigError: an unknown order; no number or name of a device, one that is not there, or one named twice.
+        ConfigError: an unknown order, or a device that does not exist, is named twice, or is not a number or a name.
     """
     order = environment.get("CUDA_DEVICE_ORDER")
     if order is not None and order not in ORDERS:
         raise ConfigError(
-            "is no order of devices.", field="CUDA_DEVICE_ORDER", value=order, remedy=f"Choose {' or '.join(ORDERS)}."
+            "This is not an order of devices.",
+            field="CUDA_DEVICE_ORDER",
+            value=order,
+            remedy=f"Choose {' or '.join(ORDERS)}.",
         )
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not _torch_has_cuda() or _present() == 0:
@@ -72,18 +74,21 @@ def check_selection(environment: Mapping[str, str]) -> None:
         if not part.isdigit() and not _NAMED.fullmatch(part):
             problem = "is neither the number nor the name of a device"
         elif part.isdigit() and int(part) >= present:
-            problem = f"there are {present} CUDA devices here, counted from 0"
+            problem = f"does not exist: the numbers of the {present} CUDA devices here begin with 0"
         elif chosen.count(part) > 1:
-            problem = "names a device twice"
+            problem = "is named twice"
         if problem is not None:
             raise ConfigError(
-                f"{part}: {problem}.", field="CUDA_VISIBLE_DEVICES", value=visible, remedy="Write for example 0,2."
+                f"Device {part} {problem}.",
+                field="CUDA_VISIBLE_DEVICES",
+                value=visible,
+                remedy="Write the devices as in 0,2.",
             )
 
 
 def _chosen(visible: str) -> list[str]:
     chosen = [part.strip() for part in visible.split(",") if part.strip()]
-    return chosen[: chosen.index("-1")] if "-1" in chosen else chosen  # CUDA's way of saying: no more
+    return chosen[: chosen.index("-1")] if "-1" in chosen else chosen  # CUDA stops at -1
 
 
 def _present() -> int:

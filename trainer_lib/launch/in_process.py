@@ -1,4 +1,4 @@
-"""The worker's code run in the calling process: for notebooks, debuggers and the ``memory://`` store."""
+"""Run the worker's code in the calling process: for notebooks, debuggers and the ``memory://`` store."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ def run_request(
     env: Mapping[str, str],
     on_event: Callable[[dict[str, Any]], None],
 ) -> R:
-    """Carry the request out here and return its result. Output goes where this process prints.
-
-    The worker is found by name when it runs, as for every other launcher: importing `launch` must not import it.
+    """Carry out the request in this process and return its result. Output goes where this process prints.
 
     Raises:
-        TrainflowError: its failure.
+        TrainflowError: the failure of the request.
     """
+    # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
     worker = importlib.import_module("trainer_lib.worker.session")
     with set_environment(env):
         result: R = worker.run_here(request, run_dir, on_event)
@@ -35,7 +34,7 @@ def run_request(
 
 @contextmanager
 def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """These variables for as long as the block runs."""
+    """Set these variables while the block runs, and restore the earlier values after it."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,4 +1,4 @@
-"""Telling a kernel out-of-memory kill from any other SIGKILL, by the counters that the kernel keeps."""
+"""Tell an out-of-memory kill by the kernel from any other SIGKILL, by the counters that the kernel keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OomWatch:
     call `sample_counters` while the workers run; `has_risen` compares with a sample at least `SAMPLE_S` seconds old.
 
     Args:
-        root: where /proc and /sys are found (a test puts its own there).
+        root: the folder that holds /proc and /sys (a test gives its own).
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -25,14 +25,14 @@ class OomWatch:
         self._sampled = time.monotonic()
 
     def sample_counters(self) -> None:
-        """Take a sample when the last one is old enough. Cheap; call it often."""
+        """Read the counters again when the last sample is old enough. Cheap; call it often."""
         now = time.monotonic()
         if now - self._sampled >= SAMPLE_S:
             self._older, self._newer = self._newer, self._read()
             self._sampled = now
 
     def has_risen(self) -> bool:
-        """Whether the kernel killed something for memory since the sample before the last."""
+        """Whether the kernel killed a process for memory since the sample before the last."""
         return any(now > before for before, now in zip(self._older, self._read(), strict=True))
 
     def _read(self) -> list[int]:
@@ -40,7 +40,7 @@ class OomWatch:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """memory.events (v2) and memory.oom_control (v1) of our groups and those above, and the machine's vmstat."""
+    """Return memory.events (v2) and memory.oom_control (v1) of our groups and their parents, and the vmstat file."""
     found = [root / "proc/vmstat"]
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -57,7 +57,7 @@ def _counter_files(root: Path) -> list[Path]:
 
 
 def _upwards(mount: Path, path: str, name: str) -> list[Path]:
-    """The counter file of a group and of each group that holds it (inside a container the root is our own group)."""
+    """Return the counter file of a group and of each group above it (in a container, the root is our own group)."""
     group = mount / path.strip("/")
     return [folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount)]
 

@@ -1,4 +1,4 @@
-"""Several machines: one leads, the others follow. Torch-free; what meets whom is `trainer_lib.machines.rendezvous`.
+"""Several machines: one leads, the others follow. Imports no torch; `trainer_lib.machines.rendezvous` joins them.
 
 ::
 
@@ -6,9 +6,9 @@
     (the leading machine)                  |    rendezvous          |                              (every other one)
                                         workers <== collectives ==> workers
 
-The leading machine runs the pipeline. It opens a store at the rendezvous address for as long as a launch lasts and
-puts the request into it. A following machine waits for such a store, takes the request, starts its workers, and waits
-for the next launch (the leading machine starts again after a lost worker) until it reads that all is done.
+The leading machine runs the pipeline. It opens a store at the rendezvous address for the duration of a launch and
+puts the request there. A following machine waits for such a store, reads the request and starts its workers. Then it
+waits for the next launch (the leading machine starts again after it lost a worker), until it reads that all is done.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import worker_environment
 
 SETTINGS = "launch.json"
-NOTHING = "nothing"  # the verb of a launch that only tells the others so
+NOTHING = "nothing"  # the verb of a launch that only dismisses the waiting machines
 
 
 def build_command(run_dir: Path) -> list[str]:
-    """The command line of a machine's agent; whether it leads is among the settings."""
+    """Return the command line of a machine's agent, which reads from its request whether it leads."""
     return [sys.executable, "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
 
 
 def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:
-    """Leave the settings where the agent finds them."""
+    """Write the settings into the run directory, where the agent reads them."""
     run_dir.write_json(SETTINGS, dataclasses.asdict(config))
 
 
@@ -46,28 +46,28 @@ def follow(
     on_line: Callable[[str], None],
     should_cancel: Callable[[], bool] | None = None,
 ) -> None:
-    """Take part in what the leading machine launches, until it says that all is done. Blocks.
+    """Join the training that another machine leads, until it is done. Blocks.
 
     Args:
-        config: `rendezvous` is needed, `node_rank` is not (machines are then numbered as they come); whatever else is
-            unset follows this machine.
+        config: must hold `rendezvous`. Without `node_rank`, machines are numbered in the order of their arrival; any
+            other unset field is resolved for this machine.
         on_line: called with each line that this machine's workers print.
-        should_cancel: polled; once true, this machine's workers stop, and with them everybody's.
+        should_cancel: polled; once it returns true, the workers of all machines stop.
 
     Raises:
-        ConfigError: no rendezvous, or bad settings.
-        InfrastructureError: no machine leads there within `join_timeout_s`.
-        TrainflowError: what ended the training, wherever it happened, when it is not tried again.
+        ConfigError: there is no rendezvous address, or a setting is wrong.
+        InfrastructureError: no machine led there within `join_timeout_s`.
+        TrainflowError: the failure that ended the training, on whichever machine it happened.
     """
     if config.rendezvous is None:
         raise ConfigError(
-            "says not whom to follow.", field="train.launch.rendezvous", value="none", remedy="Give host:port."
+            "No leader address was given.", field="train.launch.rendezvous", value="none", remedy="Give host:port."
         )
-    nodes = config.nodes if config.several_nodes else "1:2"  # how many there are, the leading machine decides
+    nodes = config.nodes if config.several_nodes else "1:2"  # the leading machine decides how many take part
     threads = {**os.environ, **config.env}.get("OMP_NUM_THREADS", "")
     asked = int(threads) if config.threads is None and threads.isdigit() else config.threads
     config = dataclasses.replace(config, nodes=nodes, node_rank=config.node_rank or None, threads=asked)
-    # How many workers fit here is known once the request states whether they use the CPU.
+    # The number of workers is resolved later: the request states whether they use the CPU.
     checked = resolve_config(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
@@ -81,11 +81,11 @@ def follow(
     finally:
         run_dir.remove()
     if ending.cancelled:
-        raise Interrupted("Cancelled.", remedy="The same command takes part again.")
+        raise Interrupted("Cancelled.", remedy="The same command joins again.")
     if outcome is None:
         raise InfrastructureError(
-            f"this machine's agent ended with exit code {ending.code}.",
-            remedy="The same command takes part again; the last lines are in the details (--debug).",
+            f"This machine's agent ended with exit code {ending.code}.",
+            remedy="The same command joins again; the last lines are in the details (--debug).",
             details=ending.tail,
         )
     if outcome["record"] is not None:
@@ -93,7 +93,7 @@ def follow(
 
 
 def dismiss(config: LaunchConfig) -> None:
-    """Tell the machines that wait at the rendezvous that there is nothing to do. Waits a few seconds for them."""
+    """Dismiss the machines that wait at the rendezvous, when there is nothing to do. Waits a few seconds for them."""
     if not config.several_nodes:
         return
     check_rendezvous(config)
@@ -108,14 +108,16 @@ def dismiss(config: LaunchConfig) -> None:
 
 
 def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
-    """The settings that `write_settings` left, and the request beside them."""
+    """Read the settings that `write_settings` wrote, and the request beside them."""
     run_dir = RunDir(path)
     config, request = run_dir.read_json(SETTINGS), run_dir.read_json("request.json")
     if config is None or request is None:
-        raise ConfigError("holds no launch.", field="run dir", value=str(path), remedy="Start through trainflow.")
+        raise ConfigError(
+            "The folder does not hold a launch.", field="run dir", value=str(path), remedy="Start through trainflow."
+        )
     return from_settings(config), request
 
 
 def leads(request: dict[str, Any]) -> bool:
-    """Whether the agent that finds this request in its run directory is the leading one."""
+    """Whether the agent with this request in its run directory is the leading one."""
     return not request.get("follow")

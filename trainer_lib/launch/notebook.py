@@ -1,7 +1,7 @@
-"""A function of a notebook, run here or by several forked processes. Torch-free until the function imports it.
+"""Run a function of a notebook in this process or in several forked ones. Imports no torch before the function does.
 
-A notebook's functions live in its own process and can be given to others by forking only: what they close over need not
-be importable. Forking is possible as long as this process has not used a GPU.
+A notebook's function lives in the notebook's process and closes over objects that cannot be imported, so only forked
+processes can run it. A process can fork until it has used a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainer_lib.launch.in_process import set_environment
 from trainer_lib.launch.variables import free_port, thread_variables, threads_of
 
 LOOPBACK = "127.0.0.1"
-PATIENCE_S = 5.0  # for the others to notice that one has failed
+PATIENCE_S = 5.0  # time for the other ranks to notice that one has failed
 GRACE_S = 30.0
 
 
@@ -39,18 +39,18 @@ def notebook_launcher(
 ) -> Any:
     """Call ``function(*args)`` on `num_processes` processes that train together.
 
-    Build model, data and Trainer inside of the function. One process: it is this one. Several: they are forked, as
-    ranks of a group on this machine, and end with this call.
+    Build model, data and Trainer inside the function. With one process, this process calls it. Several processes are
+    forked as the ranks of a process group on this machine, and end with this call.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16"; merged with the arguments as by `accelerate launch`.
+        mixed_precision: "no", "bf16" or "fp16"; merged with the arguments as `accelerate launch` does.
         use_cpu: the processes use the CPU although there are devices.
 
     Returns:
-        What rank 0's call returned; with several processes as far as JSON can say it, else None.
+        What rank 0's call returned; with several processes, None if it cannot be written as JSON.
 
     Raises:
-        ConfigError: more processes than devices or cores, no fork here, or a GPU that this process has used already.
+        ConfigError: more processes than devices or cores, a system that cannot fork, or a process that has used a GPU.
         TrainflowError: with several processes, the typed failure of the first rank that failed.
     """
     variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision} | ({"ACCELERATE_USE_CPU": "true"} if use_cpu else {})
@@ -70,7 +70,7 @@ def notebook_launcher(
             ranked = {**variables, **Ranks(rank, num_processes, rank, num_processes, master).variables()}
             child = context.Process(target=_child, args=(theirs, ranked, os.getpid(), function, args))
             child.start()
-            theirs.close()
+            theirs.close()  # or the pipe would not end with the child
             children[ours] = (rank, child)
         return _collect(children)
     finally:
@@ -83,17 +83,17 @@ def _refuse_used_process(processes: int) -> None:
     torch = sys.modules.get("torch")
     problem = None
     if not hasattr(os, "fork"):
-        problem = "this system cannot fork a process."
+        problem = "This system cannot fork a process."
     elif torch is not None and torch.cuda.is_initialized():
-        problem = "this process has used a GPU already, which forked processes cannot share."
+        problem = "This process has used a GPU already, which forked processes cannot share."
     elif torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        problem = "this process is part of a group already."
+        problem = "This process is part of a process group already."
     if problem is not None:
         raise ConfigError(
             problem,
             field="num_processes",
             value=processes,
-            remedy="Restart the notebook and touch devices inside of the function only, or use torchrun with a script.",
+            remedy="Restart the notebook and use devices inside the function only, or start a script with torchrun.",
         )
 
 
@@ -101,13 +101,12 @@ def _child(
     answer: Connection, variables: Mapping[str, str], parent: int, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the notebook ended before the call above, so no signal will come
         os._exit(1)
     os.environ.update(variables)
     torch = sys.modules.get("torch")
-    if (
-        torch is not None
-    ):  # the pool of threads that the parent may have used was not forked along: waiting for it hangs
+    if torch is not None:
+        # A fork copies none of the threads in torch's pool, so an operator that waits for them would hang.
         torch.set_num_threads(1)
     try:
         value = function(*args)
@@ -119,7 +118,7 @@ def _child(
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     answer.send_bytes(_json(value))
-    os._exit(0)  # what the notebook registered to happen at exit is the parent's to do
+    os._exit(0)  # skips the handlers that the notebook registered for its own exit
 
 
 def _json(value: Any) -> bytes:
@@ -130,7 +129,7 @@ def _json(value: Any) -> bytes:
 
 
 def _collect(children: Mapping[Connection, tuple[int, BaseProcess]]) -> Any:
-    """Rank 0's value, once all have one; the first failure once every rank had time to say its own."""
+    """Return rank 0's value once all have one; else raise the first failure, after every rank had time to report."""
     waiting, value, deadline = dict(children), None, None
     failures: list[tuple[bool, float, TrainflowError]] = []
     while waiting:
@@ -144,7 +143,7 @@ def _collect(children: Mapping[Connection, tuple[int, BaseProcess]]) -> Any:
                 value = result["value"] if rank == 0 else value
                 continue
             error = _silent(rank, child) if result is None else from_record(result["error"])
-            # That a rank lost contact is a consequence; that one died without a result is not.
+            # A rank that lost contact is a consequence; a rank that died without a result is a cause.
             consequence = result is not None and isinstance(error, InfrastructureError)
             failures.append((consequence, time.time() if result is None else result["time"], error))
             deadline = deadline or time.monotonic() + PATIENCE_S
@@ -164,12 +163,12 @@ def _receive(connection: Connection) -> dict[str, Any] | None:
 def _silent(rank: int, child: BaseProcess) -> InfrastructureError:
     child.join(PATIENCE_S)
     code = child.exitcode or 0
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and left no reason"
-    return InfrastructureError(f"Rank {rank} {how}.", rank=rank, remedy="Look at what it printed last.")
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and recorded no reason"
+    return InfrastructureError(f"Rank {rank} {how}.", rank=rank, remedy="Look at the last lines that it printed.")
 
 
 def _end(children: Sequence[BaseProcess]) -> None:
-    """No child outlives the call: those that still run are asked to stop, then killed."""
+    """End every child that still runs: SIGTERM first, then SIGKILL."""
     for child in children:
         if child.is_alive():
             child.terminate()

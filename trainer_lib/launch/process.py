@@ -1,4 +1,4 @@
-"""One worker, started directly: nothing is paid for a distributed runtime that one process does not need."""
+"""One worker, started directly: a single process needs no distributed runtime."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def build_command(verb: str, run_dir: Path) -> list[str]:
-    """The command line of a single worker."""
+    """Return the command line of a single worker."""
     return [sys.executable, "-u", "-m", "trainer_lib.worker", verb, str(run_dir)]

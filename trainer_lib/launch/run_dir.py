@@ -1,4 +1,4 @@
-"""The private folder through which an owner and its workers talk, and what is left of it after a sudden death.
+"""The private folder through which a launch's owner and its workers exchange files, and its removal after a crash.
 
 ::
 
@@ -6,12 +6,12 @@
         request.json        what to do; no secrets
         owner.pid guard.pid agent.pid worker-<rank>.pid     "pid start-time", one each
         events.jsonl        progress, appended by rank 0
-        result.json         written last by rank 0: everything is done and on the store
+        result.json         written last by rank 0, when everything is done and on the store
         error-rank<r>.json  why a rank failed
         guard.json agent.json   how the command and the ranks ended
         stack-<rank>.txt    the stacks of a rank that made no progress
-        stacks.asked cancelled  the owner wants those stacks; the owner wants the end
-        launch.json outcome.json    several machines: how this one takes part, and what ended that
+        stacks.asked cancelled  the owner asks for those stacks; the owner ends the launch
+        launch.json outcome.json    several machines: the settings of this one, and how its part ended
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.guard import Process, is_alive, send_signal, start_time
 
 POLL_S = 0.1
-HALF_MADE_S = 3600.0  # a folder without an owner is young, or was left by a crash in the very moment
+HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
 
 class RunDir:
-    """One launch's folder."""
+    """The folder of one launch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,17 +46,17 @@ class RunDir:
 
     @classmethod
     def create(cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool]) -> RunDir:
-        """Make one for `request`, once no process of an earlier, killed launch writes to the same output.
+        """Make a folder for `request`, after the processes of earlier, killed launches of the same output have ended.
 
         Raises:
-            ConfigError: the temporary folder belongs to somebody else.
-            InfrastructureError: another living process is working on this output.
+            ConfigError: the folder for run files belongs to another user.
+            InfrastructureError: another living process works on this output.
         """
         digest = hashlib.sha256(str(request.get("output", "")).encode()).hexdigest()[:16]
         while True:
             base = _private_base()
             _sweep(base, digest, grace_s, should_cancel)
-            with suppress(FileNotFoundError):  # another launch was the last to leave, and took the empty base along
+            with suppress(FileNotFoundError):  # another launch that ended has just removed the empty base
                 run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
                 break
         run_dir.record_process("owner", os.getpid())
@@ -64,30 +64,30 @@ class RunDir:
         return run_dir
 
     def record_process(self, name: str, pid: int) -> None:
-        """Record a process of this launch with its start time, so that a later one with its pid is not taken for it."""
+        """Record a process of this launch with its start time, which a later process with its pid does not share."""
         self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
 
     def find_processes(self) -> set[Process]:
-        """The living processes of this launch: those noted here, and those that carry its mark in their environment.
+        """Return the launch's living processes: the recorded ones, and those with its mark in their environment.
 
-        The mark finds a worker's own children, too, when the guard is gone, which knew them all (Linux only).
+        When the guard, which knew them all, is gone, the mark also finds the workers' children (Linux only).
         """
-        noted = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
-        found = {process for process in noted if process is not None and is_alive(process)}
+        recorded = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
+        found = {process for process in recorded if process is not None and is_alive(process)}
         mark = f"{MARK}={self.path}".encode()
         for environment in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has just ended, or is somebody else's
+            with suppress(OSError):  # the process has just ended, or belongs to another user
                 if mark in environment.read_bytes().split(b"\0"):
                     pid = int(environment.parent.name)
                     found |= {Process(pid, start) for start in [start_time(pid)] if start is not None}
         return found
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
-        """Write a file that is there as a whole or not at all."""
+        """Write a file atomically: a reader finds all of it, or no file."""
         self._write(name, json.dumps(value))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The content of a file, None when it was never written."""
+        """Return the content of a file; None if it was never written."""
         try:
             value: dict[str, Any] = json.loads((self.path / name).read_text())
         except (OSError, ValueError):
@@ -95,12 +95,12 @@ class RunDir:
         return value
 
     def read_errors(self) -> list[dict[str, Any]]:
-        """The failure records of all ranks, earliest first."""
+        """Return the failure records of all ranks, earliest first."""
         records = [self.read_json(path.name) for path in self.path.glob("error-rank*.json")]
         return sorted((record for record in records if record), key=lambda record: float(record.get("time", 0)))
 
     def read_new_events(self) -> list[dict[str, Any]]:
-        """Events appended since the last call; a line still being written waits for the next."""
+        """Return the events appended since the last call, up to the last complete line."""
         try:
             with (self.path / "events.jsonl").open("rb") as file:
                 file.seek(self._events_read)
@@ -112,47 +112,47 @@ class RunDir:
         return [json.loads(line) for line in complete.splitlines()]
 
     def format_stacks(self) -> str:
-        """What the ranks wrote when they were asked where they are."""
+        """Return the stacks of all ranks as one text."""
         found = sorted(self.read_stacks().items(), key=lambda item: int(item[0]))
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in found)
 
     def read_stacks(self) -> dict[str, str]:
-        """The same by rank, without those that wrote nothing."""
+        """Return the stack that each rank wrote, by rank, without empty ones."""
         texts = {path.stem.removeprefix("stack-"): path.read_text(errors="replace") for path in self._stack_paths()}
         return {rank: text for rank, text in texts.items() if text}
 
     def write_stack(self, rank: str, text: str) -> None:
-        """Leave what a rank of another machine wrote."""
+        """Write the stack of a rank on another machine."""
         self._write(f"stack-{int(rank)}.txt", text)
 
     def _stack_paths(self) -> list[Path]:
         return [path for path in self.path.glob("stack-*.txt") if path.stem.removeprefix("stack-").isdigit()]
 
     def request_stacks(self) -> None:
-        """Say that the owner wants to know where every rank is, those of other machines included."""
+        """Ask every rank, on all machines, to write its stack."""
         self._write("stacks.asked", "")
 
     def has_stacks_request(self) -> bool:
-        """Whether it does."""
+        """Whether the owner has asked for the stacks."""
         return (self.path / "stacks.asked").exists()
 
     def mark_cancelled(self) -> None:
-        """Say that the owner wants the end, not a new attempt."""
+        """Record that the owner ends the launch, so that it is not attempted again."""
         with suppress(OSError):
             self._write("cancelled", "")
 
     def was_cancelled(self) -> bool:
-        """Whether it does."""
+        """Whether the owner has ended the launch."""
         return (self.path / "cancelled").exists()
 
     def clear_attempt(self) -> None:
-        """Forget the workers of an earlier attempt in the same folder: their notes, records and stacks."""
+        """Remove the files of an earlier attempt's workers: their processes, failure records and stacks."""
         for pattern in ("worker-*.pid", "error-rank*.json", "stack-*.txt"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def end_processes(self, patience_s: float, should_cancel: Callable[[], bool] = lambda: False) -> None:
-        """Wait for every noted process to end by itself, then SIGKILL those that did not."""
+        """Wait for the launch's processes to end, then send SIGKILL to those that did not."""
         deadline = time.monotonic() + patience_s
         while self.find_processes() and time.monotonic() < deadline and not should_cancel():
             time.sleep(POLL_S)
@@ -162,11 +162,11 @@ class RunDir:
             time.sleep(POLL_S)
 
     def keep(self) -> None:
-        """Leave the folder for a curious user (``--debug``): no sweep removes it."""
+        """Keep the folder for a user who wants to look into it (``--debug``): later launches do not remove it."""
         self._write("keep", "")
 
     def remove(self) -> None:
-        """Delete the folder, and the one around it when it was the last."""
+        """Remove the folder, and its parent if that is empty now."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             self.path.parent.rmdir()
@@ -178,7 +178,7 @@ class RunDir:
 
 
 def read_process(path: Path) -> Process | None:
-    """The process noted in a ``.pid`` file."""
+    """Return the process recorded in a ``.pid`` file; None if there is none."""
     try:
         pid, start = path.read_text().split(maxsplit=1)
         return Process(int(pid), start)
@@ -187,14 +187,14 @@ def read_process(path: Path) -> Process | None:
 
 
 def _private_base() -> Path:
-    """``<tmp>/trainflow-<uid>``, ours alone: somebody else's folder of that name could read or redirect our files."""
+    """Make ``<tmp>/trainflow-<uid>``, private to this user: the owner of the folder can read and redirect our files."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     base = Path(tempfile.gettempdir()) / f"trainflow-{user}"
     base.mkdir(mode=0o700, exist_ok=True)
     found = base.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
         raise ConfigError(
-            "the folder for run files is not private to this user.",
+            "The folder for run files is not private to this user.",
             field="TMPDIR",
             value=str(base),
             remedy="Remove it (or chmod 700 it if it is yours), or set TMPDIR to a folder of your own.",
@@ -203,9 +203,9 @@ def _private_base() -> Path:
 
 
 def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
-    """Remove what killed launches left; wait for (then end) processes that still work on our output."""
+    """Remove the folders of killed launches; wait for processes that still work on our output, then end them."""
     for path in list(base.iterdir()):
-        with suppress(FileNotFoundError):  # its owner has just removed it
+        with suppress(FileNotFoundError):  # the folder's owner has just removed it
             _sweep_one(path, path.name.startswith(f"{digest}-"), grace_s, should_cancel)
 
 
@@ -216,8 +216,8 @@ def _sweep_one(path: Path, same_output: bool, grace_s: float, should_cancel: Cal
     if owner is not None and is_alive(owner):
         if same_output and leftover.find_processes():
             raise InfrastructureError(
-                f"process {owner.pid} is already at work on this output.",
-                remedy="Wait for it, or end it; then run the same command again.",
+                f"Process {owner.pid} is already at work on this output.",
+                remedy="Wait for that process, or end it; then run the same command again.",
             )
         return
     if same_output:

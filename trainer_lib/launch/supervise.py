@@ -1,4 +1,4 @@
-"""The owner's side of a launch: start the guard, pass on what comes, and end everything when it is time."""
+"""The owner's side of a launch: start the guard, pass its output and events on, and end everything in time."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from trainer_lib.launch.run_dir import RunDir
 T = TypeVar("T")
 
 POLL_S = 0.2
-STACKS_S = 2.0  # how long a hung worker gets to write down where it is
-NODES_STACKS_S = 5.0  # the same when other machines have to be asked
+STACKS_S = 2.0  # time for a hung worker to write its stack
+NODES_STACKS_S = 5.0  # time for the workers of other machines, which are asked over the network
 TAIL_LINES = 60
 LINE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch came to its end.
+    """How a launch ended.
 
     Attributes:
-        code: exit code of the guard; negative: the signal that killed it.
-        cancelled: the owner asked for the end.
-        hung_s: seconds without progress after which it was ended; None when that was not the reason.
-        out_of_memory: the kernel killed something for memory just before.
-        step: the last step that an event reported.
+        code: exit code of the guard; if negative, the signal that killed it.
+        cancelled: the owner ended the launch.
+        hung_s: seconds without progress, if that is why the launch was ended; else None.
+        out_of_memory: the kernel killed a process for memory just before the end.
+        step: the last optimizer step that an event reported.
         tail: the last lines printed.
     """
 
@@ -50,14 +50,14 @@ class Ending:
 
 @dataclass
 class Listener:
-    """Who hears of a launch: printed lines, progress events; and who may ask for its end."""
+    """Callbacks for the output, the progress events and the cancellation of a launch."""
 
     on_line: Callable[[str], None]
     on_event: Callable[[dict[str, Any]], None]
     should_cancel: Callable[[], bool]
 
     def quiet(self) -> Listener:
-        """The same, for the time of ending: a callback that fails must not keep us from ending the rest."""
+        """Return a listener whose callbacks cannot fail: while everything ends, nothing may interrupt that."""
         return Listener(_quietly(self.on_line), _quietly(self.on_event), self.should_cancel)
 
 
@@ -84,19 +84,21 @@ class Supervisor:
         self._step: int | None = None
         self._cancelled = False
         self._progressed = time.monotonic()
+        # Several machines have this file (`launch.nodes`), and their stacks take longer to arrive.
         self._alone = not (run_dir.path / "launch.json").exists()
 
     def run_command(self) -> Ending:
-        """Start the command and stay with it until nothing of it is left."""
+        """Start the command and stay until nothing of it is left."""
         oom = OomWatch()
         arguments = ["--run-dir", str(self._run_dir.path), "--grace", str(self._grace_s), "--", *self._command]
+        # -I -S: the guard needs the standard library only, and no folder of the user's can shadow a module of it.
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(self._environment),
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
             bufsize=0,
         )
         self._selector = selectors.DefaultSelector()
@@ -120,7 +122,7 @@ class Supervisor:
         )
 
     def _watch(self, oom: OomWatch) -> float | None:
-        """Until the guard has ended. Returns how long nothing had moved when that was the reason to end it."""
+        """Watch until the guard has ended. Returns the seconds without progress, if they are the reason for its end."""
         hung_s = None
         self._progressed = time.monotonic()
         while self._guard.poll() is None:
@@ -129,19 +131,19 @@ class Supervisor:
             if not self._cancelled and self._listener.should_cancel():
                 self._cancelled = True
                 self._run_dir.mark_cancelled()
-                self._tell("stop")
+                self._command_guard("stop")
             silent_s = time.monotonic() - self._progressed
             if self._timeout_s is not None and hung_s is None and silent_s > self._timeout_s:
                 hung_s = silent_s
                 self._run_dir.request_stacks()
-                self._tell("stacks")
+                self._command_guard("stacks")
                 self._listen_for(STACKS_S if self._alone else NODES_STACKS_S)
-                self._tell("kill")
+                self._command_guard("kill")
         self._drain()
         return hung_s
 
     def _listen(self, timeout: float) -> None:
-        """Pass on what is printed and reported within `timeout` seconds."""
+        """Pass on the lines and events of the next `timeout` seconds."""
         output = self._guard.stdout
         if output is None or output.closed:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,7 +181,7 @@ class Supervisor:
             self._listener.on_line(text)
 
     def _drain(self) -> None:
-        """What was still in the pipe, and the end of a guard that was killed: its workers end by themselves, or now."""
+        """Read the rest of the pipe. If the guard itself was killed, end its workers after the grace period."""
         if self._guard.returncode < 0:
             self._run_dir.end_processes(self._grace_s)
         deadline = time.monotonic() + 1.0
@@ -190,21 +192,21 @@ class Supervisor:
             self._line(self._partial)
             self._partial = b""
 
-    def _tell(self, word: str) -> None:
-        with contextlib.suppress(OSError):  # a guard that has just ended reads no more
+    def _command_guard(self, word: str) -> None:
+        with contextlib.suppress(OSError):  # the guard may have just ended
             if self._guard.stdin is not None:
                 self._guard.stdin.write(f"{word}\n".encode())
 
     def _end(self) -> None:
-        """End everything because the caller is leaving: gracefully, unless it insists by a second interruption."""
+        """End everything, since the caller leaves: gracefully, until a second interruption kills at once."""
         self._listener = self._listener.quiet()
         self._run_dir.mark_cancelled()
         try:
-            self._tell("stop")
+            self._command_guard("stop")
             while self._guard.poll() is None:
                 self._listen(POLL_S)
         finally:
-            self._tell("kill")
+            self._command_guard("kill")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guard.wait(10)
             self._guard.kill()

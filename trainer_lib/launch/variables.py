@@ -1,4 +1,4 @@
-"""What the workers find in their environment, and a port for those who need one."""
+"""The environment variables of workers, and a free port for a launcher that needs one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.gpu_selection import num_cores, selection_variables
 
-# What something around us (an enclosing torchrun, accelerate, Slurm) may have left in our environment.
+# An enclosing torchrun, accelerate or Slurm leaves these in our environment; a worker would take them for its own.
 _FOREIGN = (
     "TORCHELASTIC_",
     "ACCELERATE_",
@@ -25,7 +25,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the workers: ours, then `config.env`, then `env`, then what a launch has to fix."""
+    """Return the workers' variables: ours, then `config.env`, then `env`, then those that a launch has to fix."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -33,15 +33,15 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     }
     environment = {**kept, **config.env, **env, **selection_variables(config.devices, config.device_order)}
     environment |= thread_variables(threads_of(config, environment))
-    environment["PYTHONSAFEPATH"] = "1"  # a folder in the working directory must not pass for a module of ours
-    # torch's C++ side would advise every rank of every run against the search for unused parameters.
+    environment["PYTHONSAFEPATH"] = "1"  # or a folder of the working directory could shadow a module of ours
+    # torch's C++ code would warn on every rank of every run about the search for unused parameters.
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment["TRAINFLOW_GRACE_S"] = str(config.grace_s)
     if not config.several_nodes:
         environment["TRAINFLOW_WORLD_SIZE"] = str(config.processes)
     interface = config.interface
     if interface is None and not config.several_nodes and Path("/sys/class/net/lo").exists():
-        interface = "lo"  # one machine: collectives have no business on any other interface
+        interface = "lo"  # on one machine, collectives must not depend on a network interface
     if interface is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment[name] = config.interface or environment.get(name) or interface
@@ -49,17 +49,17 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
 
 
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
-    """CPU threads of each worker."""
+    """Number of CPU threads of each worker, as a variable's value."""
     return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, num_cores() // int(config.processes)))
 
 
 def thread_variables(threads: str) -> dict[str, str]:
-    """The variables that tell numerical libraries how many threads to use."""
+    """Return the variables from which numerical libraries take their number of threads."""
     return dict.fromkeys(_THREAD_VARIABLES, threads)
 
 
 def single_process() -> dict[str, str]:
-    """Says that a worker is alone, whatever has started us: a task of Slurm, or one of torchrun's."""
+    """Return the variables that make a worker a world of one, whatever ranks Slurm or torchrun gave this process."""
     return ALONE.variables()
 
 

@@ -1,7 +1,7 @@
-"""`accelerate launch`, with an account of how each rank ended.
+"""`accelerate launch`, with a record of how each rank ended.
 
-``python -m trainer_lib.machines.accelerated <run dir> …``: what follows the run directory is its own command line. It
-is executed in this process as its command would be, so that torchrun's failure, which it lets pass, can be read here.
+``python -m trainer_lib.machines.accelerated <run dir> …``: the rest of the command line is accelerate's. The launcher
+runs in this process, as its own command would, so that torchrun's failure, which it does not catch, can be read here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer_lib.machines.agent import DeathWatch
 
 
 def main(argv: list[str]) -> int:
-    """Run it to its end. Returns 0, or 1 after writing ``agent.json``."""
+    """Run accelerate's launcher until it ends. Returns 0, or 1 after writing ``agent.json``."""
     path, *options = argv
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         runpy.run_module("accelerate.commands.launch", run_name="__main__")
     except ChildFailedError as error:
         failures = deaths.describe_endings(error)
-    except subprocess.CalledProcessError as error:  # one worker, started without torchrun
+    except subprocess.CalledProcessError as error:  # accelerate starts a single worker without torchrun
         failures = [{"rank": 0, "exitcode": error.returncode, "pid": 0, "time": time.time()}]
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -45,4 +45,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(ended)  # nothing is left to do, and taking torch apart takes a second
+    os._exit(ended)  # skip the second that an orderly shutdown of torch takes: nothing is left to do

@@ -1,7 +1,7 @@
-"""torchrun, with a store that listens on loopback only and an account of how each rank ended.
+"""torchrun with a store that listens on loopback only, and with a record of how each rank ended.
 
-``python -m trainer_lib.machines.agent <processes> <verb> <run dir>``. Machines that train together
-have `trainer_lib.machines.node`, which starts their workers through the same `run_workers`.
+``python -m trainer_lib.machines.agent <processes> <verb> <run dir>``. On several machines, `trainer_lib.machines.node`
+starts the workers instead, through `run_workers` as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from typing_extensions import override
 
 from trainer_lib.guard import is_alive
 from trainer_lib.launch.run_dir import RunDir, read_process
@@ -27,7 +28,7 @@ LOOK_S = 0.05
 
 
 def main(argv: list[str]) -> int:
-    """Run the workers to their end. Returns 0, or 1 after writing ``agent.json``."""
+    """Run the workers until they end. Returns 0, or 1 after writing ``agent.json``."""
     processes, verb, path = argv
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
@@ -44,22 +45,24 @@ def main(argv: list[str]) -> int:
 def run_workers(
     run_dir: RunDir, verb: str, processes: int, *, master: tuple[str, int], nodes: int = 1, node_rank: int = 0
 ) -> list[dict[str, Any]]:
-    """Have torchrun start this machine's workers and wait for their end.
+    """Start this machine's workers through torchrun and wait for their end.
 
     Args:
-        master: where the store of the whole job listens.
+        master: host and port at which the store of the whole job listens.
 
     Returns:
-        How each rank ended that did not end well (rank, exit code, pid, time); empty when all is done.
+        How each failed rank ended (rank, exit code, pid, time); empty if all ended well.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # it would tell what agent.json tells
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # its report repeats what agent.json records
     options = run.get_args_parser().parse_args(
         [
             *("--nproc-per-node", str(processes), "--max-restarts", "0", "--monitor-interval", "0.1"),
             *("--nnodes", str(nodes), "--node-rank", str(node_rank)),
             *("--rdzv-backend", "static", "--master-addr", master[0], "--master-port", str(master[1])),
             *("--shutdown-timeout", str(int(float(os.environ.get("TRAINFLOW_GRACE_S", "60"))))),
-            *("--log-dir", str(run_dir.path / "torchelastic")),  # it makes one, used or not
+            *("--log-dir", str(run_dir.path / "torchelastic")),  # torchrun makes this folder even if nothing uses it
             *("-m", "trainer_lib.worker", verb, str(run_dir.path)),
         ]
     )
@@ -75,8 +78,11 @@ def run_workers(
 
 
 class DeathWatch(threading.Thread):
-    """Notes when each worker died. torchrun gives all the time at which it noticed the first, those included that it
-    then ended itself, so from its account alone the one to blame cannot be told."""
+    """Records when each worker died.
+
+    torchrun reports one time for all, including the workers that it then ended itself, so its report alone does not
+    show which one failed first.
+    """
 
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(name="trainflow-deaths", daemon=True)
@@ -84,8 +90,9 @@ class DeathWatch(threading.Thread):
         self._closed = threading.Event()
         self._died: dict[int, float] = {}
 
+    @override
     def run(self) -> None:
-        """Look twenty times a second, for torchrun looks ten times."""
+        # Twice as often as torchrun looks, so that a death is seen before torchrun ends the other workers.
         while not self._closed.wait(LOOK_S):
             for path in self._run_dir.path.glob("worker-*.pid"):
                 process = read_process(path)
@@ -93,11 +100,11 @@ class DeathWatch(threading.Thread):
                     self._died.setdefault(process.pid, time.time())
 
     def close(self) -> None:
-        """Stop looking."""
+        """End the watch."""
         self._closed.set()
 
     def describe_endings(self, error: ChildFailedError) -> list[dict[str, Any]]:
-        """How each rank ended that torchrun's failure names."""
+        """Return how each rank in torchrun's failure ended."""
         return [
             {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": self._died.get(end.pid, end.timestamp)}
             for rank, end in error.failures.items()
@@ -107,4 +114,4 @@ class DeathWatch(threading.Thread):
 if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(ended)  # nothing is left to do, and taking torch apart takes a second
+    os._exit(ended)  # skip the second that an orderly shutdown of torch takes: nothing is left to do

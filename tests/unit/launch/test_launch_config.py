@@ -75,7 +75,9 @@ def test_unknown_launcher_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
 def test_a_launcher_whose_package_is_missing_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=f"kind = {kind}: its launcher belongs to {kind}") as caught:
+    with pytest.raises(
+        MissingExtraError, match=f"kind = {kind}: This launcher belongs to the package {kind}"
+    ) as caught:
         resolve_config(LaunchConfig(kind=kind))
     assert "pip install" in (caught.value.remedy or "")
 
@@ -134,7 +136,9 @@ def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypa
     environment = worker_environment(resolve_config(LaunchConfig(processes=1)), {})
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["SLURM_JOB_ID"]) == ("0", "1", "7")
     assert not [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_", "SLURM_STEP", "SLURM_PROC"))]
-    with pytest.raises(ConfigError, match=r"train\.launch\.env = ACCELERATE_MIXED_PRECISION: would change what"):
+    with pytest.raises(
+        ConfigError, match=r"train\.launch\.env = ACCELERATE_MIXED_PRECISION: This variable would change"
+    ):
         resolve_config(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
 
 
@@ -184,7 +188,7 @@ def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
 
 
 def test_devices_on_a_machine_without_any_are_refused(two_cores: None) -> None:
-    with pytest.raises(ConfigError, match=r"train\.launch\.devices = \[0\]: there is no CUDA device here"):
+    with pytest.raises(ConfigError, match=r"train\.launch\.devices = \[0\]: This machine has no CUDA device"):
         resolve_config(LaunchConfig(devices=(0,)))
     assert resolve_config(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
 
@@ -234,7 +238,9 @@ def test_a_rendezvous_that_cannot_be_listened_on_is_refused() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: cannot be listened on: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"127\.0\.0\.1:{port}: This machine cannot listen there: Address already in use"
+        ):
             check_rendezvous(LaunchConfig(nodes=2, rendezvous=f"127.0.0.1:{port}"))
     check_rendezvous(LaunchConfig(nodes=2, rendezvous=f"127.0.0.1:{port}"))
     with pytest.raises(ConfigError, match="Cannot assign requested address"):
@@ -267,7 +273,9 @@ def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytes
     config = resolve_config(LaunchConfig(kind="environment"))
     assert (config.nodes, config.node_rank, config.rendezvous, config.processes) == (4, 3, "h:9", 1)
     assert worker_environment(config, {})["TRAINFLOW_LOCAL_RANK"] == "1/2"
-    with pytest.raises(ConfigError, match=r"train\.launch\.processes = 2: this machine's 2 tasks are one process each"):
+    with pytest.raises(
+        ConfigError, match=r"train\.launch\.processes = 2: Each of this machine's 2 tasks is one process"
+    ):
         resolve_config(LaunchConfig(kind="environment", processes=2))
 
 

@@ -71,14 +71,14 @@ def test_a_killed_rank_comes_before_those_that_only_noticed(run_dir: RunDir) -> 
     ranks_ended(run_dir, (1, -9), (0, 18))
     error = fail(run_dir, ending())
     assert isinstance(error, InfrastructureError)
-    assert error.message == "rank 1 was killed by SIGKILL (9) at step 120."
+    assert error.message == "Rank 1 was killed by SIGKILL (9) at step 120."
     assert (error.rank, error.step, error.details) == (1, 120, "last words")
 
 
 def test_a_rank_that_the_launcher_ended_is_not_the_cause(run_dir: RunDir) -> None:
     """It was asked to stop while it was still starting, so it left no record, and may well have gone first."""
     ranks_ended(run_dir, (0, -15), (1, -11))
-    assert fail(run_dir, ending()).message == "rank 1 was killed by SIGSEGV (11) at step 120."
+    assert fail(run_dir, ending()).message == "Rank 1 was killed by SIGSEGV (11) at step 120."
 
 
 def test_a_kill_by_the_kernel_for_memory(run_dir: RunDir) -> None:
@@ -91,7 +91,7 @@ def test_a_kill_by_the_kernel_for_memory(run_dir: RunDir) -> None:
 def test_a_crash_of_native_code(run_dir: RunDir) -> None:
     ranks_ended(run_dir, (0, -11))
     error = fail(run_dir, ending(step=None))
-    assert error.message == "rank 0 was killed by SIGSEGV (11)."
+    assert error.message == "Rank 0 was killed by SIGSEGV (11)."
     assert "native library" in (error.remedy or "")
 
 
@@ -99,7 +99,7 @@ def test_an_exit_code_without_a_word(run_dir: RunDir) -> None:
     run_dir.write_json("guard.json", {"code": 3})
     assert (
         find_failure(run_dir, ending(), direct=True).message
-        == "rank 0 ended with exit code 3 at step 120 and left no reason."
+        == "Rank 0 ended with exit code 3 at step 120 and recorded no reason."
     )
 
 
@@ -142,8 +142,8 @@ def test_a_hang_shows_where_every_rank_stood(run_dir: RunDir) -> None:
 @pytest.mark.parametrize(
     ("guard", "message"),
     [
-        ({"code": -9}, "the launcher was killed by SIGKILL (9)."),
-        (None, "the guard process was killed by SIGKILL (9)."),
+        ({"code": -9}, "The launcher was killed by SIGKILL (9)."),
+        (None, "The guard process was killed by SIGKILL (9)."),
     ],
 )
 def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
@@ -159,7 +159,7 @@ def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
 
 def test_a_launcher_that_ended_by_itself(run_dir: RunDir) -> None:
     run_dir.write_json("guard.json", {"code": 7})
-    assert fail(run_dir, ending()).message == "the launcher ended with exit code 7 and without a result."
+    assert fail(run_dir, ending()).message == "The launcher ended with exit code 7 and without a result."
 
 
 COUNTERS = {

@@ -31,11 +31,11 @@ def test_one_process_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_cannot_be_forked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"processes = 3: this process may use 2 CPU core"):
+    with pytest.raises(ConfigError, match=r"processes = 3: This process may use 2 CPU core"):
         notebook_launcher(print, num_processes=3)
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="num_processes = 2: this process has used a GPU already") as caught:
+    with pytest.raises(ConfigError, match="num_processes = 2: This process has used a GPU already") as caught:
         notebook_launcher(print, num_processes=2)
     assert caught.value.remedy is not None
