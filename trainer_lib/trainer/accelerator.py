@@ -79,6 +79,7 @@ class AcceleratorFacade:
             return tensor
         gathered = [torch.empty_like(tensor) for _ in range(self.num_processes)]
         torch.distributed.all_gather(gathered, tensor.contiguous())
+        # `cat` refuses 0-dim tensors.
         return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in gathered])
 
     gather_for_metrics = gather

@@ -35,6 +35,7 @@ class _Derived(Generic[T]):
         self._compute = compute
         self.__doc__ = doc
 
+    # Without a `__set__`, an assignment to the instance hides this descriptor.
     def __get__(self, trainer: Any, owner: type | None = None) -> T:
         return self._compute(trainer) if trainer is not None else self  # type: ignore[return-value]
 

@@ -36,6 +36,7 @@ def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tup
         DataError: the data has no batch.
     """
     if args.max_steps > 0:
+        # A stream is read again from its start until `max_steps` is reached.
         epochs = sys.maxsize if not steps_per_epoch else -(-args.max_steps // steps_per_epoch)
         return args.max_steps, epochs
     if steps_per_epoch is None:
@@ -58,7 +59,7 @@ def begin_run(
     if internals.stop is None:
         raise InfrastructureError("The training loop runs outside of train().")
     engine.start_training()
-    loaded = _claimed_checkpoint(internals, args, url)
+    loaded = _claimed_checkpoint(internals, args, url)  # before the loader is made: it may lower the micro-batch
     source = internals.loaders.train_source()
     max_steps, num_epochs = training_length(args, source.steps_per_epoch)
     if loaded is not None:
@@ -67,7 +68,7 @@ def begin_run(
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-    engine.set_optimizer_mode("train")
+    engine.set_optimizer_mode("train")  # again: `prepare_to_train` found only an optimizer that was given
     engine.resolve()
     overflows = _OVERFLOWS if engine.precision.name == "fp16" else 0
     run = TrainingRun(
@@ -84,6 +85,7 @@ def begin_run(
     internals.checkpoints.open()
     state = internals.restore.load_state(run, loaded) if loaded is not None else TrainerState()
     internals.events.use_state(state)
+    # If the next best checkpoint cannot be saved, this is the best again.
     run.kept_best = (state.best_metric, state.best_global_step)
     state.is_hyper_param_search = internals.trials.is_trial_running
     state.train_batch_size = trainer._train_batch_size

@@ -30,6 +30,7 @@ class Events:
         reporting = reporters(trainer.args.report_to or ())
         own += reporting if rank == 0 else []
         shown = PrinterCallback if trainer.args.disable_tqdm else ProgressCallback
+        # First the one that sets `control`, so that the user's callbacks see it; last the one that shows the step.
         trainer.callback_handler = CallbackHandler(
             [*own, *given, shown], trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )

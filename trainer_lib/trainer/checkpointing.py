@@ -67,11 +67,12 @@ class Checkpoints:
         step = trainer.state.global_step
         if run.saved_step == step and not (run.stopping and trainer.args.save_only_model):
             return  # resumed from it with an evaluation still to do: its weights are these
-        run.history.collect(step)
+        run.history.collect(step)  # losses since the last log are part of the position
         trainer.store_flos()
         root, is_best = self.root(), trainer.state.best_global_step == step
         url = root.child(checkpoint_name(step)).url
         snapshot = self._internals.snapshots.take(run, best_url=url if is_best else None)
+        # A copy of the state: when the save is committed, training may be steps ahead.
         run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state))
         best = run.saving.state.best_model_checkpoint
         if self._starts_in_background(root, snapshot, best):
@@ -162,7 +163,9 @@ class Checkpoints:
         if saving.best and state.best_global_step == saving.state.global_step:
             state.best_metric, state.best_global_step = run.kept_best
         limit = self._trainer.args.max_failed_saves
+        # A stop raises the error itself, after its last attempt.
         too_many = run.failed_saves >= limit and not run.stopping
+        # A lost lease is final: another process writes to the folder now.
         if too_many or isinstance(error, LeaseLostError):
             raise error
         _log.error(
@@ -219,6 +222,7 @@ class Checkpoints:
         if saver.is_busy:
             _log.warning("A checkpoint is still being written: waiting for it.")
             try:
+                # Without agreement: this also runs while an error unwinds, when other ranks may be gone.
                 url = saver.finish_without_agreement().url
                 self._own.add(url)
                 _log.warning("%s is committed.", url)

@@ -50,6 +50,7 @@ class Counters:
         if facts.own_flops is not None:
             return int(facts.own_flops(inputs))
         main = inputs.get(facts.main_input)
+        # Integers are tokens. For floats such as pixels, transformers counts every element; other models count samples.
         has_items = isinstance(main, torch.Tensor) and not main.is_floating_point()
         if isinstance(main, torch.Tensor) and (has_items or models.is_transformers(self._trainer.model)):
             return facts.flops_per_item * main.numel()
@@ -60,6 +61,7 @@ class Counters:
         args, run = self._trainer.args, self._internals.run
         if args.include_num_input_tokens_seen == "no" and not args.include_tokens_per_second:
             return
+        # A dummy batch has no target items, and its tokens are not training data.
         counted = samples if run is None else [b for b, items in zip(samples, run.weights.items, strict=True) if items]
         total = sum(self._input_tokens(batch) for batch in counted)
         self._trainer.state.num_input_tokens_seen += self._internals.world.comm.sum_ints([total])[0]

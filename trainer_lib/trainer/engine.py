@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
     from trainer_lib.trainer.world import World
 
+# They step after an evaluation, with its metric, and not after every optimizer step.
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -190,12 +191,12 @@ class Engine:
         trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
         optimizer = self.ready_optimizer()
         if scaler is not None:
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # `max_grad_norm` is meant for gradients without the loss scale
         norm = trainer._clip_grad_norm(model)
         fire("on_pre_optimizer_step")
         self._step_if_finite(optimizer, norm)
         fire("on_optimizer_step")
-        run.rate = trainer._get_learning_rate()
+        run.rate = trainer._get_learning_rate()  # the rate of this step: below, the schedule goes on to the next one's
         if trainer.lr_scheduler is not None and str(trainer.args.lr_scheduler_type) not in METRIC_SCHEDULES:
             trainer.lr_scheduler.step()
         optimizer.zero_grad()
@@ -210,6 +211,7 @@ class Engine:
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             found = norm - norm  # 0, or NaN when the norm is NaN or infinite; only NaN differs from itself
             optimizer.found_inf = found.ne_(found).float()  # type: ignore[attr-defined]
+            # None, since the gradients are unscaled already; torch reads both attributes in its fused step.
             optimizer.grad_scale = None  # type: ignore[attr-defined]
             try:
                 optimizer.step()
@@ -221,6 +223,7 @@ class Engine:
             # If this is the first step, torch would warn that the schedule stepped before the optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         if self.precision.scaler is not None:
+            # `scaler.step` is never called: `update` needs only the overflows that `unscale_` found.
             self.precision.scaler.update()
 
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:

@@ -42,7 +42,7 @@ class Evaluator:
         sets = trainer.eval_dataset if given is None else given
         if isinstance(sets, Mapping):
             for name, one in sets.items():
-                chosen = name if given is None else one
+                chosen = name if given is None else one  # by name: a loader with persistent workers is found again
                 metrics.update(trainer.evaluate(chosen, ignore_keys, metric_key_prefix=f"{prefix}_{name}"))
             return metrics
         with trainer._memory_tracker.stage("eval", metrics):
@@ -86,6 +86,7 @@ class Evaluator:
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
         was_training = trainer.model.training
         internals.forward.use_past(None)
+        # As in transformers: an evaluation inside training takes the weights as they are.
         casts = full_eval_dtype(trainer.args) is not None and not trainer.is_in_train
         restore = back_up_weights(trainer.model) if casts else None
         trainer.callback_handler.eval_dataloader = loader
@@ -136,6 +137,7 @@ class Evaluator:
                 remedy="Name one of them.",
             )
         value, best = metrics[name], trainer.state.best_metric
+        # Only NaN differs from itself.
         if value != value or abs(value) == float("inf") or (run is not None and run.history.in_trouble):
             return False
         if best is not None and not (value > best if trainer.args.greater_is_better else value < best):

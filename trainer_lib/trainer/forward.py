@@ -46,7 +46,7 @@ class Forward:
             )
         inputs = self._trainer._prepare_input(inputs)
         if self.past is not None and isinstance(inputs, MAPPINGS):
-            inputs = {**inputs, "mems": self.past}
+            inputs = {**inputs, "mems": self.past}  # transformers' Trainer passes it under this name
         return inputs
 
     def use_past(self, past: Any) -> None:
@@ -58,7 +58,7 @@ class Forward:
         index = self._trainer.args.past_index
         values = list(outputs.values()) if isinstance(outputs, MAPPINGS) else outputs
         has_loss = "loss" in outputs if isinstance(outputs, MAPPINGS) else len(values) > 0 and _is_scalar(values[0])
-        place = index - (0 if has_loss else 1)
+        place = index - (0 if has_loss else 1)  # `past_index` counts the loss even where it is absent
         if isinstance(values, torch.Tensor) or not 0 <= place < len(values):
             count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
             raise ConfigError(
@@ -74,6 +74,7 @@ class Forward:
         try:
             outputs = model(**inputs) if isinstance(inputs, MAPPINGS) else model(*_as_tuple(inputs))
         except TypeError as error:
+            # A TypeError may come from anywhere inside the forward: only names that do not fit replace it.
             if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.forward.misfit(inputs)) is not None:
                 raise misfit from error
             raise
@@ -100,6 +101,7 @@ class Forward:
         else:
             items = CountedItems.of(num_items, self._internals.world.device)
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            # `items.used` misses a compiled model, which gets a plain copy: `_call_with_items` has set `items_used`.
             self.items_used = items.used or self.items_used
         return loss
 
@@ -198,6 +200,7 @@ class Forward:
                 self._keep_past(outputs)
             return None, outputs, False
         if not self._internals.signatures.compute_loss_takes_outputs:
+            # Such an override returns the loss alone, so a second forward gives the outputs; it may pop from its copy.
             loss = trainer.compute_loss(model, dict(inputs))
             outputs = self.call(model, inputs)
         else:

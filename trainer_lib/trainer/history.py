@@ -54,7 +54,7 @@ class StepHistory:
         if not self._losses:
             return
         losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
-        values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()
+        values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()  # one transfer for both
         for loss, norm in zip(values[0], values[1], strict=True):
             self._note(loss, norm)
         self._losses, self._norms = [], []

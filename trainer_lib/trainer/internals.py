@@ -111,7 +111,7 @@ class Internals:
 
     def release_model(self) -> None:
         """Free the model and the optimizer of the last training; another model must follow."""
-        nothing: Any = None
+        nothing: Any = None  # typed `Any`: everywhere else the attributes are modules
         self.model.use(nothing)
         self.engine.use_wrapped(nothing)
         self._trainer.callback_handler.model = None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 _log = logging.getLogger(__name__)
-_ALWAYS_KEPT = ("label", "label_ids", "labels")
+_ALWAYS_KEPT = ("label", "label_ids", "labels")  # the default collator turns the first two into `labels`
 _STRETCH = 50  # global batches that are sorted by length together
 
 
@@ -136,6 +136,7 @@ class Loaders:
         columns = self._kept_columns()
         if columns is None:
             return collate
+        # `_kept_columns` keeps the length column for the sampler, which reads the dataset; batches do without it.
         columns -= {self._trainer.args.length_column_name} - set(self._trainer._signature_columns or ())
         return _WithoutColumns(collate, columns, f"the {description or 'training'} data")
 
@@ -262,7 +263,7 @@ class Loaders:
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
-            in_order=args.dataloader_in_order or not training,
+            in_order=args.dataloader_in_order or not training,  # predictions are matched to samples by position
         )
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
@@ -270,6 +271,7 @@ class Loaders:
     def eval_loader(self, given: Any) -> Any:
         """The loader of an evaluation set: the given one, the set of that name, or the Trainer's own."""
         name = given if isinstance(given, str) else "eval"
+        # A dataset passed as an object has no name to find its loader by.
         keeps = self._trainer.args.dataloader_persistent_workers and (given is None or isinstance(given, str))
         if keeps and name in self._kept:
             return self._kept[name]
@@ -307,6 +309,7 @@ class Loaders:
                 seed=trainer.args.seed,
                 drop_last=False,
                 options=self._options(training=False),
+                # A rank whose stream has ended still takes part in the forwards of the others.
                 dummy_batches=self._internals.engine.strategy.forward_communicates,
             )
         sampler = trainer._get_eval_sampler(dataset)

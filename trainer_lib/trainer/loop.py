@@ -64,6 +64,7 @@ class TrainingLoop:
             internals.events.close_trackers("KILLED" if isinstance(error, _STOPPED) else "FAILED")
             if isinstance(error, TrialPruned):
                 internals.events.fire("on_train_end")
+            # A rank that survives sees only a failed collective: the error then says that a process is gone.
             if comm.world_size > 1 and (peer := lost_peer_error(error, rank=comm.rank)) is not None:
                 raise peer from error
             raise
@@ -86,6 +87,7 @@ class TrainingLoop:
     def _attempt(self, url: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """One training with one micro-batch size."""
         trainer, internals = self._trainer, self._internals
+        # Inside the attempt: after out of memory, the next attempt needs the initial weights again.
         if trainer.model_init is not None:
             internals.model.initialize_again(trial)
         with internals.model.hooked():
@@ -106,6 +108,7 @@ class TrainingLoop:
             begin_callbacks(trainer, internals, run, loaded)
             if loaded is not None:
                 self._report(run, None, None)  # what the stopped run still had to do
+                # Last, after all that may draw random numbers.
                 internals.restore.finish(run, loaded)
             while run.epoch < run.num_epochs and not trainer.control.should_training_stop:
                 batches = run.open_epoch()
@@ -113,7 +116,7 @@ class TrainingLoop:
                 internals.forward.use_past(run.take_past())
                 fire("on_epoch_begin")
                 while trainer.state.global_step < run.max_steps:
-                    stop.begin_step()
+                    stop.begin_step()  # the flags of all ranks travel while the step computes
                     samples = self._next_samples(run, batches)
                     if not samples:
                         break
@@ -122,6 +125,7 @@ class TrainingLoop:
                     self._count_step(run, loss, norm)
                     fire("on_step_end")
                     self._report(run, loss, norm)
+                    # After the report: an evaluation or a save that is due at this step comes first.
                     if stop.agreed():
                         raise StopAgreed
                     if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
@@ -147,6 +151,7 @@ class TrainingLoop:
         samples, weights.num_items = trainer.get_batch_samples(batches, count, self._internals.world.device)
         if len(weights.items) != len(samples):  # an override counted in its own way
             weights.count(samples, self._internals.forward.target_items)
+        # The last step of an epoch may have fewer micro-batches, and overridden steps divide by this number.
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
         trainer._track_num_input_tokens(samples)
         return samples
@@ -168,6 +173,7 @@ class TrainingLoop:
         syncs_last = not trainer.args.auto_find_batch_size
         syncs_each = syncs_last and internals.world.batching.sync_each_batch
         last, total = len(samples) - 1, None
+        # `weights` is the loop's target: `training_step` and `accelerator.sync_gradients` read the micro-step there.
         for weights.micro_step, batch in enumerate(samples):
             if weights.needs_substitute():
                 if internals.world.comm.world_size == 1 and internals.engine.strategy.skips_micro_steps:
@@ -192,6 +198,7 @@ class TrainingLoop:
         run.samples += run.source.step_samples(run.step_in_epoch)
         run.step_in_epoch += 1
         state.global_step += 1
+        # A stream without a length is one epoch of `max_steps` steps.
         state.epoch = run.epoch + run.step_in_epoch / (run.source.steps_per_epoch or run.max_steps)
         if history.full:
             history.collect(state.global_step)
@@ -204,7 +211,7 @@ class TrainingLoop:
     def _report(self, run: TrainingRun, loss: torch.Tensor | None, norm: torch.Tensor | None) -> None:
         """Log, evaluate and save, if the callbacks ask for it."""
         trainer = self._trainer
-        self._internals.checkpoints.observe()
+        self._internals.checkpoints.observe()  # may fire `on_save`, which replaces `control`
         control = trainer.control
         if control.should_log or control.should_evaluate or control.should_save:
             trainer._maybe_log_save_evaluate(
@@ -219,6 +226,7 @@ class TrainingLoop:
         trainer, internals, run = self._trainer, self._internals, self._internals.run
         if run is None:
             raise InfrastructureError("The training loop runs outside of train().")
+        # First: after a non-finite step, no evaluation is the best.
         run.history.collect(trainer.state.global_step)
         if trainer.control.should_log and run.history.anything:
             logs = run.history.take(hide_nonfinite=trainer.args.logging_nan_inf_filter)
@@ -259,7 +267,7 @@ class TrainingLoop:
         trainer, internals, state = self._trainer, self._internals, self._trainer.state
         run.history.collect(state.global_step)
         state.num_samples_seen = run.samples
-        internals.checkpoints.complete()
+        internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
         if trainer.args.load_best_model_at_end:
             trainer._load_best_model()
         trainer.store_flos()

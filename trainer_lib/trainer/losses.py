@@ -33,6 +33,7 @@ class LabelSmoother:
         if shifts:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         flat = logits.reshape(-1, logits.shape[-1])
+        # In float32: in 16 bits, a sum over tens of thousands of classes loses its last digits.
         return nn.functional.cross_entropy(
             flat.float(), labels.reshape(-1), ignore_index=IGNORED, label_smoothing=self.epsilon
         )
@@ -48,7 +49,7 @@ def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
     if not isinstance(outputs, Mapping):
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0] if len(outputs) else None
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.reshape(()) if loss.ndim else loss
+        return loss.reshape(()) if loss.ndim else loss  # some models return `[1]`
     given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
     if isinstance(outputs, Mapping):
         got = "only " + ", ".join(map(str, outputs))
@@ -70,7 +71,7 @@ def neftune_hook(alpha: float) -> Any:
     def add_noise(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
-        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5
+        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5  # alpha / sqrt(tokens * width)
         return output + torch.zeros_like(output).uniform_(-bound, bound)
 
     return add_noise

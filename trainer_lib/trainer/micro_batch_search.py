@@ -94,7 +94,7 @@ class MicroBatchSearch:
                 return attempt(url)
             except MemoryRanOut as error:
                 reason = str(error)  # the error itself would keep the attempt's tensors alive
-            self._internals.checkpoints.finish()
+            self._internals.checkpoints.finish()  # a save under way may become the one to continue from
             self._halve(reason)
             url = self._newest_checkpoint() or url
             self._release_attempt()
@@ -140,13 +140,13 @@ class MicroBatchSearch:
         """Free what an attempt holds, before the next one needs the memory."""
         trainer, internals = self._trainer, self._internals
         internals.loop.drop_run()
-        internals.engine.use_wrapped(trainer.model)
+        internals.engine.use_wrapped(trainer.model)  # a wrapper holds buckets of gradients
         trainer.model.zero_grad(set_to_none=True)
         internals.engine.reset()
         internals.events.show_parts()
         trainer.callback_handler.train_dataloader = None
         internals.counters.reset_flos()
-        gc.collect()
+        gc.collect()  # reference cycles hold tensors, and only free memory can be returned to the device
         empty_device_cache(internals.world.device)
 
 

@@ -13,6 +13,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.trainer import models
 from trainer_lib.trainer.signatures import parameters_of
 
+# Parts of transformers' class names (or `loss_type`) whose loss predicts the next token.
 _SHIFTING = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -80,6 +81,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
+    # The rule of transformers' `find_labels`.
     found = [name for name in named if "label" in name]
     if "QuestionAnswering" in type(model).__name__:
         found += [name for name in named if name in ("start_positions", "end_positions")]
@@ -87,9 +89,9 @@ def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _uses_num_items(model: nn.Module, parameters: dict[str, inspect.Parameter], open_ended: bool) -> bool:
-    said = getattr(model, "accepts_loss_kwargs", None)
-    if isinstance(said, bool):
-        return said
+    declared = getattr(model, "accepts_loss_kwargs", None)
+    if isinstance(declared, bool):
+        return declared
     # A transformers model passes **kwargs to its loss function; the **kwargs of other models mean something else.
     return "num_items_in_batch" in parameters or (open_ended and _has_loss_function(model))
 
@@ -103,15 +105,16 @@ def _divides(model: nn.Module) -> bool:
     if getattr(model, "accepts_loss_kwargs", None) is True:
         return True
     try:
+        # transformers' own loss functions divide by the count.
         return "loss_function(" in inspect.getsource(type(model).forward)
     except (OSError, TypeError):
         return False
 
 
 def _shifts(model: nn.Module) -> bool:
-    said = getattr(model, "shifts_labels", None)
-    if isinstance(said, bool):
-        return said
+    declared = getattr(model, "shifts_labels", None)
+    if isinstance(declared, bool):
+        return declared
     config = getattr(model, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False):
         return False  # an encoder-decoder shifts the decoder's inputs: every label is a target

@@ -73,6 +73,7 @@ def is_spread(model: nn.Module, device: torch.device) -> bool:
     devices = set((getattr(model, "hf_device_map", None) or {}).values()) - {"cpu", "disk"}
     if len(devices) != 1:
         return len(devices) > 1
+    # "cuda" without an index is the first GPU.
     return _as_device(next(iter(devices))) != (device if device.index is not None else _as_device(0, device.type))
 
 
@@ -116,6 +117,7 @@ def model_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _transformers_files(model: Any) -> dict[str, bytes]:
+    # Not `save_pretrained`, which would write the weights as well.
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -169,9 +171,10 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def _frozen_names(model: nn.Module) -> Iterator[str]:
     adapters = tuple(_adapter_prefixes(model))
+    # A tied tensor has several names, and the state lists every one.
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
-    for name in model.state_dict(keep_vars=True):
+    for name in model.state_dict(keep_vars=True):  # for the names: `keep_vars` makes no detached views
         if name not in trained and name not in buffers and not name.startswith(adapters):
             yield name
 
@@ -217,6 +220,7 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     bundle = next((name for name in parameters if name.endswith("checkpointing_kwargs")), None)
     if bundle is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         bundle = "gradient_checkpointing_kwargs"
+    # torch's recommended variant; the reentrant one needs an input with a gradient, and frozen embeddings give none.
     settings = {"use_reentrant": False, **(kwargs or {})}
     own = {name: settings.pop(name) for name in list(settings) if name in parameters}
     if bundle is not None:

@@ -87,6 +87,7 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
         if comm.local_rank != 0:
             return None
         found = [info for info in list_checkpoints(root) if info.name not in skip]
+        # As on one disk, one that holds only a model beats none: the error can then name what is missing.
         infos = [info for info in found if is_resumable(info)] or found
         return [info.step for info in infos if not verify_files(root.child(info.name), info.commit, digests=False)]
 

@@ -55,5 +55,6 @@ def _clear_earlier_run(root: Store, args: TrainingArguments, is_own: Callable[[s
             value=root.url,
             remedy='Resume (resume_from_checkpoint="auto"), set overwrite_output_dir=True, or choose another.',
         )
+    # What is left was committed by an earlier `train` of this Trainer, or may be overwritten.
     for info in present:
         withdraw_folder(root.child(info.name))

@@ -39,7 +39,7 @@ class ReportingMethods(TrainerBase):
                 hours, minutes = seconds // 3600, seconds // 60 % 60
                 shown[name] = f"{hours}:{minutes:02d}:{seconds % 60:02d}.{hundredths:02d}"
             elif name == "total_flos":
-                shown[name] = f"{int(value) >> 30}GF"
+                shown[name] = f"{int(value) >> 30}GF"  # units of 2**30, as transformers prints them
             else:
                 shown[name] = round(value, 4) if isinstance(value, float) else value
         return shown

@@ -109,7 +109,7 @@ class Restore:
         parent, _, name = url.rpartition("/")
         root, damage = Store.open(parent or ".", field=_FIELD), list[DamagedError]()
         world, strategy = self._internals.world, self._internals.engine.strategy
-        self.hold(url)
+        self.hold(url)  # before the first read: another process may rotate checkpoints
 
         def read() -> PreloadedCheckpoint | None:
             # Where ranks compute a forward together, rank 0 reads whole tensors for all of them.
@@ -161,6 +161,7 @@ class Restore:
                 )
             state = strategy.local_state(target)
             keep = state.keys() - models.trained_state(target, state).keys()
+        # `keep`: the frozen base, which the checkpoint leaves out by design.
         strategy.load_model_state(target, self._read(loaded, loaded.read_model), keep=keep)
 
     def _read(self, loaded: Checkpoint, read: Callable[[], Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
@@ -211,7 +212,7 @@ class Restore:
             engine.precision.load_scaler_state(loaded.scaler)
         with loaded.treat_errors_as_damage(DATA):
             run.load_position(loaded.data, from_position=not trainer.args.ignore_data_skip)
-        run.saved_step = run.first_step = saved.global_step
+        run.saved_step = run.first_step = saved.global_step  # `saved_step`: this step needs no second save
         run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changed_arguments(loaded)
         return saved
@@ -237,6 +238,7 @@ class Restore:
         if not self._trainer.is_world_process_zero():
             return
         for name in sorted(now.keys() & then.keys()):
+            # Where a run lies, and where it resumes from, does not change what it computes.
             if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
                 _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
 
@@ -284,7 +286,7 @@ class Restore:
         control, handler = TrainerControl(), self._trainer.callback_handler
         with loaded.treat_errors_as_damage(TRAINER_STATE):
             saved = TrainerState.from_dict(loaded.trainer_state).stateful_callbacks or {}
-            tensors = loaded.read_extra(0)
+            tensors = loaded.read_extra(0)  # callbacks are equal on all ranks: rank 0 saved them
             every: dict[str, Any] = decoded(saved, tensors, self._internals.world.device)
         for name, states in every.items():
             listed = states if isinstance(states, list) else [states]

@@ -103,7 +103,7 @@ class TrainingRun:
         return {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,
-            "position": self.step_in_epoch * self.source.global_batch,
+            "position": self.step_in_epoch * self.source.global_batch,  # samples: a resume may have another batch
             "samples_seen": self.samples,
             "source": self.source.state(),
             "history": self.history.state(),

@@ -24,7 +24,7 @@ class SavingMethods(TrainerBase):
 
         ``model.safetensors``, ``config.json`` and the processing class, if there are any, and ``training_args.json``:
         for a transformers model, what `from_pretrained` loads. Of a model with peft adapters, only the adapters. Rank
-        0 writes; an error of its is raised on every rank.
+        0 writes, and every rank raises its error.
 
         Args:
             output_dir: a local folder or any fsspec URL.

@@ -12,7 +12,7 @@ import torch
 def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch (all devices); with `deterministic`, also `enable_full_determinism`'s switches."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed & 0xFFFFFFFF)  # NumPy takes 32 bits only
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -24,6 +24,7 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     Sets CUBLAS_WORKSPACE_CONFIG unless it is set: torch reads it when the first CUDA product runs
     (https://pytorch.org/docs/stable/notes/randomness.html).
     """
+    # The smaller of the two workspaces with which cuBLAS is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_seed(seed)
     torch.use_deterministic_algorithms(True, warn_only=warn_only)

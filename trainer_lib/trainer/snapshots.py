@@ -55,6 +55,7 @@ class Snapshots:
         trainer, engine, world = self._trainer, self._internals.engine, self._internals.world
         extra: dict[str, torch.Tensor] = {}
         states = collect_callback_states(self._internals.events.stateful())
+        # A resume reads the callbacks' tensors from rank 0's file, so the other ranks drop theirs.
         trainer.state.stateful_callbacks = encoded(states, "callbacks", extra if world.save_group.rank == 0 else {})
         whole = not trainer.args.save_only_model or run.stopping  # a stop must be resumable
         strategy, schedule = engine.strategy, trainer.lr_scheduler
@@ -102,12 +103,14 @@ class Snapshots:
 
     def _files(self, trained: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         if models.is_adapted(self._trainer.model):
+            # The files of an adapter hold whole tensors, even those of a sharded model.
             trained = dict(self._internals.engine.strategy.gathered(trained))
         return self._model_files(trained) if self._internals.world.save_group.rank == 0 else {}
 
     def frozen_fingerprint(self) -> str | None:
         """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective."""
         trainer, strategy = self._trainer, self._internals.engine.strategy
+        # Kept, because it gathers the whole model, and the frozen base does not change between saves.
         if self._frozen is None or self._frozen[0] is not trainer.model:
             state = strategy.gathered(strategy.local_state(trainer.model_wrapped))
             digest = self._internals.world.comm.broadcast_json(models.frozen_fingerprint(trainer.model, state))

@@ -22,9 +22,11 @@ class StepMethods(TrainerBase):
             return data.to(world.device, non_blocking=world.batching.non_blocking)
         if isinstance(data, MAPPINGS):
             moved = {name: self._prepare_input(value) for name, value in data.items()}
+            # The class is kept: code that expects a BatchEncoding may use its methods.
             return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
         if isinstance(data, list | tuple):
             parts = [self._prepare_input(value) for value in data]
+            # A named tuple takes its values one by one.
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
         return data
 

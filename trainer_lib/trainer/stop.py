@@ -78,6 +78,7 @@ class StopRequest:
 
     def check_in_evaluation(self) -> None:
         """Between two batches of an evaluation: raise StopAgreed when any rank received a request. Collective."""
+        # No step is under way to hide the exchange, so it blocks here; an evaluation is too long to wait for its end.
         self._agreed = self._agreed or self._comm.any(self._requested)
         if self._agreed:
             raise StopAgreed

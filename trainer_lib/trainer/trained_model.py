@@ -128,6 +128,7 @@ class TrainedModel:
         noise = self._add_noise()
         watched = "underflow_overflow" in (self._trainer.args.debug or ())
         try:
+            # The training in this block calls `prepare`, which fills `_caches`.
             with finite_or_stop(self._trainer.model) if watched else contextlib.nullcontext():
                 yield
         finally:

@@ -122,7 +122,7 @@ def _check_effects(trainer: TrainerHooks, data_parallel_size: int) -> None:
             value=False,
             remedy="Remove it, or train with one process.",
         )
-    own_warmup = str(args.optim).startswith("schedule_free")
+    own_warmup = str(args.optim).startswith("schedule_free")  # these optimizers warm up inside their step
     if args.warmup_steps and str(args.lr_scheduler_type) in _WITHOUT_WARMUP and not own_warmup:
         _log.warning(
             "warmup_steps = %s has no effect: the schedule %s has no warm-up. Give constant_with_warmup.",

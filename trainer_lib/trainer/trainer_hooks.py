@@ -131,13 +131,13 @@ class OptimizationHooks(Protocol):
         """A new model."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model."""
+        """Move the model to the device."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module whose forward trains."""
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set up both."""
+        """Set up the optimizer and the schedule."""
 
     def get_optimizer_cls_and_kwargs(
         self, args: TrainingArguments, model: nn.Module | None = None
@@ -151,10 +151,10 @@ class OptimizationHooks(Protocol):
         """Elements of the trained parameters."""
 
     def _get_learning_rate(self) -> Any:
-        """The rate that is logged."""
+        """The learning rate that is logged."""
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip; the norm before, 0-dim."""
+        """Clip the gradients; return their norm before clipping, 0-dim."""
 
 
 class EvaluationHooksOfTrainer(Protocol):
@@ -221,16 +221,16 @@ class SavingHooks(Protocol):
         """Save this step."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load weights."""
+        """Load a checkpoint's weights."""
 
     def _load_best_model(self) -> None:
-        """Load the best weights."""
+        """Load the best checkpoint's weights."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a committed checkpoint."""
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the target of pushes."""
+        """Create the repository that pushes go to."""
 
     def create_model_card(self) -> None:
         """Write the model card."""
@@ -286,13 +286,13 @@ class LoopHooks(Protocol):
         """Log, evaluate and save as asked for."""
 
     def _finalize_training(self, trial: Any, run: TrainingRun) -> TrainOutput:
-        """The end of a training."""
+        """End a training."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log an entry."""
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Operations of a batch."""
+        """Floating-point operations of a batch."""
 
     def store_flos(self) -> None:
         """Add counted operations to the state."""

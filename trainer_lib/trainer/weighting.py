@@ -94,7 +94,9 @@ class CountedItems(torch.Tensor):
         return result
 
 
+# What code reads to place or cast its own tensors; a loss that divides does more.
 _LOOKING = {"__get__", "is_floating_point", "is_complex", "size", "dim", "ndimension", "numel", "stride", "get_device"}
+# `clamp` is here because a guard against a count of 0 is not a division yet.
 _COPYING = {
     *("to", "type", "type_as", "float", "double", "int", "long", "half", "bfloat16", "cpu", "cuda", "detach", "clone"),
     *("contiguous", "clamp", "clamp_min", "view", "reshape", "unsqueeze", "squeeze", "expand", "requires_grad_"),
@@ -103,7 +105,7 @@ _COPYING = {
 
 def _counted(plain: torch.Tensor, note: list[bool]) -> CountedItems:
     items = plain.as_subclass(CountedItems)
-    items._note = note
+    items._note = note  # one list for all copies: a use of any copy shows on the count itself
     return items
 
 
@@ -132,6 +134,7 @@ class MicroBatches:
 
     def take_flags(self, count: int) -> list[bool]:
         """Whether each of the last `count` batches was real; the flags of earlier ones are dropped."""
+        # An override may drop batches that it drew: the flags of the newest ones count.
         flags, self._flags = self._flags[len(self._flags) - count :], []
         return flags
 
