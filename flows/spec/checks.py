@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.stages import all_stages
 from tasks.configs import LaunchSettings
 from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
@@ -18,12 +17,20 @@ from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
+    from flows.stages import Stage
 
 # Arguments that the pipeline itself decides, and what to set instead.
 _DECIDED = {
     "output_dir": "The stage's folder below 'storage' is used: remove it.",
     "resume_from_checkpoint": "A stage always continues from its own newest checkpoint: remove it.",
 }
+
+
+def all_stages() -> tuple[Stage, ...]:
+    """The rows of the stage table."""
+    from flows import stages  # it brings the storage and the trackers, which a spec's definition does not need
+
+    return stages.all_stages()
 
 
 def refuse_secrets(raw: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.configs import LaunchSettings
 from tasks.stage.closure import Closure, closure
-from tasks.stage.sources import fingerprints
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -77,6 +76,8 @@ class Resolver:
         Raises:
             ConfigError: a source does not exist. StorageError: it cannot be read.
         """
+        from tasks.stage.sources import fingerprints
+
         key = ("sources", _text(list(sources)), root or "", str(memory))
         return self._once(key, lambda: fingerprints(sources, root=root, memory=memory))
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
-from trainer_lib.arguments import environment
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import accelerate
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
@@ -202,6 +200,8 @@ def _check_environment(config: LaunchConfig) -> None:
 
 def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     """Take processes and machines from accelerate's configuration file; raise ConfigError for a contradiction."""
+    from trainer_lib.launch import accelerate  # it brings the arguments, which reading a spec does not need
+
     written = accelerate.read_launch_settings(config.config_file)
     for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
@@ -219,6 +219,8 @@ def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
 
 def _with_environment_ranks(config: LaunchConfig) -> LaunchConfig:
     """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
+    from trainer_lib.arguments import environment  # all arguments come with it
+
     found = environment.ranks()
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
