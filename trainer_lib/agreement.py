@@ -25,6 +25,7 @@ def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
         result = work()
     except Exception as error:
         failure = from_exception(error, rank=comm.rank)
+    # Every rank comes here, also one whose work failed: none waits for a message that never arrives.
     comm.agree(failure)
     return cast("Result", result)
 

@@ -113,6 +113,7 @@ def write_commit(
     """
     entries = tuple(sorted(files, key=lambda entry: entry.path))
     created = datetime.now(UTC).isoformat(timespec="microseconds")
+    # Through JSON: the commit that is returned equals the one that will be read.
     commit = Commit(kind, entries, json.loads(json.dumps(meta)), created, content_digest(entries))
     data = _render(commit)
     _check_own(commit, data)
@@ -185,6 +186,7 @@ def _put(store: Store, data: bytes) -> None:
     seen = store.read_if_exists(COMMIT, limit=LIMIT)
     if seen == data:
         return
+    # A put that failed is reported as such (below), whatever the store shows now.
     if not created and failure is None and seen is not None:
         raise LeaseLostError(
             "Another process has committed this folder.",
@@ -257,6 +259,7 @@ def _record_problem(record: object) -> str | None:
     if not isinstance(record, dict):
         return "is not an object"
     version = record.get("format")
+    # Not isinstance: True is an int.
     if type(version) is not int or version < 1:
         return "does not state its format"
     if version > FORMAT:
@@ -282,6 +285,7 @@ def _entries_problem(entries: object) -> str | None:
         problem = relative_problem(path)
         if problem:
             return f"lists a file whose path {problem}: {str(path)[:80]!r}"
+        # Strictly sorted, which also excludes a path listed twice.
         if path == COMMIT or path <= previous:
             return f"lists {path[:80]!r} out of order, twice, or lists itself"
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):

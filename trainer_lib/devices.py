@@ -30,6 +30,7 @@ def choose_device(*, use_cpu: bool) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
+        # torchrun (RANK) shows every process all GPUs: a local rank beyond them is then an error.
         if count == 1 and ranks.source not in ("RANK", environment.ALONE.source):
             return torch.device("cuda", 0)
         if ranks.local_rank >= count:

@@ -194,6 +194,7 @@ class ProcessGroup(Communicator):
 
     @override
     def barrier(self) -> None:
+        # Not dist.barrier: with NCCL that would use the GPU, and wait for its queue.
         dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=self._group)
 
     @override
@@ -207,7 +208,7 @@ class ProcessGroup(Communicator):
         sizes[self.rank] = len(data)
         dist.all_reduce(torch.from_numpy(sizes), group=self._group)  # a sum of one non-zero entry per rank
         if self.rank != 0:
-            if data:
+            if data:  # a rank without data sends nothing, and rank 0 knows that from the sizes
                 dist.send(_to_tensor(data), dst=0, group=self._group)
             return None
         gathered = [data]
@@ -238,7 +239,7 @@ class ProcessGroup(Communicator):
         first = None if gathered is None else next(record for record in gathered if record is not None)
         record = self.broadcast_json(first)
         if error is not None and record["rank"] == self.rank:
-            raise error
+            raise error  # the rank's own exception, which has the traceback
         raise from_record(record)
 
     @override
@@ -337,7 +338,7 @@ def form_alone(device: torch.device) -> None:
     """Form a process group of this process alone, for a library that needs one; `shutdown` ends it."""
     global _owned
     if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in memory: no port is opened
         dist.init_process_group(_backend(None, device), store=store, rank=0, world_size=1)
         _owned = True
 

@@ -238,6 +238,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
 
 def from_record(record: dict[str, Any]) -> TrainflowError:
     """Rebuild a failure from `TrainflowError.to_record`; an unknown class becomes an `InfrastructureError`."""
+    # A newer version may have more classes; a failure of a worker is what it is in any case.
     cls = _CLASSES.get(str(record.get("class")), InfrastructureError)
     fields = {name: record.get(name) for name in ("field", "value", "remedy", "rank", "step", "details")}
     return cls(str(record.get("message", "No message was recorded.")), **fields)

@@ -19,6 +19,7 @@ def report_failures() -> None:
     def report(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         global _failed
         _failed = True
+        # First, so that the traceback is printed even if the report fails.
         before(cls, error, trace)
         _report_to_torchrun(error)
 

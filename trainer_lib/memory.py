@@ -100,6 +100,7 @@ class MemoryTracker:
         gc.collect()
         cpu = self._process.memory_info().rss
         self._unreported[f"{stage}_mem_cpu_alloc_delta"] = cpu - started.cpu
+        # The peak above the larger of both ends: where memory grew, the two numbers add up to the peak.
         self._unreported[f"{stage}_mem_cpu_peaked_delta"] = max(0, peak - max(cpu, started.cpu))
         if self._uses_gpu():
             gpu = self._gpu_bytes()

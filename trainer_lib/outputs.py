@@ -28,6 +28,7 @@ class ModelOutput(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None or name in self:
             super().__setitem__(name, value)
+        # Both ways in end here, so that key and attribute never differ.
         super().__setattr__(name, value)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -37,6 +38,7 @@ class ModelOutput(dict[str, Any]):
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # By keyword: a dataclass's constructor takes its fields, not a dict.
         return type(self)._rebuilt, (dict(self),)
 
     @classmethod

@@ -80,6 +80,7 @@ class PrepareOutput:
     def checked_info(self) -> dict[str, Any]:
         """A copy of `info` as it will be read back. Raises DataError when a value is not JSON."""
         try:
+            # Through JSON, as later stages read it: a tuple becomes a list here and not only there.
             copied: dict[str, Any] = json.loads(json.dumps(self.info, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise DataError(
@@ -217,6 +218,7 @@ class Recipe:
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""
+        # A recipe may also just import our Trainer, which is a subclass of itself.
         own = getattr(self._module, "Trainer", None)
         return own if isinstance(own, type) and issubclass(own, default) else default
 
@@ -236,6 +238,7 @@ class Recipe:
 
     def _guarded_rows(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         with self.guarded():
+            # In a generator, because a recipe's rows may be one: its errors come while it is read.
             yield from rows
 
 
@@ -292,6 +295,7 @@ def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRE
     except KeyboardInterrupt:
         raise
     except (Exception, SystemExit) as error:
+        # Otherwise a second load in this process would find a module that is half executed.
         del sys.modules[name]
         raise user_error(error, root) from error
     return Recipe(module, path, root, needs)
@@ -310,6 +314,7 @@ def refuse_hidden_packages() -> None:
         spec = found.__spec__ if found is not None else importlib.util.find_spec(name)
         places = list(spec.submodule_search_locations or []) if spec is not None else []
         origin = [spec.origin] if spec is not None and spec.origin else []
+        # A namespace package has places and no origin, a plain module an origin and no places.
         for place in places or origin:
             if Path(place).resolve() != home / name:
                 raise ConfigError(

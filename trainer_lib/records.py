@@ -82,6 +82,7 @@ def _decoded(hint: Any, value: Any, name: str) -> Any:
         if value is None and type(None) in inner:
             return None
         others = [each for each in inner if each is not type(None)]
+        # A union of JSON's own types: JSON has already told them apart.
         if len(others) > 1:
             return value
         return _decoded(others[0], value, name)
@@ -91,8 +92,10 @@ def _decoded(hint: Any, value: Any, name: str) -> Any:
         return {str(key): _decoded(inner[1], each, _join(name, str(key))) for key, each in value.items()}
     if is_dataclass(hint):
         return from_record(typing.cast("type[Any]", hint), value, name=name)
+    # A whole number may stand for a float: a timeout of 60.
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    # A bool is an int for isinstance; here it is not.
     if isinstance(hint, type) and isinstance(value, hint) and isinstance(value, bool) is (hint is bool):
         return value
     raise _mismatch(f"A value of type {getattr(hint, '__name__', hint)} is needed here.", name, value)

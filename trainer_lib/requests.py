@@ -242,6 +242,7 @@ class ModelRequest(Request[R], Generic[R]):
     @property
     def use_cpu(self) -> bool:
         """Whether the worker uses the CPU although there are devices."""
+        # As text, because a request holds the arguments as they were given.
         return str(self.args.get("use_cpu", "")).lower() in ("true", "1", "yes")
 
 

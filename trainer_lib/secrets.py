@@ -74,6 +74,7 @@ def may_be_secret_name(name: str) -> bool:
     words = _words_of(name)
     if not words:
         return False
+    # "tokens" in the plural is a count and never masked.
     if words[-1] == "token" and not _TEXT_TOKENS & set(words):
         return True
     pairs = any(first in _KEYS and second == "key" for first, second in itertools.pairwise(words))
@@ -116,6 +117,7 @@ def mask_value(name: str, value: Any) -> Any:
     `TrainingArguments.to_dict`; in other texts only the secret part becomes `***`.
     """
     if isinstance(value, Mapping):
+        # Everything below a secret's name is secret: {"credentials": {"user": ...}}.
         around = name if may_be_secret_name(name) else None
         return {key: mask_value(str(key) if around is None else around, inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -129,6 +129,7 @@ class Seq2SeqTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         generation = self._trainflow_generation
         settings = self._gen_kwargs
+        # None outside of `evaluate` and `predict`: a subclass may call this method alone.
         if gen_kwargs or settings is None:
             settings = generation.complete_settings(gen_kwargs)
         inputs = self._prepare_inputs(inputs)
@@ -216,6 +217,7 @@ class Generation:
                 settings = {**settings, other: None}  # one limit: the call's, not the configuration's
         with torch.no_grad(), self._trainer.autocast_smart_context_manager():
             output = generate(**given, **settings)
+        # With return_dict_in_generate the tokens are an attribute.
         tokens = getattr(output, "sequences", output)
         samples = batch_size_of(dict(inputs))
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[0] != samples:
@@ -238,6 +240,7 @@ class Generation:
         main = getattr(self._trainer.model, "main_input_name", "input_ids")
         if any(each.kind is each.VAR_KEYWORD for each in named.values()):
             return given
+        # A generate(x) of a plain module: its one parameter is the main input, whatever its name.
         if len(named) == 1 and main in given and main not in named:
             return {next(iter(named)): given[main]}
         return {name: value for name, value in given.items() if name in named}
@@ -270,6 +273,7 @@ class Generation:
         for owner in (self._trainer.processing_class, getattr(self._trainer.model, "generation_config", None), config):
             for name in ("pad_token_id", "eos_token_id"):
                 token = getattr(owner, name, None)
+                # Some models list several end-of-sequence tokens.
                 token = token[0] if isinstance(token, list | tuple) and token else token
                 if isinstance(token, int):
                     return token

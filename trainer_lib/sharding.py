@@ -142,6 +142,7 @@ class GatheredTensors(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
         self._tensors, self._keep = tensors, keep
         self._ties = Counter(id(tensor) for tensor in tensors.values())
+        # Only tied tensors are kept: the others must be freed as soon as they are written.
         self._tied: dict[int, Tensor] = {}
 
     @override
@@ -182,7 +183,9 @@ class BroadcastTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self.read_spec(name)
         value = self._own[name].detach().cpu() if self._rank == 0 else torch.empty(shape, dtype=dtype)
+        # Then the flat view below shares this tensor's memory, and the broadcast writes into it.
         value = value.contiguous()
+        # Every rank knows the shape, so all leave an empty tensor out.
         if value.numel():
             # As bytes: gloo and NCCL do not serve every dtype (float8, unsigned).
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)

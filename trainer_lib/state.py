@@ -200,6 +200,7 @@ class TrainerState:
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
         """Record what is known when a training starts: its length, its processes, its trial."""
+        # As in transformers, a search may have set the trial on the Trainer alone.
         current = trial if trial is not None else getattr(trainer, "_trial", None)
         hp_name = getattr(trainer, "hp_name", None)
         if hp_name is not None and current is not None:

@@ -115,6 +115,7 @@ def dump_yaml(data: Any) -> str:
 def _by_first_character(*rules: tuple[str, re.Pattern[str], list[str]]) -> _Words:
     words: _Words = {}
     for tag, pattern, first in rules:
+        # ruamel looks up its rules by the first character of a word.
         for character in first:
             words.setdefault(character, []).append((tag, pattern))
     return words
@@ -188,6 +189,7 @@ def _collect_lines(node: Node, prefix: str, lines: dict[str, int]) -> None:
     for name, marked, value in children:
         key = f"{prefix}.{name}" if prefix else name
         line = marked.start_mark.line + 1
+        # A mapping may have several merge keys.
         if name in seen and name != "<<":
             raise YamlProblem(f"'{key}' is given twice (lines {lines[key]} and {line})", line)
         seen.add(name)

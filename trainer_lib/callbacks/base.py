@@ -48,6 +48,7 @@ EVENTS = (
     *("on_save", "on_log", "on_prediction_step", "on_push_begin"),
 )
 
+# Only these are worth a lookup table: the others fire at most once per log, save or epoch.
 _OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
 
 
@@ -199,6 +200,7 @@ class CallbackHandler(TrainerCallback):
                 control,
                 model=self.model,
                 processing_class=self.processing_class,
+                # The older name, which callbacks written for transformers still declare.
                 tokenizer=self.processing_class,
                 optimizer=self.optimizer,
                 lr_scheduler=self.lr_scheduler,
@@ -206,6 +208,7 @@ class CallbackHandler(TrainerCallback):
                 eval_dataloader=self.eval_dataloader,
                 **kwargs,
             )
+            # A callback may return another control; most return None.
             control = control if result is None else result
         return control
 

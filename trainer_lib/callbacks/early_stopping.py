@@ -42,6 +42,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 value=early_stopping_patience,
                 remedy="Give a number of evaluations.",
             )
+        # "not >=" and not "<", so that NaN is refused.
         if early_stopping_threshold is not None and not early_stopping_threshold >= 0:
             raise ConfigError(
                 "The threshold must be at least 0.",
@@ -91,9 +92,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 value="no",
                 remedy='Give "steps" or "epoch".',
             )
+        # A new training: the counter of an earlier `train()` of this Trainer does not count.
         if state.global_step == 0:
             self.early_stopping_patience_counter = 0
             self.best_metric = None
+        # The checkpoint has no state of this callback, which may be new; it has the best metric.
         elif self.best_metric is None:
             self.best_metric = state.best_metric
         if self.early_stopping_patience_counter >= self.early_stopping_patience:

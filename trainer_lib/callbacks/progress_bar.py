@@ -37,6 +37,7 @@ class ProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.current_step = state.global_step
+        # The steps before a resume took another process's time.
         self._clock = _StepClock(state.global_step)
         if state.is_world_process_zero and _is_interactive():
             self.training_bar = _open_bar(total=state.max_steps, initial=state.global_step)
@@ -77,6 +78,7 @@ class ProgressCallback(TrainerCallback):
             return
         shown = {name: self._format(value) for name, value in logs.items() if name not in _HIDDEN}
         if self.training_bar is not None:
+            # Through the bar, which a print would tear.
             self.training_bar.write(str(shown))
         else:
             _write(_format_line(state, shown, self._clock))
@@ -140,6 +142,7 @@ def _write(text: str) -> None:
 
 
 def _is_interactive() -> bool:
+    # A notebook's standard error is no terminal, but it draws bars.
     return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", bool)())
 
 

@@ -86,6 +86,7 @@ class StragglerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._comm is not None:
+            # Without the wait for the others' counts, in which a fast rank waits for a slow one.
             self._loading = time.perf_counter() - self._begun - (self._comm.waited_s - self._waited)
 
     @override
@@ -122,8 +123,10 @@ class StragglerCallback(TrainerCallback):
         if not own:
             return
         try:
+            # With the time, so that rank 0 can tell a new report from one it has counted.
             self._store.set(str(comm.rank), json.dumps([time.time(), statistics.median(own)]))
             keys = [str(rank) for rank in range(comm.world_size)]
+            # `check` first: `multi_get` would wait for a rank that has not reported yet.
             if comm.rank != 0 or not self._store.check(keys):
                 return
             reports = [bytes(value).decode() for value in self._store.multi_get(keys)]

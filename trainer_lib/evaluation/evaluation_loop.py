@@ -44,6 +44,7 @@ def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
     batches, share = iter(loader), comm.data_parallel
     while turn := list(itertools.islice(batches, share.size)):
         real = share.rank < len(turn)
+        # Any batch of this round can serve as the dummy.
         yield Micro(turn[share.rank if real else 0], real)
 
 
@@ -147,6 +148,7 @@ class EvaluationLoop:
             rounds = [each for one in zip(*ranks, strict=True) for each in one if each is not None]
         for number, each in enumerate(rounds):
             if self._batch_metrics is not None:
+                # From other ranks they come as arrays.
                 tensors = each if self._objects else nested.to_tensors(each)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
             else:
@@ -156,6 +158,7 @@ class EvaluationLoop:
         comm, hooks = self._comm, self._hooks
         # The only wait for the device: the sum stayed there during the whole pass.
         total = 0.0 if self._loss is None else float(self._loss)
+        # Summed on rank 0 and broadcast, so that every rank has the same digits.
         counted = comm.gather_json([total, self._items, self._samples]) or []
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
         if samples == 0:

@@ -55,4 +55,4 @@ class EvaluationHooks(Protocol):
         """The folder for predictions that do not fit in memory; None for the temporary folder."""
 
     def end_prediction_step(self) -> None:
-        """A batch is done: tell the callbacks, and raise when all ranks have agreed to stop. Collective."""
+        """A batch is done: call the callbacks, and raise when all ranks have agreed to stop. Collective."""

@@ -64,6 +64,7 @@ class MetricObject(BatchMetrics):
 
     @override
     def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
+        # A metric that was moved to the GPU takes no CPU tensors.
         device = getattr(self._metric, "device", "cpu")
         logits, labels = (nested.map_tree(lambda leaf: leaf.to(device), batch[name]) for name in ("logits", "labels"))
         self._metric.update(logits, labels)
@@ -71,6 +72,7 @@ class MetricObject(BatchMetrics):
             return
         with _without_synchronization(self._metric):
             value = self._metric.compute()
+        # The next evaluation begins with an empty metric.
         self._metric.reset()
         self._result = value if isinstance(value, Mapping) else {type(self._metric).__name__: value}
 
@@ -114,6 +116,7 @@ def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any
         try:
             metrics = parse_metrics(compute())
         except Exception as error:
+            # Alone, the user's own exception passes through, with its type.
             if comm.world_size == 1:
                 raise
             failure = from_exception(error, rank=0)

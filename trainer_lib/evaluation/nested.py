@@ -55,6 +55,7 @@ def _to_array(leaf: Any) -> Array:
 
 def to_tensors(tree: Any) -> Any:
     """Convert every array to a CPU tensor of that shape."""
+    # np.array copies: unpacked arrays are read-only, and torch warns about such memory.
     return map_tree(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf)), tree)
 
 

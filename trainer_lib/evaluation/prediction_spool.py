@@ -35,6 +35,7 @@ class _Column:
         self._segments: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
 
     def append(self, array: Array) -> None:
+        # A scalar per batch becomes one row.
         array = array if array.ndim else array.reshape(1)
         self._segments.append((array.dtype, array.shape))
         if self._file is None:
@@ -97,6 +98,7 @@ class _Column:
             return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))
         shape = compute_padded_shape(rows, widths)
         with tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX) as file:
+            # A memory map needs a file of its full size; what is not written takes no space.
             file.truncate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
             target: Array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
             fill_padded(target, self.segments())
@@ -126,6 +128,7 @@ def fill_padded(target: Array, arrays: Iterable[Array]) -> Array:
     for array in arrays:
         block = target[row : row + len(array)]
         if block.shape[1:] != array.shape[1:]:
+            # Before the copy, and only where something stays uncovered.
             block[...] = IGNORED
         block[tuple(slice(0, size) for size in array.shape)] = array
         row += len(array)

@@ -132,6 +132,7 @@ def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dic
         dataset["args"] = card.dataset_args[0]
     if card.data_digest:
         dataset["revision"] = card.data_digest
+    # The Hub's model-index needs a task.
     task = card.tasks[0] if card.tasks else "other"
     return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 

@@ -78,6 +78,7 @@ def draft_card(details: CardDetails, facts: CardFacts, *, licence_of: Callable[[
 def _source_repository(model: Any) -> str | None:
     """The repository that a transformers model was loaded from; None for a local folder, or any other model."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    # A relative folder has the form of a repository's name; one that exists here is a folder.
     found = isinstance(name, str) and bool(REPOSITORY.fullmatch(name)) and not Path(name).exists()
     return name if found else None
 

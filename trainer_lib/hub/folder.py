@@ -64,8 +64,10 @@ class FolderHub:
         if lease is None:  # only with a `wait` that gives up
             raise StorageError("Another process is publishing to this folder.", field=self.target, remedy="Try again.")
         with lease:
+            # Only under the lease: another publisher's unfinished revision looks the same.
             self._remove_leftovers()
             revisions = self.revisions()
+            # Only the newest: to publish an older content again is a new revision.
             if revisions and self._holds_content(revisions[0], content):
                 return self._describe_result(revisions[0], created=False)
             # Damaged revisions count as well: their numbers are never used again.
@@ -115,6 +117,7 @@ class FolderHub:
 
 def _parse_number(name: str) -> int:
     digits = name.partition("-")[0]
+    # isascii, because other scripts' digits are digits as well.
     return int(digits) if digits.isascii() and digits.isdigit() else 0
 
 

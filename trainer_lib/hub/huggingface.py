@@ -143,6 +143,7 @@ class HuggingFaceHub:
                 path = api.hf_hub_download(self.repo, RECORD, revision=revision, local_dir=folder, repo_type="model")
             except EntryNotFoundError:
                 return {}
+            # A repository may come from anywhere.
             if Path(path).stat().st_size > MAX_RECORD_BYTES:
                 return {}
             with contextlib.suppress(ValueError):
@@ -155,6 +156,7 @@ class HuggingFaceHub:
             return []
         ours = {file["path"] for file in self._read_record(api, head).get("files", ()) if isinstance(file, dict)}
         keep = {entry.path for entry in content.entries()} | {RECORD}
+        # Only files of our own record: others may keep theirs in the repository.
         return sorted(path for path in ours - keep if path in tree and not path.startswith(content.kept))
 
     def _plan_operations(
@@ -173,6 +175,7 @@ class HuggingFaceHub:
                 operations.append(CommitOperationAdd(entry.path, str(path)))
             else:
                 operations.append(self._stage_remote_file(api, entry.path, source, staging))
+        # In the same commit, so that record and files never disagree.
         operations.append(CommitOperationAdd(RECORD, _render_record(content)))
         return operations
 
@@ -180,6 +183,7 @@ class HuggingFaceHub:
         """Add a file of a remote store. A large one is uploaded at once, so that the disk holds only one at a time."""
         from huggingface_hub import CommitOperationAdd
 
+        # A flat name: a repository path may have folders.
         local = staging / hashlib.sha256(path.encode()).hexdigest()
         source.store.download(source.entry.path, local, expect=source.entry)
         if source.entry.size <= MAX_MEMORY_BYTES:
@@ -230,6 +234,7 @@ class HuggingFaceHub:
         reason = first_line(error)
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
+            # The Hub answers 404 also for a private repository that the token may not see.
             if status in {401, 403, 404}:
                 remedy = "Set HF_TOKEN to a token that may write there, and check the name."
                 return ConfigError(f"The Hub refuses the upload ({status}): {reason}", remedy=remedy, **where)
@@ -242,6 +247,7 @@ class HuggingFaceHub:
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hub"
             remedy = f"Check the connection to {endpoint}, then run the same command again."
             return StorageError(f"The Hub cannot be reached: {reason}", remedy=remedy, **where)
+        # huggingface_hub checks names and operations before it sends them.
         if isinstance(error, ValueError):
             return ConfigError(
                 f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where
@@ -277,6 +283,7 @@ def _progress_bars_disabled() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()
+    # They would break the display of a stage, or of the training beside it.
     disable_progress_bars()
     try:
         yield
@@ -290,6 +297,7 @@ def _has_same_bytes(remote: RepoFile | None, entry: FileEntry, content: Content)
         return False
     if remote.lfs is not None:
         return bool(remote.lfs.sha256 == entry.sha256)
+    # A file that is not in LFS is listed with its git hash only.
     return bool(remote.blob_id == _compute_blob_id(content, entry))
 
 

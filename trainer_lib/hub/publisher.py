@@ -49,6 +49,7 @@ LAST = "last-checkpoint"
 _CHECKPOINT = checkpoint_name(0).removesuffix("0")
 _CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has no files under them
 _CARD_LIMIT_BYTES = 1 << 20
+# Files that only a resume reads: the model at the repository's root does without them.
 _RESUMING = frozenset(
     (layout.OPTIMIZER_TENSORS, layout.OPTIMIZER, layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE)
 )
@@ -150,6 +151,7 @@ class Publisher:
         return target.removeprefix(SCHEME)
 
     def _open_hub(self, token: str | None, revision: str | None) -> Hub:
+        # push_to_hub is off, or the Hub could not be reached when training began.
         if self._trainer.hub_model_id is None:
             self._trainer.init_hf_repo(token)
         target, branch = str(self._trainer.hub_model_id), revision or self._trainer.args.hub_revision
@@ -180,6 +182,7 @@ class Publisher:
 
     def _licence_of(self, base: str | None) -> str | None:
         """The licence of the base model; the Hub is asked once, since every push writes a card."""
+        # A push to a folder works offline: it never asks the Hub.
         if base is None or is_folder(self._target_name()):
             return None
         if self._base_licence is None or self._base_licence[0] != base:
@@ -296,6 +299,7 @@ class Publisher:
 
     def queue_checkpoint(self, push: CheckpointPush) -> None:
         """Queue a prepared push. Its checkpoint is protected from rotation until the push ends."""
+        # Before the queue has it: rotation may run before the push's thread does.
         self._being_pushed.append(push.name)
         self.queue.submit(lambda: self._push_checkpoint(push))
 
@@ -351,6 +355,7 @@ def _with_checkpoint(files: Mapping[str, Source], store: Store, folder: str) -> 
     if commit is None:
         return Content(files, kept=_CHECKPOINTS)
     whole = {f"{folder}/{entry.path}": Source(store, entry) for entry in commit.files}
+    # The commit file does not list itself, and without it the folder cannot be resumed from.
     data = store.read_bytes(COMMIT)
     # last-checkpoint/ holds one checkpoint: files of the previous one must go.
     kept = (_CHECKPOINT,) if folder == LAST else _CHECKPOINTS

@@ -20,6 +20,7 @@ class PushQueue:
 
     def submit(self, push: Callable[[], str]) -> Future[str]:
         """Run `push` after the ones before it. The future holds what it returns or raises."""
+        # A chain of futures in place of a pool, whose threads Python would wait for at exit.
         before, future = self._last, Future[str]()
         self._last = future
 

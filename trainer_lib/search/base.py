@@ -192,6 +192,7 @@ class SharedTrial:
             self._trial.set_user_attr(key, value)
 
     def _suggest(self, kind: str, name: str, *given: Any, **more: Any) -> Any:
+        # Optuna, too, returns the first value again when a name is suggested twice.
         if name not in self.params:
             found = run_on_all_ranks(
                 self._comm, lambda: None if self._trial is None else getattr(self._trial, kind)(name, *given, **more)

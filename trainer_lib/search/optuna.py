@@ -140,6 +140,7 @@ class OptunaSearch:
         while "end" not in (plan := self._comm.broadcast_json(None)):
             if "error" in plan:
                 raise from_record(plan["error"])
+            # Rank 0 has recorded it; the next trial follows.
             with contextlib.suppress(_TrialFailed, TrialPruned):
                 self._train(plan, None)
 
@@ -177,6 +178,7 @@ class OptunaSearch:
         # Counting the trials keeps a continued study from drawing the same values again.
         samplers, seed = self._optuna.samplers, self._hooks.args.seed + len(self._study.trials)
         several = len(self._settings.directions) > 1
+        # Optuna's own defaults, which take no seed unless they are made here.
         return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
 
     def _retry_dead_trials(self) -> None:
@@ -184,6 +186,7 @@ class OptunaSearch:
         running = self._optuna.trial.TrialState.RUNNING
         for trial in self._study.get_trials(deepcopy=False, states=(running,)):
             host, _, pid = str(trial.user_attrs.get(_PROCESS, "")).rpartition(":")
+            # From here only processes of this machine can be seen.
             if host == socket.gethostname() and pid.isdigit() and start_time(int(pid)) is None:
                 _log.warning("Trial %d was interrupted: its parameters are tried again.", trial.number)
                 self._study.tell(trial.number, state=self._optuna.trial.TrialState.FAIL)
@@ -202,6 +205,7 @@ class OptunaSearch:
         except BaseException as error:
             if isinstance(error, Preempted):
                 self._enqueue_again(self._study.trials[trial.number])
+            # Every rank raises it by itself, so `_lead` must not broadcast it as well.
             self._known = error
             raise
         return values[0] if len(values) == 1 else values
@@ -260,6 +264,7 @@ class OptunaSearch:
     def _is_expected(self, error: Exception) -> bool:
         """Whether this error fails the trial only. With several ranks, only an error that all ranks raise does."""
         alone = self._comm.world_size == 1
+        # One rank may run out of memory alone, and the others would wait for it in a collective.
         return isinstance(from_exception(error), (NonFiniteError, OutOfMemoryError) if alone else NonFiniteError)
 
     def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
@@ -331,6 +336,7 @@ def _json_values(given: Any) -> dict[str, Any]:
             value=type(given).__name__,
             remedy='Return for example {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}.',
         )
+    # An enum counts as its value, as arguments take it.
     plain = {str(name): getattr(value, "value", value) for name, value in given.items()}
     try:
         values: dict[str, Any] = json.loads(json.dumps(plain))

@@ -113,6 +113,7 @@ class TrialRunner:
             raise ConfigError(
                 "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
             )
+        # An `evaluate` of the user's own may know its data.
         if trainer.eval_dataset is None and "evaluate" not in vars(type(trainer)):
             raise ConfigError(
                 "Trials are compared by their evaluation.", field="eval_dataset", remedy="Give it to the Trainer."
@@ -145,6 +146,7 @@ class TrialRunner:
         with self._trial_arguments(run):
             trainer.objective, self._current = None, run
             try:
+                # "auto", not True: an interrupted trial may have died before its first checkpoint.
                 trainer.train(resume_from_checkpoint="auto" if run.resumed else False, trial=run.trial)
                 if trainer.objective is None:
                     trainer.objective, _ = run.judge(trainer.evaluate(), None)
@@ -171,12 +173,14 @@ class TrialRunner:
         trainer, given = self._trainer, self._trainer.args
         args = self._with_values(given, run.values)
         args.output_dir = f"{str(given.output_dir).rstrip('/')}/{run.name}"
+        # Otherwise every trial would push its model to the same target.
         args.run_name, args.push_to_hub = run.name, False
         try:
             trainer._trainflow_set_up(args)
             with contextlib.ExitStack() as stack:
                 for callback in trainer.callback_handler.callbacks:
                     if isinstance(callback, ReporterCallback):
+                        # Otherwise all trials would report into the run of the first.
                         stack.enter_context(callback.another_run())
                 yield
         finally:

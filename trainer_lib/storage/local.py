@@ -63,6 +63,7 @@ class LocalBackend:
     def open_read(self, rel: str) -> BinaryIO:
         """Open a regular file; refuse a pipe or a device, which could block for ever."""
         path = self.path(rel)
+        # Without blocking: opening a pipe waits for its writer, before anything can be checked.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
@@ -135,6 +136,7 @@ class LocalBackend:
         except FileExistsError:
             return False
         try:
+            # The name is ours now, so what is left of a failed write must go.
             _write_new(path, data, flags=os.O_TRUNC)
         except OSError:
             path.unlink(missing_ok=True)
@@ -154,6 +156,7 @@ class LocalBackend:
     def delete_tree(self, rel: str) -> None:
         """Remove a folder; of a link, remove only the link."""
         path = self.path(rel)
+        # First the link: rmtree would refuse one, and `exists` follows it.
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
         elif path.exists():
@@ -161,6 +164,7 @@ class LocalBackend:
 
     def free_bytes(self) -> int | None:
         """Return the bytes that an unprivileged process may still write on the disk of this folder."""
+        # A store's folder need not exist yet; its nearest parent is on the same disk.
         status = os.statvfs(_existing(self.root))
         return status.f_bavail * status.f_frsize
 
@@ -170,7 +174,7 @@ class LocalBackend:
             return
         for folder, _, _ in os.walk(self.root):
             _sync_folder(Path(folder))
-        _sync_folder(self.root.parent)
+        _sync_folder(self.root.parent)  # the entry of the folder itself
 
 
 def _existing(path: Path) -> Path:
@@ -186,6 +190,7 @@ def _make_folders(path: Path) -> None:
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
+        # Another process may be making the same folders.
         folder.mkdir(exist_ok=True)
         _sync_folder(folder.parent)
 

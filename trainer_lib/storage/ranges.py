@@ -78,6 +78,7 @@ def scatter(read: Callable[[Iterable[Range]], Iterator[Buffer]], parts: Sequence
         view = memoryview(data)
         if len(view) != end - start:
             raise OSError(errno.EIO, f"the file ends at byte {start + len(view)}, {end} are wanted")
+        # Parts that end before this range are done: they are not looked at again.
         while first < len(wanted) and wanted[first][0] + len(wanted[first][1]) <= start:
             first += 1
         for position, buffer in wanted[first:]:

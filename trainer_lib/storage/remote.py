@@ -119,6 +119,7 @@ class RemoteBackend:
         return [
             FileInfo(name[len(prefix) :], int(info["size"]), _tag(info))
             for name, info in cast("dict[str, dict[str, Any]]", found).items()
+            # Consoles make empty objects whose names end with a slash, as folders.
             if info["type"] == "file" and name.startswith(prefix) and not name.endswith("/")
         ]
 
@@ -130,6 +131,7 @@ class RemoteBackend:
             infos = self.fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        # A set: a store may have a file and a folder of one name.
         names = {str(info["name"]).rstrip("/").removeprefix(path).strip("/") for info in infos}
         return [name for name in names if name and "/" not in name]
 
@@ -213,6 +215,7 @@ class RemoteBackend:
         """Remove the files, then the empty folders of a store that has folders, but never a bucket."""
         files = [self.path(info.path) for info in self.files(rel)]
         if files:
+            # In one call: an object store deletes a thousand names in one request.
             self.fs.rm(files)
         path = self.path(rel)
         self._refresh()

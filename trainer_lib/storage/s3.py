@@ -148,11 +148,13 @@ class S3Writer:
     def finish(self) -> None:
         """Make the file visible and check that the store has all of it."""
         if self._upload is None:
+            # No part was sent, so the file is small: one request instead of three.
             self._call("put_object", Body=bytes(memoryview(self._part)[: self._filled]))
             return
         if self._filled:
             self._send()
         self._collect_parts(len(self._flying))
+        # Parts arrive in any order.
         tags = [tag for _, tag in sorted(self._tags.items())]
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, start=1)]
         try:

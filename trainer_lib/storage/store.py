@@ -42,6 +42,7 @@ class DigestingWriter:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append `data` and return its length in bytes. Raises StorageError when the store accepted fewer bytes."""
+        # An array's view counts elements, and sizes here are bytes.
         view = memoryview(data).cast("B")
         with self._store._typed("write", self._rel):
             for start in range(0, len(view), CHUNK):
@@ -133,6 +134,7 @@ class Store:
         """
         scheme, path = split_url(url, field=field)
         if scheme == "file":
+            # A local store's URL is its plain path.
             return cls(path, LocalBackend(Path(path)))
         kind = S3Backend if scheme in ("s3", "s3a") else RemoteBackend
         return cls(f"{scheme}://{path}", kind(scheme, path, field=field))
@@ -165,6 +167,7 @@ class Store:
         try:
             self.write_bytes(probe, b"trainflow\n")
             self.delete(probe)
+        # Its own exit code and remedy are right already.
         except StorageFullError:
             raise
         except StorageError as error:
@@ -231,6 +234,7 @@ class Store:
         with self._typed("read", checked(rel)):
             try:
                 with self._backend.open_read(rel) as stream:
+                    # One byte more than allowed is enough to know that the file is too large.
                     data = stream.read() if limit is None else _read_up_to(stream, limit + 1)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
@@ -310,6 +314,7 @@ class Store:
         try:
             yield writer
             writer._finish()
+        # Also Ctrl-C: a part of a file under its final name would look whole.
         except BaseException:
             self._backend.abort(stream, rel)
             raise
@@ -342,7 +347,7 @@ class Store:
             self._backend.delete(rel)
 
     def delete_tree(self, rel: str = "") -> None:
-        """Remove everything below `rel`. Remove a commit file first (`commit.withdraw`): it says that all is there."""
+        """Remove everything below `rel`; a commit file must go before it, as in `commit.withdraw_folder`."""
         with self._typed("delete", checked(rel, root_too=True)):
             self._backend.delete_tree(rel)
 
@@ -363,6 +368,7 @@ class Store:
         except TrainflowError:
             raise
         except Exception as error:
+            # Anything else is a bug of ours, and a type would hide it.
             if is_of_a_store(error):
                 raise typed_error(error, verb, self._where(rel)) from error
             raise

@@ -28,6 +28,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 def is_of_a_store(error: Exception) -> bool:
     """Return whether a store failed, and not our own code or the caller's."""
+    # By the module's name, because most of these packages are not installed.
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _VENDORS
 
 
@@ -56,6 +57,7 @@ def typed_error(error: Exception, verb: str, where: str) -> StorageError:
     if number in _FULL or _is_full(vendor_code(error)):
         remedy = "Free space there, or choose another storage; nothing committed was touched."
         return StorageFullError(f"Could not {verb} it: no space left ({reason}).", field=where, remedy=remedy)
+    # For a new file it is the place that is missing, not the file.
     if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
         remedy = "Make it first, or choose another storage."
         return StorageError("There is no such folder or bucket, and none could be made.", field=where, remedy=remedy)

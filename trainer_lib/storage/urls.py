@@ -26,6 +26,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
         raise ConfigError(
             "A storage URL is empty or not text.", field=field, remedy="Give a path or a URL like s3://bucket/name."
         )
+    # fsspec reads "a::b" as a file inside another file system.
     if "::" in text:
         raise ConfigError(
             "Chained URLs are not supported.", field=field, value=text, remedy="Give the store's own URL."
@@ -39,6 +40,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
                 f"Write file:///{rest.lstrip('/')} for an absolute path, or leave the scheme out for a relative one."
             )
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
+        # Not resolved: a path through a link stays as the user wrote it.
         return "file", str(Path(rest).expanduser().absolute())
     from fsspec.registry import known_implementations, registry
 
@@ -58,6 +60,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
 
 def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
     # The error leaves the value out on purpose: it may hold a password or a signature.
+    # An "@" further on is part of a name.
     if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:
         raise ConfigError(
             f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept.",
