@@ -97,43 +97,49 @@ class Strategy(Protocol):
         """Exchange gradients that were all computed under `no_sync`, as a backward outside of it does."""
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Backpropagate `loss`, a 0-dim tensor.
+        """Backpropagate `loss`, of shape `[]`.
 
         Args:
-            gradient: 0-dim gradient of the objective with respect to `loss`; None stands for 1.
+            gradient: gradient of the objective with respect to `loss`, of shape `[]`; None stands for 1.
         """
 
     def numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of the whole parameter, over all ranks that share it."""
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Return the global L2 norm of the gradients, 0-dim on the device; scale them to a positive `max_norm`."""
+        """Return the global L2 norm of the gradients, `[]` on the device; scale them to a positive `max_norm`."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of a tensor of any shape, as a new tensor on the same device."""
+        """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
 
     def local_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, without wrappers' prefixes; sharded ones stay sharded.
 
-        Tied weights stand under each of their names, with the same values (and the same object when sharded).
+        Each has its own shape `[...]`. Tied weights stand under each of their names, with the same values (and the same
+        object when sharded).
         """
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the tensors whole: sharded ones on the CPU of rank 0, and without values ("meta") on other ranks.
 
-        A tensor is gathered when it is read, so every rank reads the same names in the same order.
+        Each has its whole shape `[...]`. A tensor is gathered when it is read, so every rank reads the same names in
+        the same order.
         """
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return all of `local_state`, gathered. Collective."""
+        """Return all of `local_state`, gathered to whole shapes `[...]`. Collective."""
 
     def checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what a checkpoint is written from: sharded if every rank writes a part, else gathered. Collective."""
+        """Return what a checkpoint is written from: `[...]` shards if all ranks write, else whole. Collective."""
 
     def load_model_state(
         self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
     ) -> None:
-        """Copy `state` into the model; tensors named in `keep` may be absent from it and stay as they are. Collective.
+        """Copy `state` into the model. Collective.
+
+        Args:
+            state: tensors of the whole shapes `[...]`.
+            keep: names that may be absent from `state`; these tensors stay as they are.
 
         Raises:
             ConfigError: names the tensors that are missing, unexpected or of another shape.
@@ -144,7 +150,7 @@ class Strategy(Protocol):
 
 
 def total_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Clip the present gradients in place, and return their global L2 norm (0-dim); arithmetic of `clip_grad_norm_`."""
+    """Clip the gradients in place, and return their global L2 norm, `[]`, computed as by `clip_grad_norm_`."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
     limit = max_norm if max_norm is not None and max_norm > 0 else None

@@ -29,7 +29,7 @@ def test_one_process_trains_and_says_that_nothing_is_divided(tmp_path: Path, cap
     one = trainer(tmp_path, ROWS, fsdp="full_shard", max_steps=1)
     one.train()
     assert all(isinstance(each, DTensor) for each in one.model.parameters())
-    assert "FSDP with one process: nothing is divided" in caplog.text
+    assert "FSDP runs with one process, so nothing is sharded" in caplog.text
 
 
 def test_parts_are_not_pushed_but_the_whole_model_is_at_the_end(

@@ -1,17 +1,17 @@
-"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) divided over processes.
+"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and parameters (3) sharded over processes.
 
-The Trainer keeps its loop. What DeepSpeed is asked, and in which order::
+The Trainer keeps its loop, and calls DeepSpeed in this order::
 
-    build        stage 3: the model's layers are divided while they are made (zero.Init)
-    settle       model and optimizer become an engine; it must be of the stage that was asked for
-    no_sync      the micro-step is not the last of its step: stage 1 exchanges nothing, 2 and 3 have to, for no process
-                 keeps whole gradients
-    backward     the engine's, with our weight instead of its own division by the accumulation
-    clip         the norm of all gradients; the engine scales by it inside of its step
-    step         the engine's; it skips gradients that are not finite by itself, in every number format
-    state        `zero_partitions`, parameter by parameter: never its pickled checkpoints
+    build           stage 3: each layer is sharded as soon as it is built (zero.Init)
+    resolve         model and optimizer become an engine, which must be of the requested stage
+    no_sync         for all but the last micro-step: stage 1 exchanges nothing; stages 2 and 3 exchange in each
+                    micro-step, since no process keeps whole gradients
+    backward        of the engine, with our weight in place of its division by the accumulation steps
+    clip_grad_norm  the norm of all gradients, by which the engine scales inside its step
+    step            of the engine, which skips gradients that are not finite, in every number format
+    state           `zero_partitions`, parameter by parameter; never DeepSpeed's pickled checkpoints
 
-Tested with DeepSpeed 0.19.8. Every import of the package is in this file, inside of functions: it takes seconds.
+Tested with DeepSpeed 0.19.8. Only this file imports the package, inside functions, because an import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
@@ -72,66 +73,72 @@ class DeepSpeedStrategy(ZeroWeights):
 
     # -- before training -----------------------------------------------------------------------------------------------
 
+    @override
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Stage 3: every layer is divided as soon as it is made, so that the whole need not fit anywhere."""
+        """Return the model that `make` builds; in stage 3, each layer is sharded as soon as it is built."""
         if self.plan.stage != 3:
             return make()
-        with self._told_to_transformers(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
+        with self._transformers_sharded(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
             return make()
 
     @contextlib.contextmanager
-    def _told_to_transformers(self) -> Iterator[None]:
-        """Inside, its `from_pretrained` loads into divided parameters, and its `generate` keeps ranks together."""
-        self._tell_transformers(True)
+    def _transformers_sharded(self) -> Iterator[None]:
+        """Let transformers' `from_pretrained` load into sharded parameters, and its `generate` keep ranks in step."""
+        self._set_transformers_sharded(True)
         try:
             yield
         finally:
-            self._tell_transformers(False)
+            self._set_transformers_sharded(False)
 
-    def _tell_transformers(self, divided: bool) -> None:
+    def _set_transformers_sharded(self, sharded: bool) -> None:
         if "transformers" not in sys.modules or self.plan.stage != 3:
             return
         from transformers.integrations import deepspeed as known
 
-        if divided:
+        if sharded:
             self._hf_config = known.HfDeepSpeedConfig(self._config(None))  # type: ignore[no-untyped-call]
         else:
             known.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
 
+    @override
     def check_model(self, model: nn.Module) -> None:
-        """The number format of what is trained must be one that masters can be kept for."""
+        """Raise ConfigError when a trained parameter has a number format for which no masters can be kept."""
         for name, each in model.named_parameters():
             if each.requires_grad and self.plan.precision == "fp32" and each.dtype != torch.float32:
                 raise ConfigError(
-                    f"{name} is {each.dtype}, but neither bf16 nor fp16 is on.",
+                    f"The parameter {name} is {each.dtype}, but neither bf16 nor fp16 is on.",
                     field="model",
                     value=type(model).__name__,
                     remedy="Give bf16=True (or fp16=True), or the model in float32.",
                 )
 
+    @override
     def precision(self, args: PrecisionSettings) -> Precision:
-        """The engine computes in its number format and scales the loss; the Trainer does neither."""
+        """Return the engine's own precision: the engine casts and scales the loss, so the Trainer does neither."""
         return EnginePrecision(self.plan.precision, self.device, lambda: self._engine)
 
+    @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """The model, until there is an optimizer too."""
+        """Return the model itself: the engine wraps it once there is an optimizer."""
         self.release()
         return model
 
+    @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Refuse one that an earlier training has taken apart."""
+        """Raise ConfigError for an optimizer that an earlier training has taken apart."""
         known = {id(each) for each in self.unwrap(model).parameters()}
         held = [each for group in optimizer.param_groups for each in group["params"]]
         if not held or any(id(each) not in known for each in held):
             raise ConfigError(
-                "does not hold the model's parameters; an earlier training has taken it apart, perhaps.",
+                "The optimizer does not hold the model's parameters; an earlier training may have taken it apart.",
                 field="optimizers",
                 value=type(optimizer).__name__,
-                remedy="Give a new one over the model's parameters, or optimizer_cls_and_kwargs.",
+                remedy="Give a new optimizer over the model's parameters, or optimizer_cls_and_kwargs.",
             )
 
+    @override
     def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """DeepSpeed's schedule, when the configuration names one."""
+        """Return DeepSpeed's schedule if the configuration names one, else None."""
         if self.plan.schedule is None:
             return None
         from deepspeed.runtime import lr_schedules
@@ -142,11 +149,15 @@ class DeepSpeedStrategy(ZeroWeights):
             return getattr(lr_schedules, kind)(optimizer, **settings)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{kind} does not take it: {error}", field="deepspeed.scheduler.params", value=settings
+                f"The schedule {kind} does not take these settings: {error}.",
+                field="deepspeed.scheduler.params",
+                value=settings,
+                remedy="Correct them, or remove the scheduler from the configuration.",
             ) from error
 
+    @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The engine, and the optimizer over it. Collective."""
+        """Return the engine, and an optimizer over the model's own parameters. Collective."""
         zero_config.check_optimizer(optimizer, self.plan)
         inner = self.unwrap(model)
         groups = [(group, [each for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups]
@@ -175,7 +186,7 @@ class DeepSpeedStrategy(ZeroWeights):
         return zero_config.engine_config(self.plan, self._args, model, data_parallel_size=size, trains=trains)
 
     def _compiled(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """DeepSpeed's own Adam for the CPU over the same groups, where the configuration asks for it."""
+        """Return DeepSpeed's own Adam for the CPU over the same groups, if the configuration asks for it."""
         if not self.plan.compiled_adam:
             return optimizer
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -187,7 +198,7 @@ class DeepSpeedStrategy(ZeroWeights):
         return made
 
     def _checked_partitions(self) -> Partitions:
-        """Raise InfrastructureError unless the engine divides what was asked for."""
+        """Return the engine's partitions; raise InfrastructureError if they are not those of the requested stage."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         engine, stage = self._engine, self.plan.stage
@@ -196,7 +207,7 @@ class DeepSpeedStrategy(ZeroWeights):
         if lacking or engine.zero_optimization_stage() != stage:
             raise InfrastructureError(
                 f"DeepSpeed {self._deepspeed.__version__} made {type(zero).__name__} of stage"
-                f" {engine.zero_optimization_stage()} where stage {stage} was asked for"
+                f" {engine.zero_optimization_stage()}, although stage {stage} was requested"
                 + (f"; it lacks {', '.join(lacking)}." if lacking else "."),
                 field="deepspeed",
                 remedy="Install the version that is tested: pip install deepspeed==0.19.8.",
@@ -204,17 +215,18 @@ class DeepSpeedStrategy(ZeroWeights):
         partitions: Partitions = StageThree(zero, combine_grad_norm_groups) if stage == 3 else StagesOneTwo(zero)
         whole = sum(getattr(each, "ds_numel", each.numel()) for each in partitions.parameters())
         held = sum(flat.numel() for flat in partitions.flats())
-        most = -(-whole // self.comm.world_size) + 1024 * (1 + sum(1 for _ in partitions.parameters()))  # and padding
+        most = -(-whole // self.comm.world_size) + 1024 * (1 + sum(1 for _ in partitions.parameters()))  # plus padding
         if held > most or held * self.comm.world_size < whole:
             raise InfrastructureError(
-                f"A process holds {held:,} of {whole:,} elements, which {self.comm.world_size} should share.",
+                f"A process holds {held:,} of {whole:,} elements, which {self.comm.world_size} processes should share.",
                 field="deepspeed.zero_optimization.stage",
                 value=stage,
+                remedy="Install the version that is tested: pip install deepspeed==0.19.8.",
             )
         return partitions
 
     def _cast_inputs(self, model: nn.Module) -> None:
-        """Floating-point inputs come in the model's number format, as reference Trainers bring them."""
+        """Cast floating-point inputs of the forward to the model's number format, as transformers' Trainer does."""
         dtype = _DTYPES[self.plan.precision]
         if dtype is torch.float32 or getattr(model, "_trainflow_casts", False):
             return
@@ -225,6 +237,7 @@ class DeepSpeedStrategy(ZeroWeights):
         model.register_forward_pre_hook(cast, with_kwargs=True)
         model._trainflow_casts = True  # type: ignore[assignment]
 
+    @override
     def release(self) -> None:
         """Take the engine of an earlier training, or of an evaluation before any, off the model."""
         for engine in (self._engine, self._inference):
@@ -235,32 +248,35 @@ class DeepSpeedStrategy(ZeroWeights):
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
+    @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module inside of the engine."""
+        """Return the module inside the engine."""
         inner = model.module if model is self._engine or model is self._inference else model
         return super().unwrap(inner)
 
+    @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """The module itself. In stage 3 its layers are gathered as they compute, in an engine of its own if need be."""
+        """Return the module itself; in stage 3, an engine gathers its layers while they compute."""
         inner = self.unwrap(model)
         if self.plan.stage < 3:
             return inner.to(self.device)
         if alone:
             raise ConfigError(
-                "The model is divided over the processes, so none of them can predict by itself.",
+                "The model is sharded over the processes, so none of them can predict by itself.",
                 field="deepspeed.zero_optimization.stage",
                 value=3,
-                remedy="Use predict(), or a Trainer of its own without deepspeed and a saved model.",
+                remedy="Use predict(), or load the saved model into a Trainer without deepspeed.",
             )
         if self._engine is None and self._inference is None:
             self._inference = self._initialize(inner, None)
             self._cast_inputs(inner)
-        self._tell_transformers(True)
+        self._set_transformers_sharded(True)
         return inner
 
+    @override
     def after_inference(self, model: nn.Module) -> None:
-        """Other models may be loaded again."""
-        self._tell_transformers(False)
+        """Let transformers load other models again."""
+        self._set_transformers_sharded(False)
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[None]:
@@ -270,16 +286,19 @@ class DeepSpeedStrategy(ZeroWeights):
         finally:
             self._running().set_gradient_accumulation_boundary(True)
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The micro-step under way is not the last of its step."""
+        """Return a context for all but the last micro-step of a step."""
         return self._collecting()
 
+    @override
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Run the engine's backward. It takes no gradient, so `gradient` is multiplied into the loss."""
+        """Run the engine's backward. It takes no gradient, so `loss` is multiplied by `gradient` first."""
         self._running().backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
 
+    @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """The norm of all gradients; they are scaled to `max_norm` inside of the step that follows."""
+        """Return the norm of all gradients. The engine scales them to `max_norm` in the step that follows."""
         partitions = self._parts()
         partitions.zero.clip_grad = float(max_norm or 0.0)
         return partitions.gradient_norm()
@@ -287,22 +306,23 @@ class DeepSpeedStrategy(ZeroWeights):
     def _step(self) -> bool:
         engine = self._running()
         engine.step()
-        for buffer in self._buffers if self.comm.world_size > 1 else ():  # the engine leaves them to each process
+        for buffer in self._buffers if self.comm.world_size > 1 else ():  # the engine does not synchronize buffers
             torch.distributed.broadcast(buffer, src=0)
         return bool(engine.was_step_applied())
 
+    @override
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks."""
         return self.comm.sum_tensor(tensor)
 
+    @override
     def numel(self, parameter: nn.Parameter) -> int:
-        """Elements of the whole parameter: a divided one has none where it stands."""
+        """Return the number of elements of the whole parameter: a sharded one is empty between its layer's turns."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
+    @override
     def describe(self) -> dict[str, Any]:
-        """Name, stage and what is moved off the device."""
         return {
             "strategy": self.name,
             "zero_stage": self.plan.stage,
@@ -312,17 +332,17 @@ class DeepSpeedStrategy(ZeroWeights):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine; None before training."""
+        """Return DeepSpeed's engine; None before training."""
         return self._engine
 
     def _running(self) -> Any:
         if self._engine is None:
-            raise InfrastructureError("There is no engine: training has not begun.", field="deepspeed")
+            raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
         return self._engine
 
 
 def _start(device: torch.device, plan: ZeroPlan) -> Any:
-    """The package, ready to use the process group that there is."""
+    """Import the package and let it use the process group that was formed already."""
     try:
         with _on_cpu() if device.type == "cpu" else contextlib.nullcontext():
             import deepspeed
@@ -330,17 +350,18 @@ def _start(device: torch.device, plan: ZeroPlan) -> Any:
 
             accelerator = get_accelerator()
     except ImportError as error:
-        message = f"needs the package deepspeed ({error})."
+        message = f"ZeRO needs the package deepspeed ({error})."
         raise MissingExtraError(message, field="deepspeed", extra="deepspeed") from error
     if device.type == "cpu":
         if accelerator.device_name() != "cpu":
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
             set_accelerator(CPU_Accelerator())
-        # An exchange through shared memory that takes minutes to compile at its first use; gloo serves without.
-        exchange: Any = importlib.import_module("deepspeed.comm.torch")  # an attribute of that name is torch itself
+        # DeepSpeed would compile an exchange through shared memory at its first use, for minutes; gloo needs none.
+        # By import_module, because the attribute `torch` of that package is torch itself.
+        exchange: Any = importlib.import_module("deepspeed.comm.torch")
         exchange.build_shm_op = lambda: None
-    # torch's word to DeepSpeed, in every process and nothing that a user could act on.
+    # A warning of torch about DeepSpeed's own calls, in every process: the user cannot act on it.
     warnings.filterwarnings("ignore", message="`torch.distributed.[a-z_]+` is deprecated", category=FutureWarning)
     if "log_level" not in plan.sections:
         deepspeed.utils.logger.setLevel(max(logging.WARNING, _log.getEffectiveLevel()))
@@ -351,7 +372,7 @@ def _start(device: torch.device, plan: ZeroPlan) -> Any:
 
 @contextlib.contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Inside, the package need not look for a device; what it notes in the environment while it is imported goes."""
+    """Let the package be imported without a search for devices, and remove the variables that its import sets."""
     names = ("DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK")
     before = {name: os.environ.get(name) for name in names}
     os.environ.setdefault(names[0], "cpu")

@@ -1,4 +1,4 @@
-"""From a `ZeroPlan` to what DeepSpeed is given: sizes that follow from the model, batch sizes, schedules."""
+"""DeepSpeed's configuration from a `ZeroPlan`: sizes that follow from the model, batch sizes, schedules."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
 from trainer_lib.errors import ConfigError, MissingExtraError
 
-#: Optimizers that update every element by itself, whose flats may therefore be cut anywhere.
+#: Optimizers that update each element independently, so their flats may be cut anywhere.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion")
 _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
 
 
 def resolve_config(args: TrainingArguments) -> None:
-    """Bring what the configuration decides into `args`; refuse what this machine cannot serve. Forms no group."""
+    """Copy the arguments that the configuration decides into `args`, and check that this machine can serve it.
+
+    Forms no process group.
+
+    Raises:
+        ConfigError: a compiler, a drive or a library that the configuration needs is missing.
+        MissingExtraError: deepspeed is not installed.
+    """
     plan = adopt(args)
     if importlib.util.find_spec("deepspeed") is None:
-        raise MissingExtraError("needs the package deepspeed.", field="deepspeed", extra="deepspeed")
+        raise MissingExtraError("ZeRO needs the package deepspeed.", field="deepspeed", extra="deepspeed")
     if plan.compiled_adam:
         _check_compiler("deepspeed.optimizer.params.torch_adam", False, "true: torch's own Adam needs no compiler")
     for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
@@ -42,7 +49,7 @@ def _check_compiler(field: str, value: Any, instead: str) -> None:
     for program, package in (("g++", "g++ (Debian: apt install g++)"), ("ninja", "ninja (pip install ninja)")):
         if shutil.which(program) is None and shutil.which(program, path=beside) is None:
             raise ConfigError(
-                f"DeepSpeed compiles what is needed for it, and there is no {program} here.",
+                f"DeepSpeed compiles code for this, and the program {program} is not installed.",
                 field=field,
                 value=value,
                 remedy=f"Install {package}, or give {instead}.",
@@ -54,14 +61,14 @@ def _check_drive(field: str, folder: str) -> None:
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder.",
+            f"The folder {existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder.",
             field=f"{field}.nvme_path",
             value=folder,
             remedy="Name a folder on a drive that can be written, or give device: cpu.",
         )
     if ctypes.util.find_library("aio") is None:
         raise ConfigError(
-            "needs the library libaio, which is not installed.",
+            "Offloading to a drive needs the library libaio, which is not installed.",
             field=f"{field}.device",
             value="nvme",
             remedy="Install it (Debian: apt install libaio-dev), or give device: cpu.",
@@ -70,21 +77,21 @@ def _check_drive(field: str, folder: str) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
-    """Raise ConfigError for an optimizer whose update of one element depends on others, unless it is vouched for."""
+    """Raise ConfigError for an optimizer whose update of one element may depend on others, unless it is allowed."""
     name = type(optimizer).__name__
     if plan.allow_untested is False and name not in _KNOWN_TO_DEEPSPEED:
         raise ConfigError(
-            f"is false, and {name} is none of those that DeepSpeed tests.",
+            f"The setting is false, and {name} is none of the optimizers that DeepSpeed tests.",
             field="deepspeed.zero_allow_untested_optimizer",
             value=False,
-            remedy="Remove it, or choose AdamW or Adam.",
+            remedy="Remove the setting, or choose AdamW or Adam.",
         )
     if name not in _ELEMENTWISE and not plan.allow_untested:
         raise ConfigError(
-            "may need whole parameters for its update, and ZeRO cuts them up.",
+            "This optimizer may need whole parameters for its update, and ZeRO shards them.",
             field="optimizers",
             value=name,
-            remedy="Choose AdamW, or vouch for it: zero_allow_untested_optimizer: true in the configuration.",
+            remedy="Choose AdamW, or allow it by zero_allow_untested_optimizer: true in the configuration.",
         )
 
 
@@ -96,8 +103,13 @@ def engine_config(
     data_parallel_size: int,
     trains: bool = True,
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. The Trainer's own micro-steps decide when a step is complete."""
-    zero = {"memory_efficient_linear": False, **plan.zero}  # else it replaces torch's linear for the whole process
+    """Return the configuration for `deepspeed.initialize`.
+
+    Args:
+        model: gives the sizes that are "auto"; None leaves them to DeepSpeed's defaults.
+        trains: whether there is an optimizer; without one, its state cannot be offloaded.
+    """
+    zero = {"memory_efficient_linear": False, **plan.zero}  # True replaces torch's linear in the whole process
     zero.update(_sizes(plan.automatic, model))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size(args, data_parallel_size=data_parallel_size),
@@ -115,7 +127,7 @@ def engine_config(
 
 
 def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int]:
-    """Sizes that "auto" leaves to the model's hidden size; those of a model without one are DeepSpeed's defaults."""
+    """Return the sizes that "auto" derives from the model's hidden size; a model without one gets DeepSpeed's."""
     hidden = hidden_size(model)
     if hidden is None:
         return {}
@@ -128,7 +140,7 @@ def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int
 
 
 def hidden_size(model: nn.Module | None) -> int | None:
-    """The width of a model's layers as its configuration says it (of several, the largest)."""
+    """Return the width of the model's layers from its configuration (of several, the largest), or None."""
     config = getattr(model, "config", None)
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes", "d_model"):
@@ -143,7 +155,7 @@ def hidden_size(model: nn.Module | None) -> int | None:
 def schedule_settings(
     kind: str, params: Mapping[str, Any], args: TrainingArguments, num_training_steps: int
 ) -> dict[str, Any]:
-    """The settings of DeepSpeed's schedule; "auto", and what it cannot do without, follows from the arguments."""
+    """Return the settings of DeepSpeed's schedule; "auto" and required settings follow from the arguments."""
     automatic = {
         "warmup_min_lr": 0.0,
         "warmup_max_lr": args.learning_rate,

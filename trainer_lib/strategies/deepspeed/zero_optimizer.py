@@ -1,7 +1,7 @@
-"""DeepSpeed's optimizer as an optimizer over the model's own parameters.
+"""DeepSpeed's optimizer, shown as an optimizer over the model's own parameters.
 
-Inside, the user's optimizer has flats instead of parameters. Here `param_groups` and `state` look as if it had not been
-taken apart, so code that reads a learning rate, or saves and restores state by parameter name, need not know.
+DeepSpeed replaces the parameters in the user's optimizer by flats. Here, `param_groups` and `state` hold the parameters
+again, so code that reads a learning rate, or saves and restores state by parameter name, works unchanged.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
 
@@ -40,10 +41,10 @@ class Group(MutableMapping[str, Any]):
 
 
 class State(MutableMapping[Tensor, dict[str, Any]]):
-    """Parameter → its state, whole. Reading an entry is collective; only a rank that `keeps` gets the values.
+    """Parameter → its whole state, in the parameter's shape `[...]`. Reading an entry is collective.
 
-    Kept values are on the CPU; elsewhere they are on "meta". State that is one number for a flat (the count of steps)
-    is given to each of its parameters.
+    A rank that `keeps` gets the values, on the CPU; other ranks get tensors on "meta". State that is one number for a
+    flat (the count of steps) appears under each of its parameters.
     """
 
     def __init__(self, partitions: Partitions, keeps: bool) -> None:
@@ -81,10 +82,11 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
                 state[key] = _later(state.get(key), _placed(value, flat, self._inner))
 
     def __delitem__(self, parameter: Tensor) -> None:
-        raise TypeError("the state of one parameter alone cannot be removed: it is a part of a larger tensor")
+        raise TypeError("The state of a single parameter cannot be removed: it is a part of a larger tensor.")
 
+    @override
     def values(self) -> Any:
-        """What the entries look like, without a message: whole tensors without values."""
+        """Yield the entries as whole tensors on "meta", without communication."""
         for parameter in self:
             flat = self._partitions.flat_of(parameter)  # type: ignore[arg-type]
             shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -93,8 +95,9 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
                 for key, value in self._of(flat).items()
             }
 
+    @override
     def clear(self) -> None:
-        """Forget all state."""
+        """Remove the state of all parameters."""
         for flat in self._partitions.flats():
             self._inner.state.pop(flat, None)
 
@@ -114,7 +117,7 @@ def _copy(value: Any) -> Any:
 
 
 def _placed(value: Any, flat: Tensor, inner: torch.optim.Optimizer) -> Any:
-    """A number's tensor where the optimizer reads it: fused kernels do beside the flat, others on the host."""
+    """Move a number's tensor to where the optimizer reads it: fused kernels on the flat's device, others on the CPU."""
     if not isinstance(value, Tensor):
         return value
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
@@ -122,21 +125,21 @@ def _placed(value: Any, flat: Tensor, inner: torch.optim.Optimizer) -> Any:
 
 
 def _later(present: Any, value: Any) -> Any:
-    """Of two counts of steps the larger: parameters of one flat step together from here on."""
+    """Return the larger of two counts of steps: the parameters of one flat step together from here on."""
     return value if present is None or value >= present else present
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """What the Trainer steps, saves and restores.
+    """The optimizer that the Trainer steps, saves and restores.
 
     Args:
-        groups: the settings of the user's groups (shared with the user's optimizer) and the parameters they had.
-        partitions: what became of those.
-        step: DeepSpeed's step; returns whether it was taken. It skips a step whose gradients are not finite by itself.
-        keeps: whether this rank gets the values of whole state.
+        groups: the settings of the user's groups (shared with the user's optimizer), and the parameters they held.
+        partitions: the sharded form of those parameters.
+        step: DeepSpeed's step, which skips gradients that are not finite; returns whether the step was taken.
+        keeps: whether this rank gets the values of gathered state.
     """
 
-    _step_supports_amp_scaling = True  # `step` may be called before the norm is known: DeepSpeed checks it itself
+    _step_supports_amp_scaling = True  # DeepSpeed checks the norm itself, so `step` may run before it is known
 
     def __init__(
         self,
@@ -151,12 +154,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._partitions = partitions
         self._step = step
 
+    @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the step, unless the gradients are not finite."""
+        """Take the step, unless a gradient is not finite."""
         if not self._step():
-            # torch would warn that the schedule stepped before the optimizer, if this was the very first step.
+            # After a skipped first step, torch would warn that the schedule stepped before the optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that a step has not used up."""
+        """Drop the gradients that no step has used."""
         self._partitions.zero.zero_grad(set_to_none=set_to_none)

@@ -1,12 +1,12 @@
-"""The parts into which ZeRO cuts masters and optimizer state, by parameter: whole values out, whole values in.
+"""The parts into which ZeRO cuts masters and optimizer state, read and written as whole values by parameter.
 
-DeepSpeed writes its own checkpoints with pickle, so state goes through here instead: parameter by parameter, with at
-most one whole tensor at a time beyond what is kept. Private names of DeepSpeed are used; `missing_names` says which
-of them an installed version lacks. (Tested with 0.19.8.)
+DeepSpeed writes its own checkpoints with pickle, so state passes through this file instead: parameter by parameter,
+with at most one whole tensor at a time beyond what is kept. It uses private names of DeepSpeed; `missing_names` returns
+those that an installed version lacks. (Tested with 0.19.8.)
 
 Glossary
-    master   a parameter as the optimizer has it, fp32; the model computes with a copy, in bf16 say
-    flat     the one tensor in which a process keeps its part of many masters; the inner optimizer sees only flats
+    master   a parameter in fp32, as the optimizer has it; the model computes with a copy, for example in bf16
+    flat     a tensor `[elements]` with a process's part of many masters; the inner optimizer holds only flats
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 _STAGES_1_2 = (
     *("bit16_groups", "single_partition_of_fp32_groups", "optimizer", "loss_scale", "clip_grad", "loss_scaler"),
@@ -30,7 +31,7 @@ _STAGE_3 = (
 
 
 def missing_names(optimizer: Any, stage: int) -> list[str]:
-    """Names that this file uses and DeepSpeed's optimizer of that stage has not."""
+    """Return the names that this file uses and DeepSpeed's optimizer of that stage lacks."""
     return [name for name in (_STAGE_3 if stage == 3 else _STAGES_1_2) if not hasattr(optimizer, name)]
 
 
@@ -40,61 +41,63 @@ class Partitions(Protocol):
     zero: Any
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every trained parameter, in one order on all ranks."""
+        """Yield every trained parameter, in the same order on all ranks."""
 
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The flat that has this rank's part of it."""
+        """Return the flat `[elements]` with this rank's part of the parameter."""
 
     def flats(self) -> Sequence[torch.Tensor]:
-        """All flats of this rank."""
+        """Return all flats of this rank, `[elements]` each."""
 
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """The master, or the optimizer's state `key` of it: fp32, in the parameter's shape."""
+        """Return the master, or its optimizer state `key`: fp32, in the parameter's whole shape `[...]`. Collective."""
 
     def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Keep this rank's part of a whole value."""
+        """Copy this rank's part of `value`, which has the parameter's whole shape `[...]`."""
 
     def refresh_model(self) -> None:
-        """Let the model compute with what the masters are now."""
+        """Copy the masters into the tensors that the model computes with. Collective."""
 
     def gradient_norm(self) -> torch.Tensor:
-        """L2 norm of all gradients of the step, 0-dim; NaN when it is not finite. Collective."""
+        """Return the L2 norm of all gradients of the step, shape `[]`; NaN if it is not finite. Collective."""
 
 
-class StagesOneTwo:
-    """Masters and optimizer state are divided; every process has all parameters."""
+class StagesOneTwo(Partitions):
+    """Sharded masters and optimizer state; every process has all parameters."""
 
     def __init__(self, zero: Any) -> None:
         self.zero = zero
         flats = zero.single_partition_of_fp32_groups
         self._flat = {id(each): flats[index] for index, group in enumerate(zero.bit16_groups) for each in group}
 
+    @override
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Group by group."""
         for group in self.zero.bit16_groups:
             yield from group
 
+    @override
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Its group's."""
         flat: torch.Tensor = self._flat[id(parameter)]
         return flat
 
+    @override
     def flats(self) -> Sequence[torch.Tensor]:
-        """One of each group."""
         return list(self.zero.single_partition_of_fp32_groups)
 
+    @override
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """Summed over ranks, of which all but the holders add zeros."""
+        """Sum over ranks, of which all but those that hold a part add zeros."""
         given: Any = parameter
         if key is not None:
-            # DeepSpeed links a group's state to its parameters once, when only the first group has any.
+            # DeepSpeed links state to parameters only once, when just the first group has any: let it link again.
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
         whole: torch.Tensor = given.get_full_hp_param(key)
         return whole
 
+    @override
     def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Copy the part that lies in this rank's flat."""
+        """Copy the part of `value` that lies in this rank's flat."""
         given: Any = parameter
         mapping = given._hp_mapping
         if mapping is None:
@@ -106,47 +109,49 @@ class StagesOneTwo:
         with torch.no_grad():
             target.narrow(0, place.start, place.numel).copy_(part)
 
+    @override
     def refresh_model(self) -> None:
-        """Copy the masters into the model's tensors and exchange those."""
+        """Copy the masters into the model's tensors, and exchange these over ranks."""
         self.zero.update_lp_params()
         for index in range(len(self.zero.bit16_groups)):
             self.zero._update_model_bit16_weights(index)
 
+    @override
     def gradient_norm(self) -> torch.Tensor:
-        """DeepSpeed's own, which says -1 for what is not finite."""
         self.zero._wait_for_offload_copies()
         return _clean(self.zero.scaled_global_norm(), self.zero.loss_scale)
 
 
-class StageThree:
-    """Parameters are divided as well; a parameter of the model is empty until its layer computes."""
+class StageThree(Partitions):
+    """Sharded parameters as well: a parameter of the model is empty until its layer computes."""
 
     def __init__(self, zero: Any, combine: Callable[[Any], Any]) -> None:
-        """`combine`: DeepSpeed's function that makes one norm out of the groups' norms."""
+        """Read the sharded groups of `zero`; `combine` is DeepSpeed's function from the groups' norms to one norm."""
         self.zero = zero
         self._combine = combine
 
+    @override
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Group by group."""
         for group in self.zero.fp16_groups:
             yield from group
 
+    @override
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Its sub-group's."""
         flat: torch.Tensor = self.zero.fp32_partitioned_groups_flat[self._place(parameter)[0]]
         return flat
 
+    @override
     def flats(self) -> Sequence[torch.Tensor]:
-        """One of each sub-group."""
         return list(self.zero.fp32_partitioned_groups_flat)
 
+    @override
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """Gathered from all ranks."""
         whole: torch.Tensor = self.zero.get_full_hp_param(parameter, key)
         return whole
 
+    @override
     def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
-        """Copy this rank's share: all ranks' shares are equal, the last one ends in padding."""
+        """Copy this rank's share. All shares have the same length; the last one ends in padding."""
         _, start, length = self._place(parameter)
         flat = self.flat_of(parameter)
         target = (flat if key is None else self.zero.optimizer.state[flat][key]).narrow(0, start, length)
@@ -156,8 +161,9 @@ class StageThree:
             target.zero_()
             target.narrow(0, 0, part.numel()).copy_(part)
 
+    @override
     def refresh_model(self) -> None:
-        """Copy the masters into the parameters' shares; small parameters that stay whole are exchanged again."""
+        """Copy the masters into the parameters' shares, and gather small parameters, which stay whole, again."""
         zero = self.zero
         zero._partition_all_parameters()
         for index in range(len(zero.fp16_groups)):
@@ -165,8 +171,8 @@ class StageThree:
         if len(zero.persistent_parameters) > 0:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
+    @override
     def gradient_norm(self) -> torch.Tensor:
-        """Of the groups' norms."""
         return _clean(self._combine(self.zero._get_norm_groups()), self.zero.loss_scale)
 
     def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -176,4 +182,5 @@ class StageThree:
 
 def _clean(norm: Any, loss_scale: float) -> torch.Tensor:
     value: torch.Tensor = torch.as_tensor(norm).detach().float().reshape(())
+    # DeepSpeed returns -1 for a norm that is not finite.
     return torch.where(value < 0, torch.full_like(value, float("nan")), value) / loss_scale

@@ -1,4 +1,4 @@
-"""What `trainer.accelerator.state.deepspeed_plugin` answers to code written for accelerate."""
+"""`trainer.accelerator.state.deepspeed_plugin`, for code written for accelerate."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class ZeroPlugin:
 
     @property
     def zero_stage(self) -> int:
-        """1, 2 or 3."""
+        """Return the stage: 1, 2 or 3."""
         return self._plan.stage
 
     @property
     def zero3_init_flag(self) -> bool:
-        """Whether models are divided while they are built."""
+        """Whether models are sharded while they are built."""
         return self._plan.stage == 3
 
     def is_zero3_init_enabled(self) -> bool:
-        """The same."""
+        """Whether models are sharded while they are built, as a method of accelerate's name."""
         return self.zero3_init_flag
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """What DeepSpeed is given, but for sizes that follow from the model."""
+        """Return DeepSpeed's configuration, without sizes that follow from the model."""
         return self._config()

@@ -1,4 +1,4 @@
-"""The number format of an engine that casts the model and scales the loss by itself."""
+"""The precision of an engine that casts the model and scales the loss itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from trainer_lib.precision import Precision
 
@@ -14,15 +15,16 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class EnginePrecision(Precision):
-    """Nothing for the Trainer to do: no autocast, no scaler. What is saved are the engine's scale and counters."""
+    """A precision without autocast and scaler for the Trainer; it saves the engine's loss scale and counters."""
 
     def __init__(self, name: str, device: torch.device, engine: Callable[[], Any]) -> None:
         super().__init__("fp32", None, device)
         self.name = name
         self._engine = engine
 
+    @override
     def scaler_state(self) -> dict[str, float] | None:
-        """The scale of the loss and when it last changed (fp16), and the engine's counters."""
+        """Return the engine's counters, and with fp16 the scale of the loss and when it last changed."""
         engine = self._engine()
         if engine is None:
             return None
@@ -30,8 +32,9 @@ class EnginePrecision(Precision):
         state = {name: float(getattr(engine, name)) for name in _COUNTERS}
         return state | {name: float(getattr(scaler, name)) for name in _SCALER if hasattr(scaler, name)}
 
+    @override
     def load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        """Restore what `scaler_state` gave; what another strategy wrote has none of it."""
+        """Restore what `scaler_state` returned. State that another strategy wrote has none of these entries."""
         engine = self._engine()
         if engine is None or not state:
             return

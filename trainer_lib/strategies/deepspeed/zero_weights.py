@@ -1,6 +1,6 @@
-"""The weights of a model that ZeRO divides: gathered one by one to be saved, put back part by part.
+"""The weights of a model that ZeRO shards: gathered one by one to be saved, loaded part by part.
 
-With bf16 or fp16 the model computes with copies; what counts, and is saved, are the masters.
+With bf16 or fp16 the model computes with copies in that format; the masters are what is saved.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer_lib import sharding
 from trainer_lib.distributed import Communicator
@@ -20,10 +21,15 @@ from trainer_lib.strategies.single import SingleStrategy, refuse_others
 
 
 class ZeroWeights(SingleStrategy):
-    """What a strategy says about the weights, when parameters, or what the optimizer makes of them, are divided."""
+    """The part of the strategy that reads and writes weights, whose parameters or masters are sharded."""
 
     def __init__(self, device: torch.device, comm: Communicator, *, keeps: bool, mixed: bool) -> None:
-        """`keeps`: whether this rank gets the values of what is gathered; `mixed`: whether masters are kept apart."""
+        """Start without an engine.
+
+        Args:
+            keeps: whether this rank gets the values of gathered tensors.
+            mixed: whether the masters are separate tensors.
+        """
         super().__init__(device, comm)
         self._keeps = keeps
         self._mixed = mixed
@@ -35,21 +41,24 @@ class ZeroWeights(SingleStrategy):
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
+    @override
     def local_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by name, themselves: a divided one is empty. Tied names give one object."""
+        """Return the parameters and persistent buffers themselves, by name; a sharded one is empty, shape `[0]`."""
         state = self.unwrap(model).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
+    @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole on the first rank when asked for, in the number format that the model was given in."""
+        """Return tensors that are gathered to the first rank when read, in the number formats of the given model."""
         return _Gathered(tensors, lambda each: self._whole(each).to(self._given_dtypes.get(id(each), each.dtype)))
 
+    @override
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole on the first rank, and with every digit that training goes on from. Collective."""
+        """Return tensors that are gathered to the first rank when read, at the masters' precision. Collective."""
         return dict(_Gathered(tensors, self._whole))
 
     def _whole(self, value: Tensor) -> Tensor:
-        divided = hasattr(value, "ds_id")
+        divided = hasattr(value, "ds_id")  # DeepSpeed marks the parameters that it shards
         if id(value) in self._trained and (divided or self._mixed):
             return _detach(self._parts().gather_whole(value), self._keeps)  # type: ignore[arg-type]
         if divided:
@@ -59,8 +68,9 @@ class ZeroWeights(SingleStrategy):
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
+    @override
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
-        """Copy `state` into model and masters; a tied weight may be given under one of its names. Collective."""
+        """Copy `state` into model and masters; a tied weight may be given under one of its names only. Collective."""
         own = self.local_state(model)
         names: dict[int, list[str]] = {}
         for name, value in own.items():
@@ -77,7 +87,7 @@ class ZeroWeights(SingleStrategy):
             if self._partitions is not None and id(own[first]) in self._trained:
                 self._partitions.store_part(own[first], value)  # type: ignore[arg-type]
             elif self._mixed and isinstance(own[first], nn.Parameter):
-                self._masters[first] = value  # until there is an optimizer that keeps it
+                self._masters[first] = value  # until there is an optimizer to hold it
         if self._partitions is not None:
             self._partitions.refresh_model()
 
@@ -91,7 +101,7 @@ class ZeroWeights(SingleStrategy):
                         target.copy_(value)
 
     def _take_masters(self, model: nn.Module) -> None:
-        """Give the masters the digits of the weights that were loaded before there were masters. Collective."""
+        """Copy weights that were loaded before the masters existed into the masters, at full precision. Collective."""
         kept, self._masters = self._masters, {}
         if not kept:
             return
@@ -102,7 +112,7 @@ class ZeroWeights(SingleStrategy):
         partitions.refresh_model()
 
     def held_bytes(self, model: nn.Module) -> dict[str, int]:
-        """Bytes that this process holds: of parameters (between steps), and of masters with the optimizer's state."""
+        """Return the bytes that this process holds: parameters (between steps), and masters with optimizer state."""
         parameters = 0
         for each in self.unwrap(model).parameters():
             tensor: Tensor = getattr(each, "ds_tensor", each)
@@ -121,12 +131,14 @@ class ZeroWeights(SingleStrategy):
 
     def _gather(self, tensors: list[Tensor], **settings: Any) -> Any:
         if self._gathering is None:
-            raise InfrastructureError("Nothing can be gathered yet.", field="deepspeed")
+            raise InfrastructureError(
+                "No weight can be gathered yet, because DeepSpeed has not started.", field="deepspeed"
+            )
         return self._gathering(tensors, **settings)
 
 
 class _Gathered(Mapping[str, Tensor]):
-    """Tensors made whole when asked for; tied names give one tensor, gathered once."""
+    """Tensors that are gathered when they are read; tied names give one tensor, gathered once."""
 
     def __init__(self, tensors: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
         self._tensors, self._make = tensors, whole

@@ -1,16 +1,16 @@
-"""Parameters, gradients and optimizer state divided over processes: torch's `fully_shard`, without a wrapper.
+"""Parameters, gradients and optimizer state sharded over processes by torch's `fully_shard`.
 
-A model is sharded in place, part by part: its parameters become `DTensor`s that hold this process's rows, and hooks
-gather a part's rows around its forward and its backward. Names stay what they were.
+A model is sharded in place, part by part, without a wrapper: its parameters become `DTensor`s that hold this process's
+rows, and hooks gather a part's rows around its forward and its backward. Parameters keep their names.
 
 ::
 
-    full_shard           rows over all processes, gathered rows let go after the forward
-    shard_grad_op        the same, but they are kept until the backward is through
-    hybrid_shard[_zero2] the same two over the processes of a group (a machine); groups hold copies of each other
+    full_shard           rows over all processes; gathered rows are freed after the forward
+    shard_grad_op        rows over all processes; gathered rows are kept until the backward
+    hybrid_shard[_zero2] full_shard (or shard_grad_op) over the processes of a group; groups hold copies of each other
     no_shard             every process holds all rows; gradients are averaged
 
-That it is so is checked after sharding: nothing falls back to replicas without a word.
+After sharding, the shards are checked: a model that torch left whole raises an error instead of training as replicas.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from trainer_lib import distributed, sharding
 from trainer_lib.arguments import environment
@@ -51,41 +52,48 @@ _log = logging.getLogger(__name__)
 
 
 class _Settings(StrategySettings, FsdpArguments, Protocol):
-    """The arguments read here."""
+    """The arguments that this strategy reads."""
 
 
 class FsdpPlugin:
-    """What `trainer.accelerator.state.fsdp_plugin` is; read at the next save."""
+    """`trainer.accelerator.state.fsdp_plugin`. The next save reads it."""
 
     def __init__(self, settings: FsdpSettings) -> None:
         self.sharded_checkpoints = settings.sharded_checkpoints
 
     @property
     def state_dict_type(self) -> str:
-        """SHARDED_STATE_DICT or FULL_STATE_DICT."""
+        """Return SHARDED_STATE_DICT or FULL_STATE_DICT."""
         return "SHARDED_STATE_DICT" if self.sharded_checkpoints else "FULL_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: str = "FULL_STATE_DICT") -> None:
-        """How checkpoints are written from now on. Every process says the same.
+        """Choose how checkpoints are written from now on. Call it with the same value on every process.
 
-        Raises ConfigError for anything but SHARDED_STATE_DICT and FULL_STATE_DICT.
+        Raises:
+            ConfigError: the value is neither SHARDED_STATE_DICT nor FULL_STATE_DICT.
         """
         self.sharded_checkpoints = sharded_checkpoints(state_dict_type, field="state_dict_type")
 
 
 class FsdpStrategy(SingleStrategy):
-    """Every rank holds some rows of each parameter. Gradients are averaged, as replicas' are."""
+    """Every rank holds some rows of each parameter. Gradients are averaged, as with replicas."""
 
     name = "fsdp"
     places_model = True
     forward_communicates = True
 
     def __init__(self, device: torch.device, comm: Communicator, args: _Settings) -> None:
-        """Raises ConfigError for settings that cannot be served, or when no launcher formed a world."""
+        """Form the mesh of processes.
+
+        Raises:
+            ConfigError: a setting that cannot be served, or a process that no launcher started.
+        """
         super().__init__(device, comm)
         settings = read_settings(args)
         if settings is None:
-            raise ConfigError("asks for nothing.", field="fsdp", value=args.fsdp, remedy="Give full_shard, say.")
+            raise ConfigError(
+                "No mode of sharding was given.", field="fsdp", value=args.fsdp, remedy="Give for example full_shard."
+            )
         self.settings = settings
         self._plugin = FsdpPlugin(settings)
         self.plugins = {"fsdp_plugin": self._plugin}
@@ -97,26 +105,29 @@ class FsdpStrategy(SingleStrategy):
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
+    @override
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """`make()`; with cpu_ram_efficient_loading without values (on "meta") on all ranks but the first."""
+        """Build the model; with cpu_ram_efficient_loading, without values (on "meta") on all ranks but the first."""
         if not self.settings.cpu_ram_efficient_loading or self.comm.rank == 0:
             return make()
         return build_without_values(make)
 
+    @override
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError for a model that cannot be sharded as asked."""
+        """Raise ConfigError for a model that cannot be sharded as the settings ask."""
         if isinstance(model, FSDPModule):
             return
         find_units(model, self.settings)
         find_ignored(model, self.settings.ignored_modules)
         if not self.settings.cpu_ram_efficient_loading and any(each.is_meta for each in model.parameters()):
             raise ConfigError(
-                "The model has no values.",
+                'The model has no values: its parameters are on "meta".',
                 field="model",
                 value=type(model).__name__,
-                remedy="Give fsdp_config cpu_ram_efficient_loading: the first process's values are then all's.",
+                remedy="Set cpu_ram_efficient_loading in fsdp_config: all processes then take the first one's values.",
             )
 
+    @override
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the module in place and return it; a sharded one stays as it is."""
         inner = self.unwrap(model)
@@ -133,7 +144,7 @@ class FsdpStrategy(SingleStrategy):
         return model
 
     def _shard(self, model: nn.Module) -> None:
-        # Said of every output that is a view, although neither the Trainer nor a loss changes outputs in place.
+        # A warning about each output that is a view; neither the Trainer nor a loss changes outputs in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         settings = self.settings
         units = find_units(model, settings)
@@ -150,7 +161,7 @@ class FsdpStrategy(SingleStrategy):
             if settings.activation_checkpointing:
                 recompute_activations(unit)
             fully_shard(unit, reshard_after_forward=settings.reshards, **options)
-        # The whole's own part is needed at both ends of the backward: torch keeps it, unless it is all there is.
+        # None: torch keeps the root's own rows gathered, which both ends of a backward need, if there are other parts.
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
         parts = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for part in parts:
@@ -164,28 +175,30 @@ class FsdpStrategy(SingleStrategy):
         self._assert_sharded(model, ignored)
 
     def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
-        """The first rank's parameters and buffers, one at a time."""
+        """Take over the first rank's parameters and buffers, one at a time."""
         specs = self.comm.broadcast_json(sharding.describe_tensors(first))
         source = sharding.BroadcastTensors(first, specs, self.comm.rank)
         with torch.no_grad():
             for name, tensor in all_tensors(model).items():
                 if name not in specs:
                     raise ConfigError(
-                        f"The first process's model has no {name}.", field="model", remedy="Build the same everywhere."
+                        f"The first process's model has no {name}.",
+                        field="model",
+                        remedy="Build the same model on every process.",
                     )
                 sharding.fill_rows(tensor, source, name)
 
     def _order_gathering(self, model: nn.Module, parts: list[nn.Module]) -> None:
-        """Which part is gathered while which one computes. torch prefetches in the backward, and not in the forward."""
+        """Set which part is gathered while another computes; by default torch prefetches in the backward only."""
         if self.settings.forward_prefetch:
             for part, following in zip([model, *parts], parts, strict=False):
                 part.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         if not self.settings.backward_prefetch:
             for part in [model, *parts]:
-                part.set_modules_to_backward_prefetch([part])  # type: ignore[operator]  # itself: nothing
+                part.set_modules_to_backward_prefetch([part])  # type: ignore[operator]  # a part that prefetches itself prefetches nothing
 
     def _assert_sharded(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-        """Raise InfrastructureError unless every process holds as much as the mode promises, and no more."""
+        """Raise InfrastructureError unless this process holds the part of each parameter that the mode promises."""
         shards = self._mesh.size(-1)
         for name, parameter in model.named_parameters():
             if parameter in ignored or not parameter.ndim:
@@ -193,23 +206,25 @@ class FsdpStrategy(SingleStrategy):
             held = len(parameter.to_local()) if isinstance(parameter, DTensor) else -1
             if not 0 <= held <= -(-len(parameter) // shards):
                 raise InfrastructureError(
-                    f"{name} is not divided over {shards} processes, as {self.settings.mode} promises.",
+                    f"The parameter {name} is not sharded over {shards} processes, as {self.settings.mode} promises.",
                     field="fsdp",
                     value=self.settings.mode,
                     rank=self.comm.rank,
-                    remedy="Report this: torch's fully_shard left it as it was.",
+                    remedy="Report this: torch's fully_shard left the parameter as it was.",
                 )
         here, everywhere = parameter_bytes(model)
         parts = sum(isinstance(each, FSDPModule) for each in model.modules())
         _log.info(
-            "FSDP %s on %s: %s of %s bytes of parameters here, gathered in %d parts.",
+            "FSDP %s on %s: this process holds %s of %s bytes of parameters, gathered in %d parts.",
             *(self.settings.mode, tuple(self._mesh.shape), f"{here:,}", f"{everywhere:,}", parts),
         )
 
+    @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Let an optimizer that was made for the whole parameters hold the sharded ones, by name.
+        """Replace the whole parameters in an optimizer by the sharded ones of the same names.
 
-        Raises ConfigError when it has state of them already, or holds parameters that are not the model's.
+        Raises:
+            ConfigError: the optimizer has state of whole parameters, or holds parameters that are not the model's.
         """
         named = self.named_parameters(model)
         present = {id(parameter) for parameter in named.values()}
@@ -220,53 +235,61 @@ class FsdpStrategy(SingleStrategy):
                 name = self._names.get(id(parameter))
                 if name is None or optimizer.state.get(parameter):
                     raise ConfigError(
-                        "holds parameters that the model does not have any more, or has stepped on them.",
+                        "The optimizer holds parameters that the model no longer has, or has stepped on them.",
                         field="optimizers",
                         value=type(optimizer).__name__,
                         remedy="Give optimizer_cls_and_kwargs, or override create_optimizer.",
                     )
                 group["params"][index] = named[name]
 
+    @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """The sharded module; a rank without a batch has to compute along. `alone`: one that is whole yet."""
+        """Return the sharded module, whose forward needs all ranks; with `alone`, a model that is still whole."""
         inner = self.unwrap(model)
         if not alone:
             return self.setup_model(model)
         if isinstance(inner, FSDPModule):
             raise ConfigError(
-                "The model is divided over the processes, so none of them can predict by itself.",
+                "The model is sharded over the processes, so none of them can predict by itself.",
                 field="fsdp",
                 value=self.settings.mode,
-                remedy="Use predict(), or a Trainer of its own without fsdp and a saved model.",
+                remedy="Use predict(), or load the saved model into a Trainer without fsdp.",
             )
         return inner.to(self.device)
 
+    @override
     def after_inference(self, model: nn.Module) -> None:
-        """Let go of what a forward without backward leaves gathered."""
+        """Reshard the parts that a forward without a backward leaves gathered."""
         for each in self.unwrap(model).modules():
             if isinstance(each, FSDPModule):
                 each.reshard()
 
+    @override
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The sharded parameters, whatever is gathered at the moment."""
+        """Return the sharded parameters, after resharding gathered ones."""
         self.after_inference(model)
         return dict(self.unwrap(model).named_parameters())
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Keep gradients whole and local for this micro-step."""
+        """Return a context in which gradients stay whole and local."""
         inner = self.unwrap(model)
         if not isinstance(inner, FSDPModule):
             raise InfrastructureError("The model in training is not the sharded one.", field="model_wrapped")
         return _unsynchronised(inner)
 
+    @override
     def sync_gradients(self, model: nn.Module) -> None:
-        """Not to be had: whole gradients are divided in a backward only."""
-        raise InfrastructureError("Gradients of sharded parameters are exchanged in their backward.", field="fsdp")
+        """Raise InfrastructureError: whole gradients are reduced to shards in a backward only."""
+        raise InfrastructureError(
+            "Gradients of sharded parameters are exchanged in the backward, not after it.", field="fsdp"
+        )
 
+    @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Global norm over all rows of all ranks, clipped in place: one small message."""
+        """Return the global norm over the rows of all ranks, shape `[]`, and clip in place. One small message."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
         square = torch.zeros((), dtype=torch.float64, device=local[0].device if local else self.device)
@@ -279,28 +302,32 @@ class FsdpStrategy(SingleStrategy):
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm.to(self.device)
 
+    @override
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks."""
         return self.comm.sum_tensor(tensor)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
+    @override
     def local_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Parameters and persistent buffers by name; tied names give one and the same parameter."""
+        """Return parameters and persistent buffers by name; tied names give the same parameter object."""
         self.after_inference(model)
         state = self.unwrap(model).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
+    @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole on the first rank, gathered when asked for."""
+        """Return tensors that are gathered to the first rank when read."""
         return sharding.GatheredTensors(tensors, keep=self.comm.rank == 0)
 
+    @override
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Divided where every rank writes its own part, else whole on the first rank. Collective."""
+        """Return the rows of this rank if every rank writes its own, else whole tensors on the first. Collective."""
         return dict(tensors if self._plugin.sharded_checkpoints else self.gathered(tensors))
 
+    @override
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
-        """This rank's rows of `state`; a model that is whole yet is sharded for it. Collective."""
+        """Copy this rank's rows of `state`; a model that is still whole is sharded first. Collective."""
         own = self.local_state(self.setup_model(model))
         names: dict[int, list[str]] = {}
         for name, tensor in own.items():
@@ -318,13 +345,13 @@ class FsdpStrategy(SingleStrategy):
                 if same[0] in found:
                     sharding.fill_rows(own[same[0]], state, found[same[0]])
 
+    @override
     def describe(self) -> dict[str, Any]:
-        """Name and mode."""
         return {"strategy": self.name, "fsdp": self.settings.mode}
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the model's parameters on this process, and of the whole."""
+    """Return the bytes of the model's parameters on this process, and those of the whole model."""
     here = everywhere = 0
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -336,13 +363,13 @@ def parameter_bytes(model: nn.Module) -> tuple[int, int]:
 def _form_world_of_one(device: torch.device) -> None:
     if environment.read() is environment.ALONE:
         raise ConfigError(
-            "needs processes that share the model.",
+            "FSDP needs processes that share the model.",
             field="fsdp",
             value="1 process",
             remedy="Start through torchrun --nproc-per-node N, or remove fsdp.",
         )
     distributed.form_alone(device)
-    _log.warning("FSDP with one process: nothing is divided.")
+    _log.warning("FSDP runs with one process, so nothing is sharded.")
 
 
 @contextlib.contextmanager

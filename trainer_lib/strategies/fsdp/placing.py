@@ -1,4 +1,4 @@
-"""Where a divided model's processes, tensors and values are: mesh, device, formats; building without values."""
+"""The mesh, the devices and the number formats of a sharded model, and how it is built without values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers: those that a state_dict leaves out have values too."""
+    """Return parameters and all buffers by name, of any shape `[...]`; also buffers that a state_dict leaves out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def build_mesh(settings: FsdpSettings, device: torch.device, comm: Communicator) -> DeviceMesh:
-    """Processes in rows that hold the same, and columns that share one copy."""
+    """Return the mesh `[replicate, shard]` of processes, or `[shard]` where all of them share one copy.
+
+    Raises:
+        ConfigError: the processes cannot be divided into groups of the given size.
+    """
     world = comm.world_size
     if settings.mode in ("full_shard", "shard_grad_op"):
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
@@ -34,18 +38,18 @@ def build_mesh(settings: FsdpSettings, device: torch.device, comm: Communicator)
         group = settings.hybrid_group or comm.local_world_size
         if world % group:
             raise ConfigError(
-                f"does not divide {world} processes into groups of one size.",
+                f"This group size does not divide {world} processes evenly.",
                 field="fsdp_config.hybrid_group_size",
                 value=group,
                 remedy="Give a divisor of the number of processes.",
             )
         if group == world:
-            _log.warning("FSDP %s with one group of processes is %s.", settings.mode, "full_shard, without copies")
+            _log.warning("FSDP %s has a single group of processes, so it is full_shard without copies.", settings.mode)
     return init_device_mesh(device.type, (world // group, group), mesh_dim_names=("replicate", "shard"))
 
 
 def mixed_precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
-    """What parameters are gathered and gradients exchanged in, as torch wants it."""
+    """Return torch's policy for the formats in which parameters are gathered and gradients exchanged."""
     param, reduce = settings.param_dtype, settings.reduce_dtype
     return MixedPrecisionPolicy(
         param_dtype=None if param is None else getattr(torch, param),
@@ -54,18 +58,18 @@ def mixed_precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
 
 
 def offload_policy(settings: FsdpSettings, device: torch.device) -> OffloadPolicy:
-    """Whether rows live on the host, as torch wants it."""
+    """Return torch's policy for keeping the rows on the CPU or on the device."""
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
 
 
 def restore_class_name(part: nn.Module) -> None:
-    """torch puts a class of its own in front of the module's: let it go by the user's name, as configurations will."""
+    """Give the class that torch put in front of the module's the name of the user's, which configurations use."""
     made, own = type(part), type(part).__mro__[2]
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
-    """Memory for what had no values, and the device for what sharding left where it was."""
+    """Allocate tensors that had no values, and move those that are not sharded to the device."""
     if any(tensor.is_meta for tensor in all_tensors(model).values()):
         model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
@@ -77,7 +81,10 @@ def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: t
 
 
 def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model on "meta": shapes and no memory. `from_pretrained` of transformers has its own context for it."""
+    """Build the model on "meta": shapes without memory.
+
+    `from_pretrained` of transformers refuses torch's context for that, and gets `device_map="meta"` instead.
+    """
     try:
         with torch.device("meta"):
             return make()
@@ -89,7 +96,9 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
 
     def shapes(cls: Any, *args: Any, **kwargs: Any) -> Any:
         model = load.__func__(cls, *args, **{**kwargs, "device_map": "meta"})
-        model.__dict__.pop("hf_device_map", None)  # it is not spread over devices
+        model.__dict__.pop(
+            "hf_device_map", None
+        )  # the model is not spread over devices, though this attribute would claim it
         return model
 
     kind.from_pretrained = classmethod(shapes)

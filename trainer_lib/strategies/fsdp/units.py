@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered as one: by class or by size; and what is done to each of them."""
+"""The modules of a model that are gathered as one unit, chosen by class or by size."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _CLASSES = "fsdp_config.transformer_layer_cls_to_wrap"
 
 
 def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    """The modules inside `model` that are gathered each for itself, inner ones first; the rest goes with `model`.
+    """Return the modules in `model` that are gathered one by one, inner ones first; the rest is gathered with `model`.
 
-    Raises ConfigError for a class that the model does not have, and for one that holds a weight tied to another part.
+    Raises:
+        ConfigError: a class that the model does not have, or whose modules share a weight with another part.
     """
     if settings.wrap == "whole":
         return []
@@ -34,10 +35,10 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     for unit in units:
         if tied := outside.get(id(unit)):
             raise ConfigError(
-                f"shares {tied} with another part of the model, so it cannot be gathered by itself.",
+                f"This class shares {tied} with another part of the model, so it cannot be gathered by itself.",
                 field=_CLASSES,
                 value=type(unit).__name__,
-                remedy="Leave the class out: what is tied is gathered with the whole.",
+                remedy="Leave the class out: tied weights are then gathered with the whole model.",
             )
     return units[::-1]
 
@@ -46,10 +47,10 @@ def _no_split_classes(model: nn.Module) -> tuple[str, ...]:
     given: Any = getattr(model, "_no_split_modules", None)
     if not given:
         raise ConfigError(
-            f"{type(model).__name__} does not say which of its layers belong together (_no_split_modules).",
+            f"The model {type(model).__name__} does not say which of its layers belong together (_no_split_modules).",
             field=_CLASSES,
             value="none",
-            remedy="Name the class of its layers there, or give min_num_params.",
+            remedy="Name the class of its layers, or give min_num_params.",
         )
     return tuple(given)
 
@@ -61,7 +62,7 @@ def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[s
         return
     inside = sorted({type(each).__name__ for each in model.modules() if each is not model})
     raise ConfigError(
-        f"{type(model).__name__} has no module of that class.",
+        f"The model {type(model).__name__} has no module of that class.",
         field=_CLASSES,
         value=missing or ", ".join(_no_split_classes(model)),
         remedy=suggestion(missing or "", inside),
@@ -69,7 +70,7 @@ def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[s
 
 
 def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn.Module]:
-    """From the leaves up: a module is a unit when at least `minimum` parameters of it are in no unit yet."""
+    """Choose from the leaves up: a module is a unit if at least `minimum` of its elements are in no unit yet."""
     units: list[nn.Module] = []
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
@@ -87,7 +88,7 @@ def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn
 
 
 def _shared_beyond(model: nn.Module) -> dict[int, str]:
-    """id of a module → the name of a parameter in it that is used outside of it as well."""
+    """Return, by id of a module, the name of a parameter in it that is also used outside it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -102,17 +103,18 @@ def _shared_beyond(model: nn.Module) -> dict[int, str]:
 
 
 def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]:
-    """Parameters left whole on every process: those of modules whose names match, and frozen ones without a dimension.
+    """Return the parameters that stay whole on every process: of modules that match, and frozen 0-dim ones.
 
-    Raises ConfigError for a pattern that matches nothing, and for a trainable parameter among them: its gradient would
-    stay each process's own.
+    Raises:
+        ConfigError: a pattern that matches no module, or a trained parameter among them, whose gradient would not be
+            exchanged; a trained 0-dim parameter, which has no rows.
     """
     found: set[nn.Parameter] = {each for each in model.parameters() if each.ndim == 0 and not each.requires_grad}
     for pattern in patterns:
         modules = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
         if not modules:
             raise ConfigError(
-                "matches no module of the model.",
+                "This matches no module of the model.",
                 field="fsdp_config.ignored_modules",
                 value=pattern,
                 remedy="Give a module's whole name, or a regular expression that matches it.",
@@ -121,25 +123,25 @@ def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]
     for name, each in model.named_parameters():
         if each in found and each.requires_grad:
             raise ConfigError(
-                f"{name} is trained, but its gradient would not be exchanged.",
+                f"The parameter {name} is trained, but its gradient would not be exchanged.",
                 field="fsdp_config.ignored_modules",
                 value=list(patterns),
-                remedy="Freeze it, or do not ignore it.",
+                remedy="Freeze the parameter, or do not ignore its module.",
             )
         if each.ndim == 0 and each not in found:
             raise ConfigError(
-                f"{name} has no dimension that could be divided.",
+                f"The parameter {name} has no dimension that could be sharded.",
                 field="model",
                 value=type(model).__name__,
-                remedy="Give it the shape [1], or freeze it.",
+                remedy="Give the parameter the shape [1], or freeze it.",
             )
     return found
 
 
 def recompute_activations(module: nn.Module) -> None:
-    """Let a module keep its inputs only, and compute its activations again in the backward.
+    """Make a module keep its inputs only, and compute its activations again in the backward.
 
-    Its forward alone is wrapped: hooks on the module, which gather its parameters, stay outside.
+    This wraps the forward alone, so the module's hooks, which gather its parameters, run outside the recomputation.
     """
     forward = module.forward
 
