@@ -31,10 +31,8 @@ from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
-_PATHS = (
-    *("recipe", "root", "storage", "prepare.sources", "publish.to"),
-    *("prepare.recipe", "train.recipe", "evaluate.recipe", "predict.recipe", "train.launch.config_file"),
-)
+_PATHS = ("recipe", "root", "storage", "prepare.sources", "publish.to")
+_SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
 _NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:)")
 
 
@@ -224,7 +222,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
     """Make the spec's own paths absolute, in place."""
     # The default is a relative path, too, and starts from the spec's folder.
     raw.setdefault("storage", PipelineSpec.model_fields["storage"].default)
-    for key in _PATHS:
+    for key in (*_PATHS, *_section_paths()):
         base = Path.cwd() if key in overridden else folder
         *outer, last = key.split(".")
         place: Any = raw
@@ -236,6 +234,18 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
         place[last] = [_absolute(item, base) for item in value] if isinstance(value, list) else _absolute(value, base)
     if raw.get("root") is None and isinstance(raw.get("recipe"), str):
         raw["root"] = str(find_root(raw["recipe"], folder))
+
+
+def _section_paths() -> list[str]:
+    """The dotted keys of the paths that every section with such a field has."""
+    sections = {name: field.annotation for name, field in PipelineSpec.model_fields.items()}
+    return [
+        f"{name}.{path}"
+        for name, kind in sections.items()
+        if isinstance(kind, type) and issubclass(kind, Settings)
+        for field, path in _SECTION_PATHS.items()
+        if field in kind.model_fields
+    ]
 
 
 def _absolute(value: Any, base: Path) -> Any:

@@ -64,7 +64,7 @@ def test_prepares_options_run_everything(folder: Path) -> None:
     assert reason(result, "train").startswith("data changed")
 
 
-@pytest.mark.parametrize("stage", stage_names())
+@pytest.mark.parametrize("stage", sorted(ALL))
 def test_deleting_one_stage_runs_that_stage_only(folder: Path, stage: str) -> None:
     shutil.rmtree(folder / "store" / "stages" / stage)
     if stage == "push-to-hub":
@@ -123,7 +123,7 @@ def test_force_runs_a_stage_again(folder: Path) -> None:
 def test_one_stage_alone_and_a_later_start(folder: Path) -> None:
     only = run(folder, "predict.rows_per_file=3", only="predict")
     assert ran(only) == {"predict"}
-    assert {outcome.stage for outcome in only.stages} == ALL
+    assert {outcome.stage for outcome in only.stages} == set(stage_names())
     later = run(folder, "evaluate.splits=[train, test]", start="evaluate")
     assert ran(later) == {"evaluate", "push-to-hub"}
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec, load_spec
-from flows.stages import stage_names
+from flows.stages import all_stages
 
 # Prefect, and with it flows.pipeline, reads the environment when it is imported: only inside functions, after the
 # sandbox of tests/conftest.py is in place.
 
 IN_PROCESS = ("prepare.launch=in_process", "train.launch=in_process")
-ALL = set(stage_names())
+# Those that a spec has on without saying so: a further stage may be off by default.
+ALL = {stage.name for stage in all_stages() if stage.is_enabled(PipelineSpec(name="all", recipe="recipe.py"))}
 
 
 def spec_of(folder: Path, *overrides: str) -> PipelineSpec:

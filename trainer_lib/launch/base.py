@@ -86,7 +86,7 @@ def _attempt(
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
     if result is not None and not run_dir.read_errors():
         return request.read_result(result)
-    raise find_failure(run_dir, ending, direct=config.kind == "process")
+    raise find_failure(run_dir, ending, direct=config.is_one_process)
 
 
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:

@@ -7,13 +7,13 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
-KINDS = ("auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _LEAST = {"processes": 1, "threads": 1, "max_restarts": 0, "grace_s": 0, "timeout_s": 0, "join_timeout_s": 0}
 _LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
@@ -100,6 +100,11 @@ class LaunchConfig:
         return int(least), int(most or least)
 
     @property
+    def is_one_process(self) -> bool:
+        """Whether the launcher starts one worker only, without a distributed runtime."""
+        return self.kind in ("process", "in_process")
+
+    @property
     def several_nodes(self) -> bool:
         """Whether more than one machine may take part."""
         return self.node_range[1] > 1
@@ -150,7 +155,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind == "auto":
         single = config.processes == 1 and not config.several_nodes
         config = replace(config, kind="process" if single else "torchrun")
-    if config.kind in ("process", "in_process") and config.world_size > 1:
+    if config.is_one_process and config.world_size > 1:
         name = "nodes" if config.several_nodes else "processes"
         remedy = "Set kind=torchrun, or one process on one machine."
         raise _refused(name, getattr(config, name), f"The launcher '{config.kind}' runs one process.", remedy)
@@ -306,7 +311,7 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     if config.devices is not None and not use_cpu and on_devices == 0:
         raise _refused("devices", list(config.devices), "This machine has no CUDA device.", "Leave it out.")
     if config.processes == "auto":
-        if config.kind in ("process", "in_process"):
+        if config.is_one_process:
             return 1
         return on_devices or min(num_cores(), 2)
     if "TRAINFLOW_LOCAL_RANK" in config.env:

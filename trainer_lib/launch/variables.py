@@ -45,7 +45,7 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     if interface is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment[name] = config.interface or environment.get(name) or interface
-    return environment | (single_process() if config.kind == "process" else {})
+    return environment | (single_process() if config.is_one_process else {})
 
 
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:

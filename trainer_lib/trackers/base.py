@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsFloat
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.suggestions import nearest
-
-TRACKERS = ("jsonl", "mlflow", "tensorboard", "wandb")
-# Only what a plain installation lacks: jsonl needs no package, and mlflow is a dependency.
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 class Tracker(Protocol):
@@ -38,6 +35,74 @@ class Tracker(Protocol):
 
     def close(self, status: str = "FINISHED") -> None:
         """End the attempt as "FINISHED", "FAILED" or "KILLED", after waiting a bounded time for the last values."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a tracker may keep files, and the project that it belongs to.
+
+    Attributes:
+        output_dir: the run's folder, a path or any fsspec URL.
+        logging_dir: the folder of event files; output_dir/runs when not given.
+        project: the project, for trackers that have projects.
+    """
+
+    output_dir: str | None
+    logging_dir: str | None = None
+    project: str | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One tracker of ours.
+
+    Attributes:
+        create: makes it. Imports its module only then, and with it the vendor's package.
+        package: the package that it needs and a plain installation lacks.
+    """
+
+    create: Callable[[Destination], Tracker]
+    package: str | None = None
+
+
+def _create_jsonl(place: Destination) -> Tracker:
+    from trainer_lib.trackers.jsonl import JsonlTracker
+
+    if not place.output_dir:
+        raise ConfigError(
+            'The "jsonl" tracker writes into output_dir, which is not set.',
+            field="output_dir",
+            remedy="Set output_dir.",
+        )
+    return JsonlTracker(place.output_dir)
+
+
+def _create_mlflow(place: Destination) -> Tracker:
+    from trainer_lib.trackers.mlflow import MLflowTracker
+
+    return MLflowTracker(place.output_dir)
+
+
+def _create_tensorboard(place: Destination) -> Tracker:
+    from trainer_lib.trackers.tensorboard import TensorBoardTracker
+
+    return TensorBoardTracker(place.logging_dir or f"{(place.output_dir or '.').rstrip('/')}/runs")
+
+
+def _create_wandb(place: Destination) -> Tracker:
+    from trainer_lib.trackers.wandb import WandbTracker
+
+    return WandbTracker(place.project, place.logging_dir)
+
+
+# A tracker of ours is a file in this package, a row here, a callback in `vendors` and a name in `validation.REPORTERS`.
+_TABLE = {
+    "jsonl": _Row(_create_jsonl),
+    "mlflow": _Row(_create_mlflow),
+    "tensorboard": _Row(_create_tensorboard, package="tensorboard"),
+    "wandb": _Row(_create_wandb, package="wandb"),
+}
+TRACKERS = tuple(_TABLE)
 
 
 def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
@@ -72,14 +137,15 @@ def tracker_names(report_to: str | Iterable[str] | None) -> list[str]:
 
 def is_installed(name: str) -> bool:
     """Return whether the package behind one of our trackers is installed. It is not imported."""
-    return name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+    package = _TABLE[name].package if name in _TABLE else None
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 def require_package(name: str) -> None:
     """Raise MissingExtraError when the package behind one of our trackers is not installed."""
     if is_installed(name):
         return
-    package = _PACKAGES[name]
+    package = _TABLE[name].package
     raise MissingExtraError(
         f"This tracker needs the package {package}, which is not installed.",
         field="report_to",
@@ -107,31 +173,8 @@ def create_trackers(
         ConfigError: no tracker has a name, or a tracker writes into `output_dir` and there is none.
         MissingExtraError: the package of a tracker is not installed.
     """
-    trackers: list[Tracker] = []
-    for name in tracker_names(report_to):
-        if name == "jsonl":
-            from trainer_lib.trackers.jsonl import JsonlTracker
-
-            if not output_dir:
-                raise ConfigError(
-                    'The "jsonl" tracker writes into output_dir, which is not set.',
-                    field="output_dir",
-                    remedy="Set output_dir.",
-                )
-            trackers.append(JsonlTracker(output_dir))
-        elif name == "tensorboard":
-            from trainer_lib.trackers.tensorboard import TensorBoardTracker
-
-            trackers.append(TensorBoardTracker(logging_dir or f"{(output_dir or '.').rstrip('/')}/runs"))
-        elif name == "wandb":
-            from trainer_lib.trackers.wandb import WandbTracker
-
-            trackers.append(WandbTracker(project, logging_dir))
-        else:
-            from trainer_lib.trackers.mlflow import MLflowTracker
-
-            trackers.append(MLflowTracker(output_dir))
-    return trackers
+    place = Destination(output_dir, logging_dir, project)
+    return [_TABLE[name].create(place) for name in tracker_names(report_to)]
 
 
 def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from flows.spec.checks import check_splits
-from flows.spec.spec import PipelineSpec, load_spec, parse_spec
+from flows.spec.spec import _SECTION_PATHS, PipelineSpec, _section_paths, load_spec, parse_spec
+from flows.spec.spec_file import read_spec_file
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, MissingExtraError
 
@@ -40,6 +41,22 @@ def test_paths_in_the_file_start_from_its_folder_and_overridden_ones_from_the_wo
     assert spec.publish.to == str(tmp_path / "hub")
     assert load_spec(spec_file).storage == str(spec_file.parent / "store")
     monkeypatch.chdir("/")
+
+
+@pytest.mark.parametrize("section", ["prepare", "train", "evaluate", "predict"])
+def test_a_recipe_of_its_own_starts_from_the_folder_of_the_file(spec_file: Path, section: str) -> None:
+    (spec_file.parent / "own.py").write_text((spec_file.parent / "recipe.py").read_text())
+    raw = read_spec_file(spec_file)[0]
+    raw.setdefault(section, {})["recipe"] = "own.py"
+    spec_file.write_text(json.dumps(raw))
+    assert getattr(load_spec(spec_file), section).recipe == str(spec_file.parent / "own.py")
+
+
+def test_every_path_of_a_section_starts_from_the_folder_of_the_file() -> None:
+    paths = [
+        f"{name}.{path}" for name in ("prepare", "train", "evaluate", "predict") for path in _SECTION_PATHS.values()
+    ]
+    assert _section_paths() == paths
 
 
 def test_urls_and_named_sources_are_left_as_they_are(spec_file: Path) -> None:

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from tests.support.repository import ROOT
+from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.base import create_trackers, numbers_only, tracker_names
+from trainer_lib.trackers.base import TRACKERS, create_trackers, numbers_only, tracker_names
 from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.jsonl import JsonlTracker
 from trainer_lib.trackers.params import flatten_params
+from trainer_lib.trackers.vendors import OURS, VENDORS
 
 # -- names and values -------------------------------------------------------------------------------------------------
 
@@ -39,6 +41,11 @@ from trainer_lib.trackers.params import flatten_params
 )
 def test_report_to_names_trackers(given: Any, names: list[str]) -> None:
     assert tracker_names(given) == names
+
+
+def test_every_list_of_trackers_has_the_same_names() -> None:
+    assert set(TRACKERS) == set(OURS)
+    assert set(REPORTERS) == {*OURS, *VENDORS}
 
 
 def test_a_near_miss_is_named() -> None:
