@@ -20,6 +20,7 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
+# The words of transformers' argument parser, and YAML's on and off.
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})
 NONE_WORDS = frozenset({"none", "null", "~"})

@@ -105,7 +105,7 @@ def _torchrun(env: Mapping[str, str]) -> Ranks | None:
     return Ranks(
         rank,
         world,
-        rank if local is None or local < 0 else local,
+        rank if local is None or local < 0 else local,  # without one, all processes count as one machine's
         local_world or world,
         _master(env),
         "RANK",
@@ -116,7 +116,7 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
     if not env.get("SLURM_STEP_ID", env.get("SLURM_STEPID")):
         return None
     rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    if rank is None or world is None or world < 2:
+    if rank is None or world is None or world < 2:  # a step of one task is an ordinary process
         return None
     local = _number(env, "SLURM_LOCALID") or 0
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
@@ -132,6 +132,7 @@ def _slurm_master(env: Mapping[str, str]) -> tuple[str, int] | None:
         return None
     job = _number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0
     step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID") or 0
+    # Every task computes the same port on its own; steps of one job that run side by side get different ones.
     return first_host(nodes), _FIRST_PORT + (job + step) % _PORTS
 
 
@@ -152,7 +153,7 @@ def _indexed_job(env: Mapping[str, str]) -> Ranks | None:
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
     host, port = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT")
-    return (host, 29500 if port is None else port) if host else None
+    return (host, 29500 if port is None else port) if host else None  # 29500 is torchrun's default
 
 
 def _number(env: Mapping[str, str], *names: str) -> int | None:

@@ -82,6 +82,7 @@ def field_hints(cls: type[Any]) -> Mapping[str, Any]:
     for base in reversed(cls.__mro__):
         module = sys.modules.get(base.__module__)
         for name, annotation in inspect.get_annotations(base).items():
+            # One at a time: typing gives up on all annotations of a class when one cannot be resolved.
             holder = types.SimpleNamespace(__annotations__={name: annotation})
             try:
                 hints.update(typing.get_type_hints(holder, globalns=vars(module) if module else {}))

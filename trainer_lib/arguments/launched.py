@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer_lib.arguments.training import TrainingArguments
 
 _TRUE = ("1", "true", "yes", "on")
-_NOTHING = ("", "no", "none", "auto", "null")
+_NOTHING = ("", "no", "none", "auto", "null")  # how accelerate writes an absent setting
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # numbered from 1
 _WAYS = frozenset(word.lower() for word in _SHARDING)
 _UNSERVED = {
@@ -117,6 +117,7 @@ def implied(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
         ("ACCELERATE_GRADIENT_CLIPPING", "max_grad_norm", float),
     ):
         text = environ.get(name, "")
+        # accelerate always writes 1 for accumulation, its default.
         if text.lower() not in _NOTHING and not (kind is int and text == "1"):
             yield LauncherSetting(field, _number(name, text, kind), name)
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _LEVELS = {
-    "detail": logging.DEBUG,
+    "detail": logging.DEBUG,  # transformers' name: debug, with file and line
     "debug": logging.DEBUG,
     "info": logging.INFO,
     "warning": logging.WARNING,

@@ -126,7 +126,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     @override
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found = super().parse_args(args, namespace)
+        found = super().parse_args(args, namespace)  # `_add_field` suppresses the defaults
         for cls in self.dataclass_types:
             for field in _init_fields(cls):
                 if not hasattr(found, field.name):
@@ -151,7 +151,7 @@ class ArgumentParser(argparse.ArgumentParser):
             if issubclass(cls, TrainingArguments):
                 names |= {name for name in compat.OLD_NAMES if name in values}
             given = {name: values.pop(name) for name in names if name in values}
-            outputs.append(cls(**{**_unsaid(cls), **given}))
+            outputs.append(cls(**{**_unset_flags(cls), **given}))
         if values:
             outputs.append(argparse.Namespace(**values))
         return outputs
@@ -296,7 +296,7 @@ def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{cls.__name__} needs this argument.", field=field.name, value="none", remedy="Give it.")
 
 
-def _unsaid(cls: type) -> dict[str, Any]:
+def _unset_flags(cls: type) -> dict[str, Any]:
     """Flags without a default that are not given."""
     hints = field_hints(cls)
     fields = (field for field in _init_fields(cls) if _default(field) is dataclasses.MISSING)

@@ -160,7 +160,7 @@ def fill(args: ArgumentGroups) -> None:
 
 def _consequences(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
     if args.output_dir is None:
-        yield "output_dir", "trainer_output"
+        yield "output_dir", "trainer_output"  # transformers' default, as the rule of `greater_is_better` below
     if not args.do_eval and args.eval_strategy != IntervalStrategy.NO:
         yield "do_eval", True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
@@ -249,7 +249,7 @@ def _check_best_model(args: ArgumentGroups) -> None:
                 remedy='Give a metric\'s name, such as "loss" or "accuracy".',
             )
         _demand_evaluation(args, "save_strategy", str(args.save_strategy))
-        return
+        return  # a save follows its evaluation, so the intervals need not match
     if not args.load_best_model_at_end:
         return
     _demand_evaluation(args, "load_best_model_at_end", args.load_best_model_at_end)

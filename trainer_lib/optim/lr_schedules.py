@@ -244,6 +244,7 @@ METRIC_SCHEDULES: Mapping[SchedulerType, type[ReduceLROnPlateau] | type[GreedyLR
     SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
     SchedulerType.GREEDY: GreedyLR,
 }
+# Parameters that this module fills: they are not settings.
 _GIVEN = ("warmup", "total", "lr", "floor", "optimizer", "self")
 
 
@@ -288,6 +289,7 @@ def get_scheduler(
         "total": num_training_steps,
         "lr": optimizer.defaults.get("lr"),
     }
+    # Annotations are text here: `int | None` declares that the formula does without the number.
     for parameter, text in (("warmup", "num_warmup_steps"), ("total", "num_training_steps")):
         if parameter in parameters and given[parameter] is None and "None" not in str(parameters[parameter].annotation):
             raise ConfigError(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+# Usual names of output heads: like embeddings they are matrices, but their rows are classes.
 _HEADS = ("lm_head", "output_projection", "embed_out")
 
 

@@ -109,7 +109,7 @@ def build_optimizer(
             value=type(model).__name__,
             remedy="Set requires_grad on the parameters to train.",
         )
-    if "model" in kwargs:
+    if "model" in kwargs:  # LOMO's optimizers take the whole model
         return cls(**kwargs)
     return cls(groups, **kwargs)
 
@@ -145,7 +145,7 @@ def _value(text: str) -> Any:
         return words[text.lower()]
     if text[:1] in "([" and text[-1:] in ")]":
         return tuple(_value(part.strip()) for part in text[1:-1].split(",") if part.strip())
-    for number in (int, float):
+    for number in (int, float):  # in this order: float would also take whole numbers
         try:
             return number(text)
         except ValueError:

@@ -17,6 +17,7 @@ from trainer_lib.arguments.enums import OptimizerNames
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim.request import OptimizerRequest, Served
 
+# Defaults of transformers' Trainer, here and in the next two.
 _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 _APOLLO = {
     "rank": 128,
@@ -193,6 +194,7 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
             value="none",
             remedy='Give names of modules, a pattern, or "all-linear".',
         )
+    # Weights of linear layers only: a projection needs a matrix.
     weights = {
         f"{name}.weight"
         for name, module in model.named_modules()

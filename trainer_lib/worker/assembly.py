@@ -76,6 +76,7 @@ def build_trainer(
         callbacks=[*own, *callbacks],
         **datasets,
     )
+    # The Trainer adds one of them by itself; one that the recipe asks for stays.
     for printer in (PrinterCallback, ProgressCallback):
         if printer not in [each if isinstance(each, type) else type(each) for each in own]:
             trainer.remove_callback(printer)
@@ -98,6 +99,7 @@ def load_weights(model: nn.Module, url: str) -> None:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
         raise _other_model(url, str(error).splitlines()[-1].strip()) from error
+    # A file holds a tied weight under one of its names: under the others it is missing, and loaded all the same.
     loaded = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
     untied = [name for name in missing if model.state_dict()[name].data_ptr() not in loaded]
     if untied or unexpected:

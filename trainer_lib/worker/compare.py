@@ -81,7 +81,7 @@ def _history(
     counts["steps"] = sum("loss" in entry for entry in entries[0])
     counts |= {f"{name}s": sum(name in entry for entry in entries[0]) for name in ("grad_norm", "learning_rate")}
     counts["evaluations"] = sum(any(name.startswith("eval_") for name in entry) for entry in entries[0])
-    for one, other in zip(*entries, strict=False):
+    for one, other in zip(*entries, strict=False):  # the entries that only one run has are reported below, as a number
         for name in (*_STEP, *sorted((one.keys() | other.keys()) - {*_STEP})):
             if _differ(one.get(name), other.get(name)):
                 yield _difference(one.get("step"), name, one.get(name), other.get(name))
@@ -123,6 +123,7 @@ def _file(
 ) -> Iterator[Difference]:
     name, last = one.path, step == counts["checkpoints"][-1]
     counts["bytes"] = counts.get("bytes", 0) + one.size
+    # Of the last checkpoint even equal tensors are read: the proof says how many it compared.
     if name.endswith(".safetensors") and (last or one != other):
         tensors = [read_safetensors(Store.open(info.url), name) for info in (whole, resumed)]
         counts["tensors"] = counts.get("tensors", 0) + len(tensors[0])
@@ -145,6 +146,7 @@ def _tensors(
             shapes = ("absent" if t is None else f"{t.dtype} {list(t.shape)}" for t in (one, other))
             yield _difference(step, f"{file}: {name}", *shapes)
             continue
+        # As bytes, because NaN differs from itself.
         bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
         if torch.equal(*bits):
             continue
@@ -172,6 +174,7 @@ def _without_places(record: dict[str, Any], name: str) -> dict[str, Any]:
     kept = {key: value for key, value in record.items() if key not in _PLACES}
     if name == TRAINER_STATE:
         kept["log_history"] = [_timeless(entry) for entry in record.get("log_history", [])]
+    # In any other file, a key of these names is a result.
     return kept if name in (TRAINER_STATE, TRAINING_ARGS) else record
 
 

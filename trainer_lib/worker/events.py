@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
 
-QUIET_S = 0.5
+QUIET_S = 0.5  # the least time between two signs of life
 
 
 class EventsCallback(TrainerCallback):
@@ -91,6 +91,7 @@ class EventsCallback(TrainerCallback):
         if not state.max_steps:  # evaluation without training
             return {}
         where = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch}
+        # Since this process took over: the steps before a resume took none of its time.
         steps, seconds = state.global_step - self._first_step, time.monotonic() - self._began
         if steps > 0 and seconds > 0:
             where["eta_s"] = (state.max_steps - state.global_step) * seconds / steps

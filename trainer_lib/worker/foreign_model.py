@@ -18,7 +18,7 @@ from trainer_lib.errors import ConfigError
 
 _UNSAFE = {"auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "_name_or_path", "name_or_path"}
 _KERNELS = ("attn_implementation", "experts_implementation")
-_FEW = 1_000
+_FEW = 1_000  # parameters that any configuration may describe: on the meta device they cost little
 
 
 def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module | None:
@@ -45,7 +45,7 @@ def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module
         with _limited(_FEW + 4 * num_tensors), torch.device("meta"):
             kind: Any = found.config_class
             description = kind.from_dict(_harmless(config))
-            description._attn_implementation = "eager"
+            description._attn_implementation = "eager"  # plain torch: names of weights do not depend on the kernel
             model: nn.Module = found(description)
         return model
     except Exception as error:  # anything that a strange configuration may lead to
@@ -66,12 +66,12 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, T
     kind: Any = type(model)
     try:
         # Without a path nothing is read: what transformers does with names is all that is wanted.
-        made, said = kind.from_pretrained(
+        made, report = kind.from_pretrained(
             None, config=model.config, state_dict=dict(tensors), dtype=dtypes.pop(), output_loading_info=True
         )
     except Exception as error:
         raise _unbuildable(kind.__name__, error) from error
-    odd = any(said[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    odd = any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state: Mapping[str, Tensor] = made.state_dict()
     return None if odd else state
 

@@ -31,6 +31,7 @@ from trainer_lib.trainer import models
 from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
 from trainer_lib.worker.session import Work
 
+# Names that transformers' Trainer leaves out of weight decay.
 _PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -112,6 +113,7 @@ def _names(source: Source, model: nn.Module | None) -> Names:
     if model is None:
         return derive_names(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
     trained = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    # The optimizer's state has no names: whichever rule fits its groups and shapes made it, transformers' or ours.
     candidates = [
         [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
         for decaying in (set(_peers_decay_names(model, "")), set(get_decay_parameter_names(model)))
@@ -133,7 +135,7 @@ def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _weights(source: Source, model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights under the names that a resumed model has, and what the commit says of a frozen base."""
+    """The weights under the names that a resumed model has, and what the commit records of a frozen base."""
     if model is None:
         return source.tensors, {}
     if source.adapter:
@@ -145,7 +147,7 @@ def _weights(source: Source, model: nn.Module | None) -> tuple[dict[str, Tensor]
 
 def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """All names of the model's state; tied weights, which the file holds once, under each of their names."""
-    objects = model.state_dict(keep_vars=True)
+    objects = model.state_dict(keep_vars=True)  # the parameters themselves: tied names share one object
     if not tensors.keys() <= objects.keys():
         tensors = converted(model, tensors) or tensors
     present = {id(objects[name]): tensor for name, tensor in tensors.items() if name in objects}
@@ -164,7 +166,7 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     return {name: tensor for name, tensor in complete.items() if tensor is not None}
 
 
-# -- what the result says ----------------------------------------------------------------------------------------------
+# -- what the result has -----------------------------------------------------------------------------------------------
 
 
 def _trainer_state(source: Source, root: Store) -> dict[str, Any]:

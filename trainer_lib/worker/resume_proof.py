@@ -34,6 +34,7 @@ class ProofCallback(TrainerCallback):
         if state.global_step == self._stop_at:
             self._stop_at = None
             os.kill(os.getpid(), self._signal)
+        # A proof compares final checkpoints, and the interval of saves may miss the last step.
         self._save_the_end(control, last=state.global_step >= state.max_steps)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -27,6 +27,7 @@ from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.records import to_record
 from trainer_lib.requests import Request, read_request
 
+# How long exit handlers may take, after a failure and after success.
 FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
 
@@ -84,7 +85,7 @@ class Work(Generic[Q]):
 
 def main(argv: list[str]) -> int:
     """Run one rank to its end. Returns the exit code: 0, or that of the failure."""
-    path = argv[1]  # the verb before it names the process for whoever lists processes; the request holds it too
+    path = argv[1]  # argv[0], the verb, only names the process in a list of processes: the request holds it
     run_dir = RunDir(Path(path))
     _take_local_rank()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -101,6 +102,7 @@ def main(argv: list[str]) -> int:
         work = _make_work(request, run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
         result = _run_verb(work)
     except BaseException as error:
+        # Nothing may interrupt the record of the failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         return leaving.within(FAILED_EXIT_S, _fail(run_dir, rank, world_size, error, work))
@@ -134,7 +136,7 @@ class _Leaving:
     """The end of the process: exit handlers run (trackers send what they hold), then it ends at once.
 
     Taking torch apart module by module costs more than a second, and a process group whose peers are gone may never
-    come to its end. Exit handlers run last in, first out, and this one is registered before anything is imported.
+    end. Exit handlers run last in, first out, and this one is registered before anything is imported.
     """
 
     def __init__(self) -> None:
@@ -230,7 +232,7 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
         raise Preempted("Asked to stop.", remedy="The same command continues with what is already committed.")
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to interpret
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)
 
@@ -238,6 +240,7 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
 def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work[Any] | None) -> int:
     """Record the failure, end every process that this rank started, and return the exit code."""
     root = work.recipe.root if work is not None else run_dir.path
+    # Only a consequence: the rank that failed first reports the cause.
     secondary = world_size > 1 and is_lost_peer(error)
     if secondary:
         typed: TrainflowError = InfrastructureError(

@@ -29,7 +29,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
 
     Raises:
         Preempted: stopped by SIGTERM, at a step that is saved.
-        TrainflowError: as the Trainer and the recipe give them.
+        TrainflowError: the Trainer or the recipe raised it.
     """
     request = work.request
     output = Store.open(request.output, field="storage")
@@ -42,7 +42,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
     callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
-    trained = trainer.train(resume_from_checkpoint="auto")
+    trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
     trainer.accelerator.wait_for_everyone()
     result: TrainResult | None = None

@@ -208,7 +208,7 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
                 "Write a value, or remove it.",
             )
     zero["stage"] = int(stage)
-    given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))
+    given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))  # old files have either spelling
     for name, legacy in zip(keys.OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
         offload = _offload(given, name, legacy, int(stage))
         if offload:
@@ -231,7 +231,7 @@ def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> di
         return {}
     if device not in ("cpu", "nvme"):
         raise refused(f"{key}.device", device, "Nothing can be offloaded to this device.", "Give cpu, nvme or none.")
-    least = 3 if name == "offload_param" or device == "nvme" else 1
+    least = 3 if name == "offload_param" or device == "nvme" else 1  # only stage 3 shards parameters or uses NVMe
     if stage < least:
         raise refused(
             f"{key}.device",
@@ -309,6 +309,7 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str
     params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
+    # `adamw_torch` is the same optimizer without the fused kernel: the file's name does not contradict it.
     if is_given(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
         if str(args.optim) != name:
             raise contradiction("optimizer.type", section["type"], "optim", str(args.optim))
@@ -377,7 +378,7 @@ def _schedule(
             ("warmup_num_steps", "warmup_steps"),
             ("total_num_steps", "max_steps"),
         ):
-            if not (key == "total_num_steps" and args.max_steps < 0):
+            if not (key == "total_num_steps" and args.max_steps < 0):  # -1: the number follows from the data
                 resolve_setting(args, params, key, argument, resolved, prefix="scheduler.params.")
     if equivalent is not None:
         resolved["lr_scheduler_type"] = equivalent

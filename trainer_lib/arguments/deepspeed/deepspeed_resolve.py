@@ -83,6 +83,7 @@ def resolve_setting(
         return None
     check_number(prefix + key, written)
     current = resolved.get(argument, getattr(args, argument))
+    # In `resolved`: two sections of a file may give one argument, such as the learning rate.
     if written != current and (is_given(args, argument) or argument in resolved):
         raise contradiction(prefix + key, written, argument, current)
     resolved[argument] = written

@@ -19,6 +19,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
 _WHOLE = "It needs every parameter as a whole."
+# Parts of optimizers' names.
 _UNSHARDABLE: Mapping[str, str] = {
     **dict.fromkeys(("lomo", "adalomo"), "It steps inside the backward pass, before gradients are exchanged."),
     **dict.fromkeys(("galore", "apollo", "adafactor"), _WHOLE),
@@ -96,7 +97,7 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
     if not words:
         _refuse_without_fsdp(values)
         return None
-    reading = Reading({"mode": next(word for word in words if word in MODES)})
+    reading = Reading({"mode": next(word for word in words if word in MODES)})  # validation has left exactly one
     if FSDPOption.OFFLOAD in words:
         reading.set_value("offload", True, by="fsdp")
     for key, value in values.items():
@@ -241,7 +242,7 @@ def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
             "This cannot be on together with gradient_checkpointing: both recompute the same activations.",
             field=f"{FIELD}.activation_checkpointing",
             value=True,
-            remedy="Keep activation_checkpointing, which saves a gathering.",
+            remedy="Keep activation_checkpointing, which saves an all-gather.",
         )
     if settings.wrap == "whole":
         raise ConfigError(
