@@ -128,8 +128,10 @@ class Plan:
         Raises:
             ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage.
         """
+        # Names first: they are checked without reading a file.
         only, start = require_stage(only, "--only"), require_stage(start, "--from")
         forced = {require_stage(name, "--force") for name in force} - {None}
+        # A spec made in Python has not passed `parse_spec`, which sets it.
         if spec.root is None:
             spec = spec.model_copy(update={"root": str(find_root(spec.recipe))})
         # The resolver that read the spec has parsed most of this already.
@@ -149,7 +151,7 @@ class Plan:
 
     @cached_property
     def pipeline_key(self) -> str:
-        """What a run of this spec is found again by: everything in it that is known before any stage has run."""
+        """The key by which a later command finds this run: all of the spec that is known before any stage has run."""
         # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
         unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
         fields = {name: self.key_of(name, unknown).digest for name in self.stages}

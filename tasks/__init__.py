@@ -1,1 +1,1 @@
-"""WALLS: one file per stage, each an ordinary Prefect task that commits a manifest and returns it."""
+"""The stages: one file each, with an ordinary Prefect task that commits a manifest and returns it."""

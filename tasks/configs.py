@@ -65,6 +65,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
+    # Before pydantic's own check, whose message names no nearest key.
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_settings(cls, data: Any) -> Any:
@@ -137,7 +138,7 @@ class PrepareConfig(StageSettings):
         affects="result",
         default_factory=list,
         description="What the data is made from: local paths, s3:// or gs:// or https:// URLs, package:NAME, stdlib:. "
-        "A changed source prepares anew; an undeclared one is tracked by the recipe's code only.",
+        "A changed source is prepared again; an undeclared one is tracked by the recipe's code only.",
     )
     shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
     allow_nan: bool = setting(
@@ -211,6 +212,7 @@ class PredictConfig(StageSettings):
     )
 
 
+# Not StageSettings: it calls no function of a recipe.
 class PublishConfig(KeyedSettings):
     """push-to-hub: model, card and metrics to a hub."""
 

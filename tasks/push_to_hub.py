@@ -76,7 +76,7 @@ def _problem(config: PublishConfig, to: str, facts: PublishFacts) -> str | None:
     hub = open_hub(to, revision=config.revision, private=config.private)
     try:
         there = hub.holds(facts.revision, facts.published_digest)
-    except (StorageError, ConfigError) as error:  # out of reach now: the manifest's word stands
+    except (StorageError, ConfigError) as error:  # out of reach now: the manifest is trusted
         message = f"{to} could not be asked whether the publication is still there: {error.message}"
         _progress.publish({"event": "warning", "stage": STAGE, "message": message})
         return None

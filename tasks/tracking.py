@@ -124,7 +124,7 @@ def open_run(
         config: the spec's `tracking` section; disabled returns None.
         storage: the pipeline's storage root.
         name: the pipeline's name: default of experiment and run name.
-        pipeline_key: what the run is found again by.
+        pipeline_key: the key by which a later command finds the run.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
         tags: further tags (stage keys, origin run, ...).

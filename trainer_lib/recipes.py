@@ -281,7 +281,9 @@ def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRE
         )
     refuse_hidden_packages()
     if str(root) not in sys.path:
+        # Appended, not inserted: the project must not hide our packages.
         sys.path.append(str(root))
+    # By its path: two recipes called recipe.py must not share a module.
     name = f"_trainflow_recipe_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

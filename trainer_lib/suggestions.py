@@ -1,4 +1,4 @@
-"""The name that somebody probably meant; one function for every "Did you mean …?" of the product."""
+"""The name that was probably meant; one function for every "Did you mean …?" of the product."""
 
 from __future__ import annotations
 

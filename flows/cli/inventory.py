@@ -91,6 +91,7 @@ def find(url: str) -> list[Entry]:
     """
     store = Store.open(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
+    # A checkpoint that was not committed has no commit file, but it has a checkpoint's name.
     if store.exists(COMMIT) or (parse_step(name) is not None and store.children()):
         # The newest checkpoint of the run records which one is best; for one checkpoint alone that is not looked up.
         return [_entry(Store.open(parent or "/"), name, None)]
@@ -200,6 +201,7 @@ def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     aside as damaged.
     """
     doomed: list[Victim] = []
+    # Each run keeps its own newest ones, and a storage may hold several runs.
     for root in {entry.root.url: entry.root for entry in found}.values():
         entries = {entry.name: entry for entry in found if entry.root.url == root.url}
         best = {entry.name for entry in entries.values() if entry.best}

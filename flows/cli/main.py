@@ -113,7 +113,7 @@ def run(
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     from trainer_lib.storage import Store
 
-    Store.open(parsed.storage).ensure_writable()  # before an engine is started in vain
+    Store.open(parsed.storage).ensure_writable()  # before an engine starts, which takes seconds
     out = terminal.console(stderr=as_json)
     given = [str(spec), *(overrides or [])]
     again = ["trainflow", "run", *given, *(["--only", only] if only else []), *(["--from", start] if start else [])]

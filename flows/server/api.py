@@ -50,7 +50,7 @@ _LOOPBACK = "127.0.0.1,localhost"
 _START_S = 60
 _FLUSH_S = 10.0
 _STOP_S = 12.0
-# Seconds after which a server that does not begin to end is taken to serve others.
+# Seconds after which a server that has not begun to end is assumed to serve others.
 _OTHERS_S = 1.0
 
 

@@ -41,7 +41,7 @@ DESCRIPTION = "server.json"
 SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
-# How long (seconds) a new server tries for the server lock: a client that looks whether it is taken holds it briefly.
+# How long (seconds) a new server tries for the server lock: a client that checks it holds it briefly.
 _CLAIM_S = 1.0
 # Events of a run travel through queues inside the server; the last ones get this long (seconds) to reach the database.
 _SETTLE_S = 0.2

@@ -52,6 +52,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError("The file is not UTF-8 text.", field=str(path), remedy="Save it as UTF-8.") from error
     except OSError as error:
+        # ENOENT and EISDIR.
         reason = {2: "There is no such file.", 21: "This is a folder, not a file."}.get(
             error.errno or 0, str(error.strerror)
         )

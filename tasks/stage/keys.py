@@ -186,6 +186,7 @@ def publish_key(
         "push-to-hub",
         {
             **settings,
+            # The card shows the name, the digests and the keys.
             "name": context.name,
             "inputs": {one.stage: one.content_digest for one in inputs},
             "stage_keys": {one.stage: one.key for one in inputs},

@@ -191,6 +191,7 @@ def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
     except DamagedError as error:
         return None, error.message
     read_back = store.is_local or sum(entry.size for entry in commit.files) <= _READ_BACK_BYTES
+    # With the time: a result that was made again at this place is read back again.
     known = (store.url, commit.content_digest, commit.created)
     lately = time.monotonic() - _verified.get(known, -math.inf) < _TRUST_S
     problems = verify_files(store, commit, digests=read_back and not lately)

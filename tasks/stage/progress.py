@@ -18,6 +18,7 @@ from trainer_lib.errors import TrainflowError
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
+# Each update of the artifact is a request to Prefect's server.
 _ARTIFACT_EVERY_S = 2.0
 
 # Displays of this process, as `logging` keeps its handlers: no result of the work passes through here.
@@ -77,6 +78,7 @@ class StageProgress:
             self._logger.log(level, "%s", event["message"])
         elif event.get("event") == "log" and (text := measured(event) or describe(event)):
             self._logger.info("%s", text)
+        # Each event holds a part of the state; the artifact shows all that is known.
         self._shown = {**self._shown, **{name: value for name, value in event.items() if value is not None}}
         if event.get("max_steps") and time.monotonic() - self._last >= _ARTIFACT_EVERY_S:
             self._draw()
@@ -170,6 +172,7 @@ def _run_logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger] | No
     from prefect.context import FlowRunContext, TaskRunContext
     from prefect.logging import get_run_logger
 
+    # get_run_logger raises outside of a run.
     if TaskRunContext.get() is None and FlowRunContext.get() is None:
         return None
     return get_run_logger()

@@ -55,8 +55,8 @@ class Resolver:
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.
 
-        A stage is keyed by the code that its worker is about to load: while a long training runs, somebody may edit the
-        functions that evaluate uses.
+        A stage is keyed by the code that its worker is about to load: during a long training, the functions that
+        evaluate uses may be edited.
 
         Args:
             field: the setting that names the recipe, for the message of an error.

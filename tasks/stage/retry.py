@@ -6,8 +6,8 @@
     config, code, data, full     never
 
 Prefect's retry is only the trigger: it re-runs a task with the same parameters, counts every attempt alike and picks
-delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder. It rides on the
-error, where Prefect's retry condition reads it (`should_retry`).
+delays by attempt number. So the decision is made here from the attempts ledger in the stage's folder. It is attached
+to the error, where Prefect's retry condition reads it (`should_retry`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Ledger:
         self.store.create(f"{number:04d}.end.json", _json(record))
 
     def used(self) -> int:
-        """Failures charged to this run of the stage: those of its own attempts that were neither free nor lowered."""
+        """Failures charged to this run of the stage; preemptions and failures for lack of memory are free."""
         free = (Preempted.__name__, OutOfMemoryError.__name__)
         return sum(
             1
@@ -191,7 +191,7 @@ _DECISION = "trainflow_retry_decision"
 
 
 def attach_decision(error: BaseException, decision: Decision) -> None:
-    """Let a decision ride on the failure that it is about: Prefect hands that failure to `should_retry`."""
+    """Attach a decision to the failure that it is about: Prefect hands that failure to `should_retry`."""
     # On the error itself, as Prefect gives its condition nothing else of ours; any exception class can carry it.
     setattr(error, _DECISION, decision)
 

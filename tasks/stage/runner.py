@@ -162,7 +162,7 @@ def _attempt(
     except BaseException as error:
         _failed(key.stage, ledger, number, error, retries=retries, can_halve=halvings < max_halvings)
         if lease.lost and isinstance(error, Exception):
-            lease.ensure_held()  # says who has taken over; what the stopped work said of it is a consequence
+            lease.ensure_held()  # raises the cause: who has taken over; the stopped work's error is a consequence
         raise
     finally:
         progress.close()

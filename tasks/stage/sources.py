@@ -120,7 +120,9 @@ def _kind(source: str, field: str) -> tuple[str, str]:
 
 def _combine(files: Iterable[tuple[str, str]]) -> str:
     digest = hashlib.sha256()
+    # Sorted, because file systems list in any order.
     for name, content in sorted(files):
+        # A file's name may hold bytes that are not UTF-8.
         digest.update(f"{name}\0{content}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -195,6 +197,7 @@ def _stdlib() -> Path:
 
 
 def _is_library(name: Path) -> bool:
+    # Installed packages lie below the standard library's folder.
     return name.suffix == ".py" and name.parts[0] not in ("site-packages", "dist-packages")
 
 

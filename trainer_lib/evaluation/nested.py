@@ -43,6 +43,7 @@ def _to_array(leaf: Any) -> Array:
         host = leaf.detach().cpu()
         return np.asarray((host.float() if host.dtype == torch.bfloat16 else host).numpy())
     array = np.asarray(leaf)
+    # The bytes of such an array are pointers.
     if array.dtype == object:
         raise ConfigError(
             "The model returned a value that is not a tensor.",

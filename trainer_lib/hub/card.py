@@ -68,6 +68,7 @@ def render_card(card: Card) -> str:
     head = dump_yaml(_render_head(card))
     parts = [
         f"---\n{head}---",
+        # A line break would end the heading.
         f"# {_join_lines(card.title)}",
         card.description.strip(),
         _render_results(card),
@@ -216,6 +217,7 @@ def _format(value: Any) -> str:
 def parse_card_head(readme: str) -> dict[str, Any]:
     """The YAML head of a card; empty when there is none, or it cannot be parsed."""
     parts = readme.split("---\n", 2)
+    # A head is the first thing in the file; later rules are part of the text.
     if len(parts) < 3 or parts[0].strip():
         return {}
     try:

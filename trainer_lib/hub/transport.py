@@ -39,6 +39,7 @@ def parse_target(to: str, *, revision: str | None = None, field: str = "publish.
     if not to.startswith(SCHEME):
         return Target(to, None, revision)
     repo, _, named = to.removeprefix(SCHEME).partition("@")
+    # `partition` cannot tell an empty branch ("name@") from none.
     if not _REPO.fullmatch(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
         raise ConfigError(
             "The address is not one on the Hub.",

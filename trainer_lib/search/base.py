@@ -121,7 +121,9 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
 def parse_directions(direction: Any) -> list[str]:
     """One direction or several, as a list of "minimize" and "maximize". Raises ConfigError for anything else."""
     given = list(direction) if isinstance(direction, list | tuple) else [direction]
+    # Optuna's StudyDirection counts by its name.
     texts = [str(getattr(each, "name", each)).lower() for each in given]
+    # An empty list is refused like an unknown direction.
     for text in texts or [""]:
         if text not in DIRECTIONS:
             raise ConfigError(

@@ -198,6 +198,7 @@ class S3Writer:
     def _send(self) -> None:
         """Send the filled part, and get an empty one."""
         if self._upload is None:
+            # Before the request: if its answer is lost, the upload may exist all the same.
             self._started = True
             self._upload = self._call("create_multipart_upload")["UploadId"]
             self._withdraw_others()
@@ -213,6 +214,7 @@ class S3Writer:
     def _collect_parts(self, least: int) -> None:
         """Record the tags of parts that have arrived; wait until there are at least `least` of them."""
         while self._flying:
+            # With nothing to wait for, only what has arrived already is collected.
             done, _ = wait(self._flying, timeout=None if least > 0 else 0, return_when="FIRST_COMPLETED")
             if not done:
                 return
