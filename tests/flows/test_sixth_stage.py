@@ -164,7 +164,9 @@ def test_a_sixth_stage_is_chosen_forced_and_explained_like_the_others(folder: Pa
     assert ran(run(folder, force=["count-all-rows"])) == {"count-all-rows"}
     changed = Plan.of(spec_of(folder, "prepare.options.rows=48")).reasons
     assert changed["count-all-rows"].reason.startswith("prepare-data runs first")
+    data = {"prepare-data": StageManifest("prepare-data", "", "", "d" * 64)}
+    before = Plan.of(spec_of(folder)).key_of("count-all-rows", data)
     (folder / "recipe.py").write_text((folder / "recipe.py").read_text() + "\nMORE = 1\n")
-    edited = Plan.of(spec_of(folder))
-    found = edited.key_of("count-all-rows", {"prepare-data": StageManifest("prepare-data", "", "", "d" * 64)})
-    assert set(found.fields) == {"schema", "options", "data", "recipe"}
+    after = Plan.of(spec_of(folder)).key_of("count-all-rows", data)
+    assert after.digest != before.digest
+    assert {name for name in before.fields if after.fields[name] != before.fields[name]} == {"recipe"}
