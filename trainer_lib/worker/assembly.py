@@ -46,14 +46,27 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
     """The recipe's model. Its initial weights depend only on the seed, so they are equal on every rank and retry."""
     set_seed(args.seed)
     model = work.recipe.build_model(work.request.model, data)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"build_model() must return a torch.nn.Module, got {type(model).__name__}.",
-            field="recipe",
-            value=str(work.recipe.path),
-            remedy="Return the model.",
-        )
-    return model
+    return require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
+
+
+def require_module(model: Any, work: Work[Any], function: str, *, field: str, remedy: str) -> nn.Module:
+    """Return the model that a user's function has built.
+
+    Args:
+        function: name of the function, for the message of the error.
+        field: the setting that names the function's file.
+
+    Raises:
+        ConfigError: it is not a torch.nn.Module.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    raise ConfigError(
+        f"{function}() must return a torch.nn.Module, got {type(model).__name__}.",
+        field=field,
+        value=str(work.recipe.path),
+        remedy=remedy,
+    )
 
 
 def build_trainer(

@@ -28,6 +28,7 @@ from trainer_lib.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.single import SingleStrategy
 from trainer_lib.trainer import models
+from trainer_lib.worker.assembly import require_module
 from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
 from trainer_lib.worker.session import Work
 
@@ -88,15 +89,8 @@ def _model(work: Work[ImportRequest], source: Source) -> nn.Module | None:
     """The model that was trained: what the user's function returns, or what config.json describes; None for neither."""
     name = work.request.model
     if name is not None:
-        model = work.recipe.call(name)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"{name}() must return a torch.nn.Module, got {type(model).__name__}.",
-                field="model",
-                value=str(work.recipe.path),
-                remedy="Return the model as it was trained.",
-            )
-        return model
+        built = work.recipe.call(name)
+        return require_module(built, work, name, field="model", remedy="Return the model as it was trained.")
     if source.adapter:
         raise ConfigError(
             "The folder holds a peft adapter: the order of its parameters depends on the base model.",
