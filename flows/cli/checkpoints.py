@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
@@ -14,8 +14,9 @@ from flows.cli.options import Debug, Json, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.records import to_record
-from trainer_lib.requests import ImportRequest, ImportResult, RecipeFile
+
+if TYPE_CHECKING:
+    from trainer_lib.requests import ImportResult, RecipeFile
 
 app = typer.Typer(help="List, verify, prune and import checkpoints, wherever they are.", no_args_is_help=True)
 
@@ -97,6 +98,8 @@ def import_(
     opened. Resume with output_dir=DESTINATION and resume_from_checkpoint=True.
     """
     from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.records import to_record
+    from trainer_lib.requests import ImportRequest
     from trainer_lib.storage import Store
 
     recipe, function = _function(model) if model is not None else (None, None)
@@ -124,6 +127,8 @@ def import_(
 
 def _function(text: str) -> tuple[RecipeFile, str]:
     """The file and the function that ``FILE.py:FUNCTION`` names."""
+    from trainer_lib.requests import RecipeFile
+
     # From the right: the path itself may hold a colon.
     path, _, name = text.rpartition(":")
     file = Path(path).expanduser().absolute()

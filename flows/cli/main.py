@@ -24,7 +24,6 @@ from flows.cli.options import Debug, Json, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
-from flows.plan import explain, require_stage
 from flows.results import PipelineResult
 from flows.server.api import prefect_api, quiet_environment
 from flows.spec.spec import PipelineSpec, load_spec
@@ -109,6 +108,8 @@ def run(
     if (follower := follower_config(parsed)) is not None:
         follow(follower, terminal.console(stderr=as_json))
         return
+    from flows.plan import require_stage
+
     stages = {"only": require_stage(only, "--only"), "start": require_stage(start, "--from")}
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     from trainer_lib.storage import Store
@@ -162,6 +163,8 @@ def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
 @app.command()
 def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
+    from flows.plan import explain
+
     parsed = load_spec(spec, overrides or [], Resolver())
     reasons = explain(parsed)
     if as_json:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
 
 MAX_BYTES = 1 << 20
 
@@ -36,6 +35,8 @@ def parse_override_value(text: str) -> Any:
     Raises:
         ValueError: brackets or quotes that do not close.
     """
+    from trainer_lib.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar
+
     try:
         return parse_yaml(text) if text[:1] in ("[", "{", '"', "'") else parse_yaml_scalar(text)
     except YamlProblem as error:
@@ -79,6 +80,8 @@ def _load_json(path: Path, text: str) -> Any:
 
 
 def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
+    from trainer_lib.yaml_text import YamlProblem, parse_yaml_with_lines
+
     try:
         data, lines = parse_yaml_with_lines(text)
     except YamlProblem as error:

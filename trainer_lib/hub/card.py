@@ -13,7 +13,6 @@ from typing import Any
 
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.params import flatten_params
-from trainer_lib.yaml_text import YamlProblem, dump_yaml, parse_yaml
 
 _BOOKKEEPING = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|model_preparation_time)$")
 
@@ -65,6 +64,8 @@ class Card:
 
 def render_card(card: Card) -> str:
     """The README of a model with its YAML head."""
+    from trainer_lib.yaml_text import dump_yaml
+
     head = dump_yaml(_render_head(card))
     parts = [
         f"---\n{head}---",
@@ -216,6 +217,8 @@ def _format(value: Any) -> str:
 
 def parse_card_head(readme: str) -> dict[str, Any]:
     """The YAML head of a card; empty when there is none, or it cannot be parsed."""
+    from trainer_lib.yaml_text import YamlProblem, parse_yaml
+
     parts = readme.split("---\n", 2)
     # A head is the first thing in the file; later rules are part of the text.
     if len(parts) < 3 or parts[0].strip():

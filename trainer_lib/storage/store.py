@@ -17,8 +17,6 @@ from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageF
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend
 from trainer_lib.storage.ranges import scatter
-from trainer_lib.storage.remote import RemoteBackend
-from trainer_lib.storage.s3 import S3Backend
 from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import checked, split_url
 
@@ -136,6 +134,10 @@ class Store:
         if scheme == "file":
             # A local store's URL is its plain path.
             return cls(path, LocalBackend(Path(path)))
+        # asyncio comes with these two: 30 ms, which a command on a local disk does without.
+        from trainer_lib.storage.remote import RemoteBackend
+        from trainer_lib.storage.s3 import S3Backend
+
         kind = S3Backend if scheme in ("s3", "s3a") else RemoteBackend
         return cls(f"{scheme}://{path}", kind(scheme, path, field=field))
 
