@@ -55,7 +55,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
     tracking = context.tracking if request.tracking else None
     return launch(
         request,
-        settings.to_config(),
+        context.resolver.launch(settings, use_cpu=request.use_cpu),
         env=tracking.worker_env() if tracking is not None else {},
         on_line=attempt.progress.line,
         on_event=attempt.progress.event,

@@ -48,9 +48,8 @@ def test_arguments_launches_and_closures_are_worked_out_once(tmp_path: Path, cou
 
     with progress.subscribe(stop_when_training_starts), pytest.raises(KeyboardInterrupt):
         run_pipeline(spec)
-    # Launches: prepare's and train's, each once more by the launcher, which trusts no caller. Evaluate and predict ask
-    # for the same arguments and the same launch as train.
-    assert before_the_first_step == {"arguments": 1, "launch checks": 4, "closures": 1}
+    # Launches: prepare's and train's. Evaluate and predict ask for the same arguments and the same launch as train.
+    assert before_the_first_step == {"arguments": 1, "launch checks": 2, "closures": 1}
 
 
 def test_a_spec_of_your_own_is_resolved_anew_by_every_run(tmp_path: Path, counts: Counter[str]) -> None:

@@ -53,7 +53,8 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    config = resolve_config(config, use_cpu=request.use_cpu)
+    if not config.is_checked(use_cpu=request.use_cpu):
+        config = resolve_config(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
     restarts = 0
     while True:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
@@ -93,6 +93,13 @@ class LaunchConfig:
     )
     config_file: str | None = _option(None, "Configuration file of `accelerate config`; kind accelerate only.")
 
+    # Set by `resolve_config` alone. It is not a field: a copy made by `replace` has to be checked again.
+    _checked_for_cpu: ClassVar[bool | None] = None
+
+    def is_checked(self, *, use_cpu: bool) -> bool:
+        """Whether `resolve_config` returned exactly this configuration, for workers with this `use_cpu`."""
+        return self._checked_for_cpu is use_cpu
+
     @property
     def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of machines."""
@@ -159,6 +166,8 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
         name = "nodes" if config.several_nodes else "processes"
         remedy = "Set kind=torchrun, or one process on one machine."
         raise _refused(name, getattr(config, name), f"The launcher '{config.kind}' runs one process.", remedy)
+    config = replace(config)  # the caller's own configuration stays as it is
+    object.__setattr__(config, "_checked_for_cpu", use_cpu)
     return config
 
 

@@ -142,6 +142,15 @@ def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypa
         resolve_config(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
 
 
+def test_a_checked_configuration_is_known_as_checked_until_it_is_changed() -> None:
+    given = LaunchConfig(kind="process", processes=1)
+    checked = resolve_config(given)
+    assert checked == given
+    assert [given.is_checked(use_cpu=False), checked.is_checked(use_cpu=False)] == [False, True]
+    assert not checked.is_checked(use_cpu=True), "the CPU is checked by other rules"
+    assert not replace(checked, threads=2).is_checked(use_cpu=False)
+
+
 # ------------------------------------------------------------------------------------------------------------ devices
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
