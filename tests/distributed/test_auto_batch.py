@@ -149,5 +149,5 @@ def _configured(folder: str, formed: bool) -> str:
 
 def test_use_configured_state_takes_the_callers_process_group_or_none(tmp_path: Path) -> None:
     assert run_distributed(_configured, 2, str(tmp_path / "a"), True) == ["2 ranks"] * 2
-    said = run_distributed(_configured, 2, str(tmp_path / "b"), False)
-    assert all("use_configured_state = True: asks for the process group" in one for one in said)
+    refusals = run_distributed(_configured, 2, str(tmp_path / "b"), False)
+    assert all("use_configured_state = True: This asks for a process group" in one for one in refusals)
