@@ -107,6 +107,8 @@ def dump_yaml(data: Any) -> str:
     writer.Representer = _PlainRepresenter
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared as None
+    # Otherwise a line over 80 characters is folded: a digest stands below its key, with a blank at the line's end.
+    writer.width = 1 << 20
     out = io.StringIO()
     writer.dump(data, out)
     return out.getvalue()

@@ -89,6 +89,14 @@ def test_every_reader_understands_what_is_written() -> None:
         assert reader.load(text) == data
 
 
+def test_a_long_text_stays_on_the_line_of_its_key() -> None:
+    data = {"stages": {"prepare-data": "8" * 64}, "text": "word " * 60 + "end"}
+    text = dump_yaml(data)
+    assert len(text.splitlines()) == 3
+    assert f"  prepare-data: '{'8' * 64}'" in text or f"  prepare-data: {'8' * 64}" in text
+    assert parse_yaml(text) == data
+
+
 def test_what_occurs_twice_is_written_twice() -> None:
     shared = [1]
     assert dump_yaml({"a": shared, "b": shared}) == "a:\n- 1\nb:\n- 1\n"
