@@ -70,7 +70,7 @@ MANY = str((os.cpu_count() or 1) + 1)
     ("override", "where", "why", "do"),
     [
         ("predict.row_per_file=5", "predict.row_per_file = 5", "Unknown key", "'rows_per_file'"),
-        ("train.args.lerning_rate=1", "train.args.lerning_rate", "not an argument", '"learning_rate"'),
+        ("train.args.lerning_rate=1", "train.args.lerning_rate", "No argument has this name", '"learning_rate"'),
         ("tran.args.seed=1", "tran", "Unknown key", "'train'"),
         ("train.args.seed", "train.args.seed", "has the form key=value", "for example train.args.seed=1"),
         ("train.args.max_steps=many", "train.args.max_steps = many", "not a whole number", "whole number"),
