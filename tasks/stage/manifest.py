@@ -231,6 +231,9 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
     _, _, name, changed = min(found, key=lambda candidate: candidate[:3])
     if not changed:
         return Miss("its result is gone from the storage", name)
+    # Another schema gives the key other fields, so their differences say nothing about the user's settings.
+    if schema := tuple(each for each in changed if each.field == "schema"):
+        return Miss("a newer trainflow keys or writes this stage in another form", name, schema)
     return Miss(summary(changed), name, tuple(changed))
 
 

@@ -21,7 +21,7 @@ from tasks.configs import (
 from tasks.stage import keys as _keys
 from tasks.stage.context import StageContext
 from tasks.stage.keys import Difference, differences, stage_key
-from tasks.stage.manifest import StageManifest
+from tasks.stage.manifest import StageManifest, explain_miss
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 
@@ -240,3 +240,15 @@ def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, m
     assert _keys.train_key(config, at(recipe), DATA).fields["args"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="device"):
         _keys.train_key(config.model_copy(update={"args": {}}), at(recipe), DATA)
+
+
+def test_a_result_of_another_schema_is_explained_by_that_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = stage_key("evaluate", {"recipe": {"recipe.py": "a"}, "args": {"seed": 1}})
+    folder = tmp_path / "stages" / "evaluate" / older.folder
+    folder.mkdir(parents=True)
+    (folder / "key.json").write_bytes(older.to_json())
+    monkeypatch.setitem(_keys.SCHEMAS, "evaluate", 99)
+    newer = stage_key("evaluate", {"recipe": {"recipe.py": "a"}, "args": {"seed": 1, "deepspeed": None}})
+    found = explain_miss(str(tmp_path), newer)
+    assert found.reason == "a newer trainflow keys or writes this stage in another form"
+    assert [each.field for each in found.differences] == ["schema"]
