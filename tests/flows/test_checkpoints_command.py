@@ -99,7 +99,7 @@ def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="transformers Trainer") as caught:
         inventory.find(str(tmp_path))
     assert "import" in str(caught.value.remedy)
-    with pytest.raises(ConfigError, match="no committed checkpoint"):
+    with pytest.raises(ConfigError, match="No committed checkpoint is there"):
         inventory.find(str(tmp_path / "absent"))
 
 
@@ -224,7 +224,7 @@ def test_a_checkpoint_of_transformers_is_imported_and_a_malicious_one_is_not(pee
         (["absent", "out"], "There is no checkpoint"),
         (["nope://x", "out"], "Unknown URL scheme"),
         (["s3://user:secret@bucket/x", "out"], "must not carry credentials"),
-        ([".", "out", "--model", "train.py"], "is not FILE.py:FUNCTION"),
+        ([".", "out", "--model", "train.py"], "not of the form FILE.py:FUNCTION"),
         ([".", "out", "--model", "absent.py:build"], "This file does not exist"),
     ],
 )
