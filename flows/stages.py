@@ -2,7 +2,8 @@
 
 Whatever depends on which stages exist reads this table: the plan, the checks of a spec, the flow, MLflow, the summary
 and the report. A new stage is one row here, one task in `tasks/`, and one verb in `trainer_lib/worker` if it needs
-workers; its settings belong in `tasks/configs` and in the spec.
+workers. Its settings belong in `tasks/configs` and in the spec, its facts and key in `tasks/stage`, and what it asks of
+workers in `trainer_lib/requests`.
 
 Importing the table imports neither Prefect nor MLflow nor torch, so a spec is refused before any of them is loaded.
 """
