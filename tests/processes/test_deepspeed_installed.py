@@ -39,7 +39,7 @@ zero_config.resolve_config(TrainingArguments(output_dir="x", deepspeed=config))
     hide = (
         "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: find(n) if n != 'deepspeed' else None"
     )
-    for before, expected in (("", "there is no g++ here"), (hide, 'pip install "trainflow[deepspeed]"')):
+    for before, expected in (("", "the program g++ is not installed"), (hide, 'pip install "trainflow[deepspeed]"')):
         ran = subprocess.run(
             [sys.executable, "-c", code.format(before=before)],
             env={**os.environ, "PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -227,7 +227,7 @@ def test_another_model_another_batch_or_weights_alone_are_refused(tmp_path: Path
         torch.manual_seed(0)
         wide = Classifier(features=6, classes=4)
         trainer(tmp_path / "a", ROWS, model=wide, **given).train(True)
-    with pytest.raises(ConfigError, match="global_batch_size = 4: was 8 when"):
+    with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
         trainer(tmp_path / "a", ROWS, **{**given, "gradient_accumulation_steps": 1}).train(True)
     trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
     with pytest.raises(ConfigError, match="holds only a model"):
