@@ -73,7 +73,7 @@ BUILDING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
         ConfigError,
         r'metric_for_best_model = loss: The metric does not .*Name one of a, b: "eval_a_loss"',
     ),
-    ({"fsdp": "full_shard"}, ConfigError, "fsdp = 1 process: needs processes .*torchrun"),
+    ({"fsdp": "full_shard"}, ConfigError, "fsdp = 1 process: FSDP needs processes .*torchrun"),
     ({"report_to": "wandb"}, ConfigError, "report_to = wandb"),
 ]
 
