@@ -44,6 +44,7 @@ def verify(
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
     from flows.cli import inventory
 
+    # Read in full before anything is printed: the JSON form is one object.
     problems = inventory.damage(inventory.find(url))
     if as_json:
         code = DamagedError.exit_code if any(problems.values()) else 0

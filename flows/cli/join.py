@@ -46,6 +46,7 @@ def follow(config: LaunchConfig, out: Console) -> None:
     Raises:
         TrainflowError: the failure that ended the training, or no machine led within the timeout.
     """
+    # Here, because it brings the guard and the arguments, which `trainflow --help` does not need.
     from trainer_lib.launch import follow
 
     with stoppable(out.print, remedy="The same command takes part again."):
@@ -59,6 +60,7 @@ def follower_config(spec: PipelineSpec) -> LaunchConfig | None:
 
     The spec decides, or the environment of the launcher (Slurm, torchrun) that started this process.
     """
+    # The resolver keeps both answers: the run that follows asks for them again.
     resolver = spec.resolver
     config = resolver.launch(spec.train.launch, use_cpu=resolver.arguments(spec.train.args).use_cpu)
     return config if config.follows else None

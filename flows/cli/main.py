@@ -39,6 +39,7 @@ app = typer.Typer(
     help="From data and a model to a published, tracked, reproducible model: one resumable pipeline.",
     epilog="Exit codes: 0 done, 2 bad input, 130 Ctrl-C, others by the kind of failure (docs/failures.md).",
     no_args_is_help=True,
+    # Typer's own tracebacks would print local variables, and with them secrets.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -133,6 +134,7 @@ def run(
 def _engine(out: Console) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with out.status("starting the workflow engine"):
+            # The pipeline's imports and the engine's start take seconds each, so they run side by side.
             stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
         yield
 

@@ -20,5 +20,6 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 
 def print_json(value: dict[str, Any]) -> None:
     """Write one JSON object to standard output."""
+    # default=str: a record may hold paths.
     json.dump(value, sys.stdout, indent=2, default=str)
     sys.stdout.write("\n")

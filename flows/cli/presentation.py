@@ -119,6 +119,7 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
         place = f"{place} = {error.value}" if place else error.value
     who = [f"{name} {value}" for name, value in (("rank", error.rank), ("step", error.step)) if value is not None]
     rows = {"where": ", ".join(filter(None, [place, *who])), "why": error.message, "do": error.remedy or ""}
+    # Bad input (exit code 2) is explained by the lines themselves.
     if error.details and not debug and error.exit_code != 2:
         saved = save_details(error.details)
         rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."

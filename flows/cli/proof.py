@@ -36,6 +36,7 @@ def prove_resume(
     """
     quiet_environment()
     parsed = load_spec(spec, overrides or [])
+    # After the spec is read: a mistake in it is shown before Prefect is imported.
     from flows.prove_resume import Question, describe_record, prove, write_record
 
     out = terminal.console(stderr=as_json)

@@ -32,6 +32,7 @@ def serve(
 ) -> None:
     """Run a pipeline on a schedule, in this process, on this machine, until Ctrl-C."""
     pipeline, schedule = _read_scheduled(spec, overrides, cron, interval, timezone)
+    # After the spec is read: a mistake in it is shown before Prefect is imported.
     from flows.server import serving
 
     serving.serve(pipeline, schedule, name=name, say=terminal.console().print)

@@ -45,6 +45,7 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
         if len(received) == 1:
             with contextlib.suppress(Exception):  # the terminal may be gone
                 say(_SAY[signal.Signals(number)])
+        # In the main thread this interrupts whatever it waits for.
         raise KeyboardInterrupt
 
     try:

@@ -226,6 +226,7 @@ def _other_row(name: str, stage: _Stage) -> list[RenderableType]:
     return [Text(_MARKS.get(status, " "), style), Text(name), Text(status, style), Text(took, "dim")]
 
 
+# One for all rows, so that they turn in step.
 _SPINNER = Spinner("dots", style="cyan")
 
 
@@ -279,6 +280,7 @@ def logs(display: Display, *, debug: bool) -> Iterator[None]:
 def show(lines: Sequence[Text], *, stderr: bool = False) -> None:
     """Print lines, unbroken."""
     out = console(stderr=stderr)
+    # Both streams may be one terminal: what was written first has to appear first.
     sys.stdout.flush()
     for line in lines:
         out.print(line)

@@ -110,6 +110,7 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
     if place.server is not None:
         yield place.server
         return
+    # Another process may take the port before MLflow does; `_wait` reports that.
     port = _checked(port)
     with tempfile.TemporaryDirectory(prefix="trainflow-ui-") as name, _guarded(place, port, Path(name)) as process:
         _wait(process, port, Path(name) / "mlflow.log")
@@ -135,7 +136,7 @@ def _guarded(place: TrackingPlace, port: int, folder: Path) -> Iterator[subproce
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the server
         )
     try:
         yield process

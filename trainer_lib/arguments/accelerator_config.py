@@ -74,6 +74,7 @@ class BatchSettings:
             if key not in ACCELERATOR_KEYS:
                 remedy = suggestion(str(key), ACCELERATOR_KEYS)
                 raise ConfigError("No setting has this name.", field=_FIELD, value=str(key), remedy=remedy)
+        # Taken apart, so that its settings are checked under their dotted names like the others.
         group = values.pop(_ACCUMULATION, None) or {}
         if not isinstance(group, Mapping):
             raise ConfigError(
@@ -86,6 +87,7 @@ class BatchSettings:
                 raise ConfigError(
                     f"This setting is not supported: {why}", field=f"{_FIELD}.{name}", value=not served, remedy=remedy
                 )
+        # None: the setting is absent, or null in a file that was written out in full.
         non_blocking = flags.get("non_blocking")
         return cls(
             split_batches=bool(flags.get("split_batches")),
@@ -113,6 +115,7 @@ class BatchSettings:
 
     def check_state(self, *, world_size: int, formed: bool) -> None:
         """Raise ConfigError when `use_configured_state` is on and the caller has not formed a process group."""
+        # A job of one process needs no group.
         if self.use_configured_state and world_size > 1 and not formed:
             raise ConfigError(
                 "This asks for a process group that the program formed before, and there is none.",
@@ -129,6 +132,7 @@ def _flag(name: str, value: Any) -> bool | None:
 
 def _accumulation_flag(name: str, value: Any) -> bool | None:
     field = f"{_FIELD}.{_ACCUMULATION}.{name}"
+    # Validation refuses it as well, but only in a mapping: a file is read here for the first time.
     if name == "num_steps":
         raise ConfigError(
             "This contradicts gradient_accumulation_steps.",

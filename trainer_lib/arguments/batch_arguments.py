@@ -20,6 +20,7 @@ class BatchArguments:
     per_device_train_batch_size: int = arg(
         8, "Samples that one process trains on at a time (the micro-batch).", affects="weights", unit="samples", ge=1
     )
+    # Not in a key: metrics are weighted by samples, not by batches.
     per_device_eval_batch_size: int = arg(
         8, "Samples that one process evaluates at a time.", affects="nothing", unit="samples", ge=1
     )
@@ -38,6 +39,7 @@ class BatchArguments:
         unit="micro-batches",
         ge=1,
     )
+    # Not in a key: the global batch, which the weights depend on, stays the same.
     auto_find_batch_size: bool = arg(
         False,
         "When memory runs out, halve the micro-batch and double the accumulation; the global batch stays the same.",
@@ -55,6 +57,7 @@ class BatchArguments:
         unit="epochs",
         gt=0,
     )
+    # -1 is the reference's way of writing "not given".
     max_steps: int = arg(
         -1,
         "Optimizer steps in all; when positive it overrides num_train_epochs.",

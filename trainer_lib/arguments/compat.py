@@ -69,6 +69,7 @@ def _warmup_share(value: Any) -> Changes:
         raise ConfigError(
             "The share must be at least 0 and below 1.", value=value, remedy="Give warmup_steps a number of steps."
         )
+    # One argument holds both forms today: below 1 it is a share.
     return {"warmup_steps": share}
 
 
@@ -89,6 +90,7 @@ def _into(target: str, key: str) -> Callable[[Any], Changes]:
 
 
 def _wrap_classes(value: Any) -> Changes:
+    # The old argument held one class, the new one holds a list.
     return {"fsdp_config": {"transformer_layer_cls_to_wrap": value if isinstance(value, list) else [value]}}
 
 
@@ -194,6 +196,7 @@ def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stackleve
             _merge(out, name, new, value)
     organization = out.pop("push_to_hub_organization", None)
     if organization is not None:
+        # Only now, because the model id may have come after the organization.
         model_id = out.get("hub_model_id")
         if not model_id:
             raise ConfigError(
@@ -218,6 +221,7 @@ def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
     try:
         return old.translate(value)
     except ConfigError as error:
+        # The translation knows only the new name, and the user wrote the old one.
         error.field = name
         raise
 

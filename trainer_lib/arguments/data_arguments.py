@@ -13,6 +13,7 @@ class DataArguments:
     """Data loading, column selection, sampling order."""
 
     dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", affects="weights")
+    # Not in a key: the order is a function of the seed, whichever process loads a sample.
     dataloader_num_workers: int = arg(
         0, "Processes that load data; 0 = the training process loads it.", affects="nothing", unit="processes", ge=0
     )
@@ -24,6 +25,7 @@ class DataArguments:
     dataloader_multiprocessing_context: str | None = arg(
         None, "How loading processes start.", affects="nothing", choices=("fork", "spawn", "forkserver")
     )
+    # In the train key: without order, batches come as workers finish, which no resume can repeat.
     dataloader_in_order: bool = arg(
         True, "Yield batches in order, even when a later one is ready first.", affects="weights"
     )

@@ -12,6 +12,7 @@ from trainer_lib.arguments.fields import arg
 class DistributedArguments:
     """The strategy that shares the work among processes, and its settings."""
 
+    # Not in a key: where a parameter lies does not decide what is computed.
     fsdp: str | bool | list[str] | None = arg(
         "",
         "Shard the model over processes (FSDP): full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or "
@@ -21,9 +22,11 @@ class DistributedArguments:
     fsdp_config: dict[str, Any] | str | None = arg(
         None, "Settings of FSDP: a mapping, or the name of a JSON file.", affects="nothing"
     )
+    # In a key: it may choose optimizer, schedule and precision. `numeric` keeps these parts only.
     deepspeed: dict[str, Any] | str | None = arg(
         None, "Configuration of DeepSpeed: a mapping, or a JSON file. Giving one selects DeepSpeed.", affects="outputs"
     )
+    # In a key, but `numeric` reduces it to the one setting that changes the order of additions.
     accelerator_config: dict[str, Any] | str | None = arg(
         None,
         "Batch handling: split_batches, dispatch_batches, even_batches, use_seedable_sampler, non_blocking, "
@@ -37,6 +40,7 @@ class DistributedArguments:
         affects="nothing",
         choices=("nccl", "gloo", "mpi", "ccl", "xccl", "hccl", "cncl", "mccl"),
     )
+    # Half an hour is the reference's default.
     ddp_timeout: int = arg(
         1800, "How long a collective may take before the run fails.", affects="nothing", unit="seconds", ge=1
     )

@@ -62,6 +62,7 @@ class ParallelMode(StrEnum):
     """How this process shares the work with others."""
 
     NOT_PARALLEL = "not_parallel"
+    # Never returned here: each process uses one device. Code for the reference compares with it.
     NOT_DISTRIBUTED = "not_distributed"
     DISTRIBUTED = "distributed"
 
@@ -97,10 +98,12 @@ class OptimizerNames(StrEnum):
     ADEMAMIX = "ademamix"
     SGD = "sgd"
     ADAGRAD = "adagrad"
+    # Two names of one optimizer, as in the reference.
     ADAMW_BNB = "adamw_bnb_8bit"
     ADAMW_8BIT = "adamw_8bit"
     ADEMAMIX_8BIT = "ademamix_8bit"
     LION_8BIT = "lion_8bit"
+    # As in the reference, LION is bitsandbytes' 32-bit class; LION_TORCH below needs no package.
     LION = "lion_32bit"
     PAGED_ADAMW = "paged_adamw_32bit"
     PAGED_ADAMW_8BIT = "paged_adamw_8bit"

@@ -29,6 +29,7 @@ class EvaluationArguments:
     )
     eval_on_start: bool = arg(False, "Evaluate once before the first step.", affects="selection")
     prediction_loss_only: bool = arg(False, "Keep only the loss: no predictions, no metrics.", affects="evaluation")
+    # Not in a key: the outputs are the same wherever they wait.
     eval_accumulation_steps: int | None = arg(
         None,
         "Micro-batches whose outputs stay on the device before they go to disk.",
@@ -61,6 +62,7 @@ class EvaluationArguments:
     greater_is_better: bool | None = arg(
         None, 'A larger metric is better; when not given, true unless the name ends in "loss".', affects="selection"
     )
+    # In the train key by itself: it decides which weights the run ends with.
     load_best_model_at_end: bool = arg(
         False, "End with the weights of the best checkpoint instead of the last ones.", affects="weights"
     )

@@ -65,6 +65,7 @@ def arg(
         "bounds": bounds,
         "secret": secret,
     }
+    # A repr gets into logs and tracebacks, so it leaves secrets out.
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
@@ -79,6 +80,7 @@ def field_map(cls: Any) -> dict[str, dataclasses.Field[Any]]:
 def field_hints(cls: type[Any]) -> Mapping[str, Any]:
     """The resolved type of every field. A subclass's annotation that cannot be resolved at run time counts as Any."""
     hints: dict[str, Any] = {}
+    # Bases first: a subclass's own annotation replaces theirs.
     for base in reversed(cls.__mro__):
         module = sys.modules.get(base.__module__)
         for name, annotation in inspect.get_annotations(base).items():

@@ -54,4 +54,5 @@ def accumulation_steps(args: ArgumentGroups, *, data_parallel_size: int) -> int:
     if args.global_batch_size is None:
         return args.gradient_accumulation_steps
     micro_batch = micro_batch_size(args, data_parallel_size=data_parallel_size)
+    # Rounded up: with fewer micro-batches the step would miss samples of the global batch.
     return max(1, -(-args.global_batch_size // (micro_batch * data_parallel_size)))

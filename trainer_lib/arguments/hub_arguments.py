@@ -24,6 +24,7 @@ class HubArguments:
         "checkpoint, as last-checkpoint/; all_checkpoints = also every checkpoint.",
         affects="nothing",
     )
+    # `to_dict` writes <HUB_TOKEN> in its place, and reading that back gives None.
     hub_token: str | None = arg(
         None, "Access token; that of the login when not given. Never written anywhere.", affects="nothing", secret=True
     )

@@ -19,6 +19,7 @@ def to_dict(args: Any) -> dict[str, Any]:
     for name, field in field_map(args).items():
         value = getattr(args, name)
         declared = field.metadata.get("secret") and value is not None
+        # A subclass's field may hold a secret without declaring it, so its name counts too.
         named = not isinstance(value, Mapping) and is_secret(name, value)
         out[name] = f"<{name.upper()}>" if declared or named else plain(value)
     return out
@@ -47,6 +48,7 @@ def to_sanitized_dict(args: Any) -> dict[str, Any]:
     """Return `to_dict` with the process's batch sizes; whatever is not a number, truth value or text becomes text."""
     values = {**to_dict(args), "train_batch_size": args.train_batch_size, "eval_batch_size": args.eval_batch_size}
     shown = {name: mask_value(name, value) for name, value in values.items()}
+    # A text may be a URL with a password in it.
     return {name: value if isinstance(value, (bool, int, float)) else mask(str(value)) for name, value in shown.items()}
 
 
@@ -71,6 +73,7 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
         raise ConfigError(
             f"The file cannot be parsed: {where}.", field=field, value=str(path), remedy="Correct the file."
         ) from None
+    # YAML also takes numbers and dates as keys.
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(
             f"The file holds no mapping of names to values, but {type(values).__name__}.",

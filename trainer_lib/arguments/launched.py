@@ -157,6 +157,7 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     for name, (key, usual) in _FSDP_FLAGS.items():
         if name in environ and _is_true(environ[name]) != usual:
             settings[key] = not usual
+    # Version 1 is the launcher's default and asks for nothing: all its modes run on the second version.
     if environ.get("FSDP_VERSION", "1") == "2":
         settings["version"] = 2
     policy = environ.get("FSDP_AUTO_WRAP_POLICY", "")
@@ -197,6 +198,7 @@ def _deepspeed(environ: Mapping[str, str]) -> LauncherSetting:
     file = environ.get(f"{prefix}CONFIG_FILE", "")
     if file.lower() not in _NOTHING:
         return LauncherSetting("deepspeed", file, f"{prefix}CONFIG_FILE")
+    # 2 is accelerate's own default.
     stage = environ.get(f"{prefix}ZERO_STAGE", "2")
     zero: dict[str, Any] = {"stage": _number(f"{prefix}ZERO_STAGE", stage, int)}
     for what in ("OPTIMIZER", "PARAM"):
@@ -240,6 +242,7 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 def _merged_words(setting: LauncherSetting, given: Any) -> str:
     ours = given.split() if isinstance(given, str) else list(given or [])
     theirs = setting.value.split()
+    # The modes must agree; offload and auto_wrap add up.
     for word in ours:
         if word in _WAYS and word not in theirs:
             raise _contradiction("fsdp", given, setting.value, setting.source)

@@ -8,6 +8,7 @@ from typing import Literal
 from trainer_lib.arguments.enums import IntervalStrategy
 from trainer_lib.arguments.fields import arg
 
+# The reference's names; `detail` and `passive` exist only there.
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
@@ -48,6 +49,7 @@ class LoggingArguments:
     disable_tqdm: bool | None = arg(
         None, "Show no progress bar. When not given, a terminal shows a bar and a file plain lines.", affects="nothing"
     )
+    # "none" is the reference's default since its version 5; before, it was "all".
     report_to: str | list[str] | None = arg(
         "none",
         'Trackers to report to: "jsonl", "mlflow", …, "all" = every installed one, or "none".',

@@ -13,6 +13,7 @@ from trainer_lib.arguments.fields import arg
 class OptimisationArguments:
     """Optimizer, schedule, clipping, regularisation."""
 
+    # The defaults below are the reference's.
     learning_rate: float = arg(
         5e-5,
         "Learning rate at the end of the warm-up, from which the schedule starts.",
@@ -61,6 +62,7 @@ class OptimisationArguments:
     max_grad_norm: float = arg(
         1.0, "Gradients with a larger norm are scaled down to it; 0 = never.", affects="weights", unit="L2 norm", ge=0
     )
+    # Ours: the reference has no such limit.
     max_nonfinite_steps: int = arg(
         10,
         "The run fails after so many steps in a row with a NaN or infinite loss or gradient; such steps are skipped.",
@@ -76,6 +78,7 @@ class OptimisationArguments:
         ge=0,
         lt=1,
     )
+    # In the train key only: the noise is added in training mode.
     neftune_noise_alpha: float | None = arg(
         None,
         "Strength of the noise that training adds to embeddings (NEFTune, arXiv:2310.05914).",

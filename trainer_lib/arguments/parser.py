@@ -75,6 +75,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if not issubclass(cls, TrainingArguments):
             return
         hidden: dict[str, Any] = {
+            # Old flags, such as --no_cuda, were given without a value.
             "nargs": "?",
             "const": "true",
             "default": argparse.SUPPRESS,
@@ -149,6 +150,7 @@ class ArgumentParser(argparse.ArgumentParser):
         for cls in self.dataclass_types:
             names = {field.name for field in _init_fields(cls)}
             if issubclass(cls, TrainingArguments):
+                # Old names are not fields: the class translates them when it is called.
                 names |= {name for name in compat.OLD_NAMES if name in values}
             given = {name: values.pop(name) for name in names if name in values}
             outputs.append(cls(**{**_unset_flags(cls), **given}))
@@ -205,11 +207,13 @@ def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     options = [f"--{field.name}", *([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])]
+    # `aliases` is how transformers' HfArg writes them.
     aliases = field.metadata.get("aliases") or []
     options += [aliases] if isinstance(aliases, str) else aliases
     default = _default(field)
     settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, default)}
     settings["default"] = argparse.SUPPRESS  # the dataclass itself fills what is not given
+    # As in the reference: a flag without a default is false when it is not given.
     settings["required"] = default is dataclasses.MISSING and hint is not bool
     kinds = _kinds(hint)
     parse = _parser(field, hint)
@@ -335,6 +339,7 @@ def _help(field: dataclasses.Field[Any], hint: Any, default: Any) -> str:
         shown = default.value if isinstance(default, Enum) else default
         notes.append(f"default: {'none' if shown is None else repr(shown) if shown == '' else shown}")
     parts.append(f"[{'; '.join(notes)}]" if notes else "[required]" if default is dataclasses.MISSING else "")
+    # argparse formats help texts with the % operator.
     return " ".join(part for part in parts if part).replace("%", "%%")
 
 
@@ -348,6 +353,7 @@ def _from_files(words: list[str], beside_script: bool, filename: str | None, fla
         files += [beside] if beside.is_file() else []
     if flag:
         name = flag if flag.startswith("-") else f"--{flag}"
+        # Without a --help of its own, which would hide that of the whole parser.
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument(name, dest="files", type=str, action="append", default=[])
         found, words = finder.parse_known_args(words)

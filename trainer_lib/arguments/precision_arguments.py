@@ -12,6 +12,7 @@ from trainer_lib.arguments.fields import arg
 class PrecisionArguments:
     """Number formats, memory savings, compilation, kernels."""
 
+    # In both keys: an evaluation computes in this format, too.
     bf16: bool = arg(False, "Compute in bfloat16 where that is safe (mixed precision).", affects="outputs")
     fp16: bool = arg(
         False, "Compute in float16 where that is safe, with loss scaling (mixed precision).", affects="outputs"
@@ -23,6 +24,7 @@ class PrecisionArguments:
         "Allow TensorFloat-32 in matrix products on NVIDIA GPUs; torch's own setting when not given.",
         affects="outputs",
     )
+    # Not in a key: recomputed activations have the same values.
     gradient_checkpointing: bool | None = arg(
         None,
         "Recompute activations in the backward pass instead of keeping them; this saves memory and costs time.",
@@ -31,6 +33,7 @@ class PrecisionArguments:
     gradient_checkpointing_kwargs: dict[str, Any] | None = arg(
         None, 'Settings of gradient_checkpointing, such as {"use_reentrant": false}.', affects="nothing"
     )
+    # The newer name of the two; `validation` keeps them equal.
     activation_checkpointing: bool | None = arg(None, "Another name of gradient_checkpointing.", affects="nothing")
     activation_checkpointing_kwargs: dict[str, Any] | None = arg(
         None, "Another name of gradient_checkpointing_kwargs.", affects="nothing"

@@ -21,6 +21,7 @@ class RunArguments:
         False, "Start from scratch even if the output folder holds checkpoints of an earlier run.", affects="nothing"
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", affects="nothing")
+    # The reference's default.
     project: str = arg(
         "huggingface", "Project (experiment) of the run in trackers that have projects.", affects="nothing"
     )
@@ -41,6 +42,7 @@ class RunArguments:
         "newest, or a new start.",
         affects="nothing",
     )
+    # In both keys: weights that no file holds are drawn from it, for an evaluation as well.
     seed: int = arg(
         42,
         "Seed of every random number in the run, including the model's initial weights.",

@@ -12,6 +12,7 @@ from trainer_lib.arguments.fields import arg
 class SavingArguments:
     """When checkpoints are written, what they hold, and what a resume restores."""
 
+    # "selection": a save decides nothing by itself, but with `best` it follows the evaluations.
     save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="selection")
     save_steps: int | float = arg(
         500,
@@ -37,6 +38,7 @@ class SavingArguments:
         "Block training only while the state is copied to host memory; write and commit it in the background.",
         affects="nothing",
     )
+    # Ours: in the reference the first failed save ends the run.
     max_failed_saves: int = arg(
         1,
         "The run fails after so many failed saves in a row, because no space is left or the store cannot be reached.",

@@ -72,6 +72,7 @@ class ArgumentSetters(ArgumentMembers):
             eval_steps=steps,
             per_device_eval_batch_size=batch_size,
             eval_accumulation_steps=accumulation_steps,
+            # The argument itself does not take None.
             eval_delay=delay or 0,
             prediction_loss_only=loss_only,
         )
@@ -99,6 +100,7 @@ class ArgumentSetters(ArgumentMembers):
         report_to: str | list[str] = "none",
         level: str = "passive",
         first_step: bool = False,
+        # The defaults are those of the reference's method, which are not the arguments' own (True, "warning").
         nan_inf_filter: bool = False,
         on_each_node: bool = False,
         replica_level: str = "passive",
@@ -137,6 +139,7 @@ class ArgumentSetters(ArgumentMembers):
 
     def set_optimizer(
         self,
+        # As in the reference, not the argument's own default, which is fused.
         name: str | OptimizerNames = "adamw_torch",
         learning_rate: float = 5e-5,
         weight_decay: float = 0.0,
@@ -166,6 +169,7 @@ class ArgumentSetters(ArgumentMembers):
     ) -> Self:
         """Set the schedule, its length, and its warm-up (`warmup_ratio` is the old name of a share)."""
         values: dict[str, Any] = {} if warmup_ratio is None else {"warmup_ratio": warmup_ratio}
+        # As in the reference, a number of steps wins over the share.
         if warmup_steps or warmup_ratio is None:
             values = {"warmup_steps": warmup_steps}
         return self._set(lr_scheduler_type=name, num_train_epochs=num_epochs, max_steps=max_steps, **values)

@@ -81,6 +81,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
         return old.read(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A subclass may declare a field that has an old name: then the field is meant.
         if name in compat.OLD_NAMES and name not in type(self).__dataclass_fields__:
             for new, changed in compat.changes_for(name, value, stacklevel=3).items():
                 object.__setattr__(self, new, _joined(self.__dict__.get(new), changed))

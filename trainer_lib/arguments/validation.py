@@ -49,6 +49,7 @@ def validate(args: ArgumentGroups) -> None:
     coerce_fields(args)
     normalise(args)
     fill(args)
+    # Last, because a contradiction may lie in a value that was filled.
     for check in _CHECKS:
         check(args)
 

@@ -53,6 +53,7 @@ class BackgroundSaver:
         self.memory = HostCopy()
         self._comm = comm
         self._disk = disk
+        # Connections of its own: the thread's messages must not meet those of the step.
         self._channel = disk.twin(timeout_s)
         self._keep = keep
         self._job: _Job | None = None
@@ -92,6 +93,7 @@ class BackgroundSaver:
             return False
         if self._comm.world_size == 1:
             return self._job.is_done
+        # The answer to the question of the step before: nothing waits for a message here.
         has_ended = self._unfinished is not None and not self._unfinished.result()
         self._unfinished = None if has_ended else self._comm.any_later(not self._job.is_done)
         return has_ended
@@ -120,6 +122,7 @@ class BackgroundSaver:
         if self._job is None:
             raise RuntimeError("No save is under way.")
         self._job.wait()
+        # Cleared before the result is raised, so that the next save can start after a failed one.
         job, self._job, self._unfinished = self._job, None, None
         return job.result()
 
@@ -128,6 +131,7 @@ class BackgroundSaver:
         self.memory.close()
 
     def _save(self, root: Store, snapshot: Snapshot, after_commit: Callable[[], None]) -> CheckpointInfo:
+        # `keep` only serves the remedy when space runs out: rotation is the caller's `after_commit`.
         info = save_checkpoint(root, snapshot, self._channel, keep=self._keep)
         after_commit()
         return info

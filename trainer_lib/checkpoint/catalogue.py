@@ -51,6 +51,7 @@ def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
     if commit is None:
         return None
     step = commit.meta.get("step")
+    # The step stands in the file and in the folder's name, so a renamed folder is caught. type(): True is not 1.
     if type(step) is not int or step < 0 or parse_step(name) not in (step, None):
         raise DamagedError(
             f"The commit file is of step {step!r}, its folder is named {name!r}.",
@@ -154,6 +155,7 @@ def list_excess(
     if count <= 0:
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
+    # Oldest first.
     free = (info for info in reversed(infos) if info.name not in spared and not list_readers(root.child(info.name)))
     return list(itertools.islice(free, count))
 

@@ -50,6 +50,7 @@ _OWN_FILES = frozenset(
         *(SHARD_INDEX, COMMIT, DAMAGED),
     }
 )
+# Folders, because every rank has a file in them.
 _OWN_FOLDERS = ("rng/", "extra/", "shards/")
 # No leading zeros, and no number beyond 64 bits: one step has one name.
 _FOLDER_NAME = re.compile(r"checkpoint-(0|[1-9]\d{0,17})")

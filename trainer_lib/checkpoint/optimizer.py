@@ -97,6 +97,7 @@ def restore_optimizer(
             if key != "params" and key not in _IMPLEMENTATION:
                 group[key] = _convert_like(group.get(key), from_json(value, _finder(None, group, snapshot.tensors)))
     state = snapshot.scalars.get("state", {})
+    # Emptied first: a parameter without saved state must not keep what it has.
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -127,6 +128,7 @@ def _names_by_id(
 def _check_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], snapshot: OptimizerSnapshot) -> None:
     now = [{names[id(param)] for param in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["params"]) for group in snapshot.groups]
+    # The order within a group may differ: names decide, not numbers.
     if now == saved:
         return
     all_now, all_saved = set().union(*now), set().union(*saved)

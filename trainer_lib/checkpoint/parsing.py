@@ -46,6 +46,7 @@ def damaged_file(where: str, reason: str) -> DamagedError:
 
 def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
+    # json keeps the last of two equal keys without a word.
     if len(record) != len(pairs):
         raise ValueError("it names something twice")
     return record

@@ -61,11 +61,13 @@ class PreloadedCheckpoint(Checkpoint):
         # Rank 0's extra tensors belong to callbacks, which every rank restores.
         self._extra = {each: super(PreloadedCheckpoint, self).read_extra(each) for each in {0, rank}}
         done |= {layout.extra_file(each) for each in self._extra}
+        # One rank is enough for files that no rank needs.
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
             self._compare_digest(name)
 
     @override
     def read_model(self) -> Mapping[str, Tensor]:
+        # Handed out once, so that the memory is free as soon as the model has taken it over.
         held, self._model = self._model, None
         return super().read_model() if held is None else held
 

@@ -15,6 +15,7 @@ from trainer_lib.errors import DamagedError
 def capture_rng() -> dict[str, Any]:
     """Capture the states of all global generators; of devices, the current one's."""
     version, words, gauss = random.getstate()
+    # legacy=True: a tuple, whose parts JSON can hold.
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
@@ -38,6 +39,7 @@ def restore_rng(state: dict[str, Any]) -> None:
         DamagedError: `state` is something else.
     """
     try:
+        # Parsed before the first generator is set, so that a malformed state changes none.
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
         device = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
         random.setstate(python)

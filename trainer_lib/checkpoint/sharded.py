@@ -69,6 +69,7 @@ def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) ->
                 tied[full] = first
                 continue
             held = local_rows(tensor, rank=rank)
+            # A replicated tensor is written once. Rank 0 keeps all of them for the index, which needs every shape.
             if held.is_first_copy or rank == 0:
                 rows[full] = held
     return LocalShard(rows, tied)
@@ -88,6 +89,7 @@ def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, 
     chunks = {}
     for name, values in own.items():
         rows = parts.rows[name]
+        # One digest a chunk: a rank that reads some rows can check them alone.
         digest = hashlib.sha256(view_bytes(values)).hexdigest()
         chunks[name] = [file, rows.start, len(values) if values.ndim else 1, positions[name], digest]
     specs = {name: [dtype_name(name, rows.values), list(rows.shape)] for name, rows in parts.rows.items()}
@@ -175,6 +177,7 @@ class ShardedTensors(Mapping[str, Tensor]):
         spec = self._specs[name]
         chunks = spec.find_chunks(start, stop) if spec.row_bytes else []
         if any(chunk not in self._ready for chunk in chunks):
+            # Rows that are not at hand yet; a request in the expected order finds them fetched.
             self._fetch(name, start, stop)
         # Every row lies in exactly one chunk (`_spec` has checked that), so all of `out` is filled.
         out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype)
@@ -246,6 +249,7 @@ def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
         if chunk.position + chunk.rows * spec.row_bytes > files[chunk.file].size:
             raise ValueError("position")
         row += chunk.rows
+    # Without any elements there is nothing to miss.
     if row != _num_rows(spec) and math.prod(shape):
         raise ValueError("rows are missing")
     return spec

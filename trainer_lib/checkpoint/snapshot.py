@@ -63,6 +63,7 @@ def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
     """The part of a snapshot that a rank writes: everything on rank 0, on the others what is theirs alone."""
     if rank == 0:
         return snapshot
+    # Only rank 0's copy of what all ranks have alike is written.
     return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
 
 
@@ -88,6 +89,7 @@ def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
     tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
     rows = [] if snapshot.parts is None else [each.values for each in snapshot.parts.rows.values()]
     on_each_rank = _num_bytes(snapshot.extra.values()) + _num_bytes(rows) + _OTHER_BYTES
+    # The other ranks may hold as much as this one: an estimate from above.
     shared = _num_bytes(tensors) + sum(map(len, snapshot.files.values()))
     return shared + world_size * on_each_rank + _HEADER_BYTES * len(tensors) + _OTHER_BYTES
 

@@ -44,6 +44,7 @@ class HostCopy:
 
     def reserve(self, size: int) -> None:
         """Get `size` bytes ready in the background; if they are not free, `copy_tensors` asks for them once more."""
+        # Never two reservations at a time, and none for memory that is there.
         if self._thread is None and (self._block is None or self._block.numel() < size):
             self._thread = threading.Thread(target=self._grow, args=(size,), name="trainflow-reserve", daemon=True)
             self._thread.start()
@@ -133,6 +134,7 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
         optimizer=None if optimizer is None else replace(optimizer, tensors=copies_of(layout.OPTIMIZER)),
         parts=_replace_rows(own.parts, copies_of(layout.SHARD_INDEX)),
         extra=copies_of(layout.extra_file(rank)),
+        # By deepcopy, because a schedule's state may hold what JSON cannot.
         scheduler=copy.deepcopy(own.scheduler),
         scaler=copy.deepcopy(own.scaler),
         rng=_copy_json("rng", own.rng),

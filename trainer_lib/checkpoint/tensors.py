@@ -73,6 +73,7 @@ def write_safetensors(
     # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    # As metadata, because the format allows one name for each range of bytes.
     if aliases:
         header["__metadata__"][ALIASES] = json.dumps(aliases, sort_keys=True)
     begin = 0
@@ -115,6 +116,7 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
     if expect is not None and not store.exists(rel):
         raise damaged_file(where, "it is missing")
     size = store.size(rel)
+    # Before a byte is read: a file of another size is damaged whatever it holds.
     if expect is not None and size != expect.size:
         raise damaged_file(where, f"it has {size:,} bytes, committed {expect.size:,}")
     with store.open_read(rel) as stream:
@@ -152,6 +154,7 @@ class _Reader:
         view = flat.numpy().data
         filled = 0
         while filled < len(view):
+            # In pieces: a stream may return fewer bytes than it was asked for.
             taken = self._stream.readinto(view[filled : filled + 8 * 2**20])  # type: ignore[attr-defined]  # see Store
             if not taken:
                 raise damaged_file(self.where, "it ends too early")

@@ -34,11 +34,13 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
+        # NumPy's numbers are not JSON's.
         return value.item()
     if isinstance(value, Tensor) and keep is not None:
         return keep(key, value)
     if isinstance(value, list | tuple):
         items = [to_json(item, f"{key}.{index}", keep) for index, item in enumerate(value)]
+        # JSON has no tuple, and a setting such as betas must come back as one.
         return items if isinstance(value, list) else {"__tuple__": items}
     if isinstance(value, Mapping) and all(isinstance(inner, str | int) for inner in value):
         pairs = [(inner, to_json(item, f"{key}.{inner}", keep)) for inner, item in value.items()]

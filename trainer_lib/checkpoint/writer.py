@@ -118,6 +118,7 @@ class _Save:
                 field=self.store.url,
                 remedy="Wait for it, end it, or give each run its own output_dir.",
             )
+        # A commit of the same step is withdrawn first: the folder counts as unfinished while it is rewritten.
         self.store.delete(COMMIT)
         _delete_files(self.store)
 
@@ -136,6 +137,7 @@ class _Save:
         return files
 
     def _meta(self) -> dict[str, Any]:
+        # The ranks of an imported checkpoint count too: `more_rngs` holds their random states.
         ranks = self.comm.world_size + len(self.snapshot.more_rngs)
         return {**self.snapshot.meta, "step": self.snapshot.step, "world_size": ranks}
 
@@ -170,6 +172,7 @@ def _check_file_names(names: Mapping[str, bytes]) -> None:
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:
     """Raise StorageFullError unless `needed` bytes fit; a store that cannot tell its free space passes."""
+    # Object stores have no such limit.
     free = store.free_bytes()
     if free is None or free >= needed:
         return
@@ -200,6 +203,7 @@ def _delete_files(store: Store) -> None:
 
 def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: Holder) -> Commit:
     def ensure_ours() -> None:
+        # Right before COMMIT.json is written: another process may have waited longer than we took.
         if not holds_claim(store, claim):
             raise LeaseLostError(
                 "Another process has taken this checkpoint's folder over while this one was writing it.",
@@ -252,6 +256,7 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
             entries.append(_write_json(store, name, to_json(state, name)))
     for name, state in ((layout.DATA, snapshot.data), (layout.TRAINER_STATE, snapshot.trainer_state)):
         entries.append(_write_json(store, name, state))
+    # Masked again: a subclass's arguments may hold a token under any name.
     entries.append(_write_json(store, layout.TRAINING_ARGS, mask_value("training_args", snapshot.training_args)))
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
     entries.extend(_write_json(store, layout.rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))

@@ -17,10 +17,12 @@ from trainer_lib.launch.nodes import follow
 def main(argv: list[str]) -> int:
     """Parse the command line and join the leading machine. Returns the exit code."""
     given: dict[str, Any] = vars(_parser().parse_args(argv))
+    # Cut at the first "=" only: a value may hold more of them.
     given["env"] = dict(pair.split("=", 1) for pair in given.pop("env"))
     try:
         follow(LaunchConfig(**given), on_line=_print_line)
     except TrainflowError as error:
+        # To stderr, so that a scheduler's log of the output stays the workers'.
         _print_line(f"{error.title}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

@@ -38,6 +38,7 @@ def read_config(path: str) -> dict[str, Any]:
     """
     try:
         config = io.read_mapping(Path(path), field=_FIELD)
+    # Named like the spec's field, because the user wrote no `config_file` of any other kind.
     except ConfigError as error:
         error.field, error.value = _FIELD, path
         raise
@@ -76,6 +77,7 @@ def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         for key, value in (config.get("deepspeed_config") or {}).items():
             found[_DEEPSPEED.get(key, f"ACCELERATE_DEEPSPEED_{key.upper()}")] = value
+    # The file's parts that `launched` refuses by these variables.
     for part, name in (("megatron_lm_config", "MEGATRON_LM"), ("parallelism_config", "PARALLELISM_CONFIG")):
         if config.get(part):
             found[f"ACCELERATE_USE_{name}"] = "true"
@@ -98,6 +100,7 @@ def read_launch_settings(path: str | None) -> dict[str, Any]:
     if machines > 1:
         settings |= {"nodes": machines, "node_rank": int(config.get("machine_rank") or 0)}
         if config.get("main_process_ip"):
+            # 29500 is accelerate's own default.
             settings["rendezvous"] = f"{config['main_process_ip']}:{config.get('main_process_port') or 29500}"
     ids = config.get("gpu_ids")
     if ids not in (None, "all"):
@@ -125,6 +128,7 @@ def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: 
 
 
 def _text(value: Any) -> str:
+    # A bool would become "True", which accelerate does not write.
     if isinstance(value, bool):
         return "true" if value else "false"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -53,6 +53,7 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
+    # A plan has checked its configurations already; a caller of this function alone has not.
     if not config.is_checked(use_cpu=request.use_cpu):
         config = resolve_config(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
@@ -65,6 +66,7 @@ def launch(
             if restarts >= config.max_restarts or listener.should_cancel():
                 raise
             restarts += 1
+            # Only for failures of the surroundings: a mistake in the code or the data would fail again.
             message = f"{error.message} Starting again ({restarts} of {config.max_restarts})."
             on_event({"event": "warning", "message": message})
         finally:
@@ -78,6 +80,7 @@ def launch(
 def _attempt(
     request: Request[R], config: LaunchConfig, run_dir: RunDir, env: Mapping[str, str], listener: Listener
 ) -> R:
+    # The ranks of an enclosing job must not reach it: it is a world of one.
     if config.kind == "in_process":
         return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
     environment = {**worker_environment(config, env), MARK: str(run_dir.path)}

@@ -103,6 +103,7 @@ class LaunchConfig:
     @property
     def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of machines."""
+        # 2 is exactly two machines, "1:4" one to four.
         least, _, most = str(self.nodes).partition(":")
         return int(least), int(most or least)
 
@@ -209,6 +210,7 @@ def _check_environment(config: LaunchConfig) -> None:
             f"The setting env gives CUDA_VISIBLE_DEVICES={value} as well.",
             "Keep one of the two.",
         )
+    # The environment counts as well: the workers inherit it.
     check_selection({**os.environ, **config.env, **selection_variables(config.devices, config.device_order)})
 
 
@@ -236,6 +238,7 @@ def _with_environment_ranks(config: LaunchConfig) -> LaunchConfig:
     from trainer_lib.arguments import environment  # all arguments come with it
 
     found = environment.ranks()
+    # Without ranks in it the environment asks for nothing, as when a job's script is tried on a laptop.
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
     rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
@@ -301,6 +304,7 @@ def check_rendezvous(config: LaunchConfig) -> None:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
+            # A port that the last run has just closed counts as free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1)

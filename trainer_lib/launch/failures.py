@@ -32,6 +32,7 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     records = run_dir.read_errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
     stopped.sort(key=lambda record: record.get("step") is None)  # a rank that was stopped twice may not know its step
+    # First what the owner itself ended: it explains every record that follows.
     if ending.hung_s is not None:
         return _hung(run_dir, ending)
     if ending.cancelled:
@@ -40,13 +41,16 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     if agent.get("failure") is not None:
         return from_record(agent["failure"])
     for record in records:
+        # A record is secondary when its rank only lost contact with another one.
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
+    # A rank without a record explains more than the others' secondary ones.
     dead = _died_without_record(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
     if dead is not None:
         return dead
     if agent.get("lost"):
         return _lost_machine(agent["lost"][0], ending)
+    # A negative code: the launcher itself was killed.
     guard = run_dir.read_json("guard.json")
     if guard is None or int(guard["code"]) < 0:
         return _launcher_failed(guard, ending)

@@ -18,6 +18,7 @@ _NAMED = re.compile(r"(GPU|MIG)-[\w/-]+")
 
 def num_cores() -> int:
     """Number of CPU cores that this process may run on (its affinity, not the machine's total)."""
+    # In a container or under Slurm the process may use fewer cores than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -35,6 +36,7 @@ def num_devices(environment: Mapping[str, str]) -> int:
     if visible is None:
         return present
     chosen = _chosen(visible)
+    # Parts of one GPU (MIG) are chosen by name, and have no device file of their own.
     return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
 
 
@@ -92,12 +94,14 @@ def _chosen(visible: str) -> list[str]:
 
 
 def _present() -> int:
+    # /dev/nvidiactl and its like are not devices.
     return sum(1 for path in DEVICE_FILES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 @cache
 def _torch_has_cuda() -> bool:
     try:
+        # Asked of the package's version, because importing torch takes seconds.
         return not importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return False

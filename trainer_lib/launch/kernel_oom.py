@@ -33,6 +33,7 @@ class OomWatch:
 
     def has_risen(self) -> bool:
         """Whether the kernel killed a process for memory since the sample before the last."""
+        # Not the newest sample: the kernel may count the kill a moment before we look.
         return any(now > before for before, now in zip(self._older, self._read(), strict=True))
 
     def _read(self) -> list[int]:
@@ -41,6 +42,7 @@ class OomWatch:
 
 def _counter_files(root: Path) -> list[Path]:
     """Return memory.events (v2) and memory.oom_control (v1) of our groups and their parents, and the vmstat file."""
+    # Outside of containers the machine's counter is all there is.
     found = [root / "proc/vmstat"]
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()

@@ -71,6 +71,7 @@ def follow(
     checked = resolve_config(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
+    # The text takes the place of an output: two followers of one place on one machine find each other by it.
     run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
     try:
         write_settings(run_dir, config)
@@ -96,6 +97,7 @@ def dismiss(config: LaunchConfig) -> None:
     """Dismiss the machines that wait at the rendezvous, when there is nothing to do. Waits a few seconds for them."""
     if not config.several_nodes:
         return
+    # The same check as before a launch, because the others wait at this address.
     check_rendezvous(config)
     run_dir = RunDir.create({"output": f"dismiss {config.rendezvous}", "verb": NOTHING}, 0.0, lambda: False)
     try:

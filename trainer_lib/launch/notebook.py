@@ -62,6 +62,7 @@ def notebook_launcher(
     master = (LOOPBACK, free_port())
     variables |= thread_variables(threads_of(config, os.environ))
     variables |= {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    # fork, not spawn: a function of a notebook cannot be imported by another process.
     context = multiprocessing.get_context("fork")
     children: dict[Connection, tuple[int, BaseProcess]] = {}
     try:
@@ -100,6 +101,7 @@ def _refuse_used_process(processes: int) -> None:
 def _child(
     answer: Connection, variables: Mapping[str, str], parent: int, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
+    # The parent's end must not leave processes that hold GPUs.
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # the notebook ended before the call above, so no signal will come
         os._exit(1)
@@ -122,6 +124,7 @@ def _child(
 
 
 def _json(value: Any) -> bytes:
+    # A value that JSON cannot hold stays in the child; the launcher returns None.
     try:
         return json.dumps({"value": value}).encode()
     except (TypeError, ValueError):
@@ -172,6 +175,7 @@ def _end(children: Sequence[BaseProcess]) -> None:
     for child in children:
         if child.is_alive():
             child.terminate()
+    # After Ctrl-C the ranks may be saving, so they get longer.
     deadline = time.monotonic() + (GRACE_S if sys.exc_info()[0] is KeyboardInterrupt else PATIENCE_S)
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))

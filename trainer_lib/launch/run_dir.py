@@ -74,6 +74,7 @@ class RunDir:
         """
         recorded = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
         found = {process for process in recorded if process is not None and is_alive(process)}
+        # The files miss what an agent started before it died; its mark in the environment does not.
         mark = f"{MARK}={self.path}".encode()
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # the process has just ended, or belongs to another user
@@ -107,6 +108,7 @@ class RunDir:
                 data = file.read()
         except OSError:
             return []
+        # The last line may be half written.
         complete = data[: data.rfind(b"\n") + 1]
         self._events_read += len(complete)
         return [json.loads(line) for line in complete.splitlines()]
@@ -172,6 +174,7 @@ class RunDir:
             self.path.parent.rmdir()
 
     def _write(self, name: str, text: str) -> None:
+        # Written aside and moved: a reader never sees half a file.
         temporary = self.path / f"{name}.tmp"
         temporary.write_text(text)
         temporary.replace(self.path / name)
@@ -192,6 +195,7 @@ def _private_base() -> Path:
     base = Path(tempfile.gettempdir()) / f"trainflow-{user}"
     base.mkdir(mode=0o700, exist_ok=True)
     found = base.lstat()
+    # Another user may have made the folder first, to read our requests or to lead our files elsewhere.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
         raise ConfigError(
             "The folder for run files is not private to this user.",

@@ -133,6 +133,7 @@ class Supervisor:
                 self._run_dir.mark_cancelled()
                 self._command_guard("stop")
             silent_s = time.monotonic() - self._progressed
+            # Any line or event counts as a sign of life.
             if self._timeout_s is not None and hung_s is None and silent_s > self._timeout_s:
                 hung_s = silent_s
                 self._run_dir.request_stacks()
@@ -168,6 +169,7 @@ class Supervisor:
 
     def _split(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        # A line without an end must not grow without bound.
         if len(self._partial) > LINE_BYTES:
             lines, self._partial = [*lines, self._partial], b""
         for line in lines:
@@ -184,6 +186,7 @@ class Supervisor:
         """Read the rest of the pipe. If the guard itself was killed, end its workers after the grace period."""
         if self._guard.returncode < 0:
             self._run_dir.end_processes(self._grace_s)
+        # One second: a process that inherited the pipe may keep it open for ever.
         deadline = time.monotonic() + 1.0
         while self._guard.stdout is not None and not self._guard.stdout.closed and time.monotonic() < deadline:
             self._listen(POLL_S)
@@ -199,6 +202,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End everything, since the caller leaves: gracefully, until a second interruption kills at once."""
+        # The caller's own callback may have raised what brought us here.
         self._listener = self._listener.quiet()
         self._run_dir.mark_cancelled()
         try:

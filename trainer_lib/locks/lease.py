@@ -78,6 +78,7 @@ class Holder:
             record: dict[str, Any] = json.loads(data)
             holder = cls(**record)
             texts = (holder.id, holder.machine, holder.started, holder.since)
+            # A day at the most: a file of unknown origin must not lock a folder for ever.
             is_valid = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
             return holder if is_valid and isinstance(holder.pid, int) else None
         except (ValueError, TypeError, OverflowError, RecursionError):
@@ -89,6 +90,7 @@ class Holder:
 
     def is_gone(self) -> bool:
         """Whether the process has certainly ended: it ran on this machine and is gone. False when unknown."""
+        # The start time too, because pids are used again.
         return bool(self.started) and self.machine == _machine() and start_time(self.pid) != self.started
 
     def is_alive(self) -> bool:
@@ -170,6 +172,7 @@ class Lease:
         while not self._stop.wait(self._holder.ttl_s / 3):  # two beats may fail before the lease expires
             try:
                 if not self._is_ours():
+                    # Not renewed: the other holder's beat must not be mistaken for ours.
                     self.lost = True
                     return
                 self._beat()
@@ -208,6 +211,7 @@ def acquire_lease(
         if watch.is_free(newest):
             lease = _take_epoch(folder, newest + 1, ttl_s)
             if lease is not None:
+                # Looked at once more: the holder may have finished the work before it let go.
                 if waited and wait is not None and wait():
                     lease.release()
                     return None
@@ -250,6 +254,7 @@ class _Watch:
         beat = self._folder.read_if_exists(_name(epoch, "beat"), limit=_LIMIT)
         if epoch != self._epoch or beat != self._beat:
             self._is_reported = self._is_reported and epoch == self._epoch
+            # monotonic, and only ever compared with itself: clocks of machines differ.
             self._epoch, self._beat, self._since = epoch, beat, time.monotonic()
             self.holder = _read_holder(self._folder, epoch)
         if self.holder is not None and self.holder.is_gone():
@@ -322,5 +327,6 @@ def _machine() -> str:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        # Each container numbers its processes from 1.
         parts.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  # pathlib would call it a path
     return "/".join(parts)

@@ -64,6 +64,7 @@ def withdraw_if_unread(store: Store) -> bool:
     if list_readers(store):
         return False
     commit = store.read_if_exists(COMMIT, limit=LIMIT)
+    # The commit goes first: whoever looks from now on finds no checkpoint.
     store.delete(COMMIT)
     if commit is not None and list_readers(store):  # a reader came between the first look and the deletion
         store.create(COMMIT, commit)

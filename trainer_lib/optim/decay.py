@@ -15,6 +15,7 @@ _NORM_LAYERS: tuple[type[nn.Module], ...] = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,  # batch and instance norms of every dimension
 )
+# The reference's patterns, and names with a number (norm1, layer_norm2), which it misses.
 _NAMES = re.compile(r"bias|layernorm|layer_norm|rmsnorm|(^|\.)norm(\d*)($|\.)|_norm($|\.)", re.IGNORECASE)
 
 
@@ -28,6 +29,7 @@ def get_decay_parameter_names(model: nn.Module) -> list[str]:
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         if isinstance(module, _NORM_LAYERS) or "norm" in type(module).__name__.lower()
+        # Its own parameters only: a class such as PreNorm contains the whole layer.
         for name, _ in module.named_parameters(recurse=False)
     }
     return [name for name, _ in model.named_parameters() if name not in in_norms and not _NAMES.search(name)]

@@ -131,6 +131,7 @@ class GreedyLR:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore `state_dict`, learning rates included."""
         state: dict[str, Any] = {theirs: state_dict[name] for name, theirs in _STATE.items()}
+        # None stands for the infinity from which the search for the best starts.
         best = state_dict["best"]
         state["best"] = float(best) if best is not None else math.inf if self.mode == "min" else -math.inf
         if self._schedule.smooth:

@@ -42,6 +42,7 @@ class Lion(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
+            # The closure runs a backward pass, for which the decorator above has switched gradients off.
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:

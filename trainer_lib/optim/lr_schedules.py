@@ -79,6 +79,7 @@ def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> F
         if step < warmup:
             return step / max(1, warmup)
         progress = (step - warmup) / max(1, total - warmup)
+        # Otherwise the remainder would be 0 again and the rate would jump back to 1.
         if progress >= 1.0:
             return 0.0
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
@@ -147,6 +148,7 @@ def cosine_warmup_with_min_lr(
         if step < warmup:
             if warmup_lr_rate is None:
                 return (step + 1.0) / max(1.0, warmup)
+            # warmup - 1: the last step of the warm-up reaches the full rate, as in the reference.
             return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
         progress = (step - warmup + 1.0) / max(1.0, total - warmup)  # the reference's shift by one step
         wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))

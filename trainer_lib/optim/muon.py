@@ -54,6 +54,7 @@ class MuonAdamW(Optimizer):
         eps: float = 1e-8,
         for_adamw: Iterable[nn.Parameter] = (),
     ) -> None:
+        # By id, because `in` on a list of tensors compares their values.
         plain = {id(parameter) for parameter in for_adamw}
         muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
         groups = []
@@ -81,6 +82,7 @@ class MuonAdamW(Optimizer):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # `load_state_dict` ends here too, with new groups.
         super().__setstate__(state)
         self._bind()
 

@@ -23,6 +23,7 @@ from trainer_lib.optim.packages import PACKAGED
 from trainer_lib.optim.request import OptimizerRequest, Served
 from trainer_lib.suggestions import suggestion
 
+# These take the learning rate alone; the next table's take Adam's decays and epsilon as well.
 _TORCH: Mapping[OptimizerNames, str] = {
     OptimizerNames.ADAFACTOR: "Adafactor",
     OptimizerNames.SGD: "SGD",

@@ -69,6 +69,7 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
     args = request.args
     betas = tuple(
         float(request.take(beta, default))
+        # beta3 and alpha: defaults of transformers' Trainer.
         for beta, default in (("beta1", args.adam_beta1), ("beta2", args.adam_beta2), ("beta3", 0.9999))
     )
     alpha = float(request.take("alpha", 5.0))
@@ -77,6 +78,7 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
 
 def _anyprecision(request: OptimizerRequest) -> Served:
     cls = load(request, "torchdistx.optimizers", "AnyPrecisionAdamW", "torchdistx")
+    # Defaults of transformers' Trainer, here and in `_torchao`.
     dtypes = {"momentum_dtype": "float32", "variance_dtype": "float32", "compensation_buffer_dtype": "bfloat16"}
     kwargs = {name: _dtype(name, request.take(name, default)) for name, default in dtypes.items()}
     summation = bool(request.take("use_kahan_summation", False))
@@ -109,6 +111,7 @@ def _torchao(request: OptimizerRequest) -> Served:
 
 def _schedule_free(request: OptimizerRequest) -> Served:
     class_name, adam, warmup = {
+        # RAdam needs no warm-up, so its class takes none.
         OptimizerNames.SCHEDULE_FREE_RADAM: ("RAdamScheduleFree", True, False),
         OptimizerNames.SCHEDULE_FREE_ADAMW: ("AdamWScheduleFree", True, True),
         OptimizerNames.SCHEDULE_FREE_SGD: ("SGDScheduleFree", False, True),

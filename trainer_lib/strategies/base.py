@@ -158,6 +158,7 @@ def total_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> to
         with torch.no_grad():
             norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
             if limit is not None:
+                # 1e-6 as in torch's own clipping, which the other branch calls.
                 torch._foreach_mul_(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
     norm = nn.utils.get_total_norm(gradients)
@@ -174,6 +175,7 @@ def _alike(gradients: list[torch.Tensor]) -> bool:
     if device.type not in ("cpu", "cuda"):
         return False
     return all(
+        # A subclass of Tensor may define these operators its own way.
         type(each) is torch.Tensor and each.device == device and each.dtype == dtype and each.layout is torch.strided
         for each in gradients
     )

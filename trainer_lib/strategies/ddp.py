@@ -53,6 +53,7 @@ class DdpStrategy(SingleStrategy):
             )
         # torch warns once when the search finds nothing; the search was our choice, so the user cannot act on it.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        # torch wants None for a module on the CPU.
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, **self._options)
 

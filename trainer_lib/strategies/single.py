@@ -129,6 +129,7 @@ class SingleStrategy(Strategy):
         """Copy `state` in; a tied weight may be given under one of its names only."""
         target = self.unwrap(model)
         own = self.model_state(target)
+        # A copy: the caller's mapping stays as it is when names are added.
         given = dict(state)
         given.update((name, own[name]) for name in own.keys() & set(keep) - given.keys())
         _complete_tied(own, given)
@@ -156,6 +157,7 @@ def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: I
 def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
     by_storage: dict[tuple[int, torch.Size], list[str]] = {}
     for name, value in own.items():
+        # Empty tensors all have the address 0.
         if value.numel():
             by_storage.setdefault((value.data_ptr(), value.shape), []).append(name)
     for names in by_storage.values():

@@ -82,6 +82,7 @@ class FsdpSettings:
     @property
     def reshards(self) -> bool:
         """True when gathered parameters are released between forward and backward pass."""
+        # no_shard as well: its groups have one process each, so that releasing costs nothing.
         return self.mode in ("full_shard", "hybrid_shard", "no_shard")
 
 
@@ -103,6 +104,7 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
     for key, value in values.items():
         if key not in KEYS:
             raise ConfigError("No setting has this name.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
+        # null in a file that was written out in full asks for nothing.
         if value is not None:
             KEYS[key](reading, key, value)
     _choose_parts(reading, asked=FSDPOption.AUTO_WRAP in words)
@@ -115,6 +117,7 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
 def _unprefixed(config: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in config.items():
+        # transformers accepts every key with and without the prefix.
         name = str(key).removeprefix("fsdp_")
         if name in values and values[name] != value:
             raise ConfigError(
@@ -183,6 +186,7 @@ def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
             remedy="Set fp16=True, or use bf16.",
         )
     if asked is not None:
+        # setdefault: mixed_precision in fsdp_config wins over bf16 and fp16.
         values.setdefault("param_dtype", asked)
         values.setdefault("reduce_dtype", "float32")
 

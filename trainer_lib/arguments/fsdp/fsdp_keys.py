@@ -73,6 +73,7 @@ def _refused(why: str, remedy: str) -> _Reader:
     """Refuse a setting that is not supported, unless it is off."""
 
     def read(reading: Reading, key: str, value: Any) -> None:
+        # "Off" asks for nothing, and files that were written out in full hold it.
         if value not in (False, "false", "False", 0, "", {}, []):
             raise ConfigError(
                 f"This setting is not supported: {why}", field=f"{FIELD}.{key}", value=value, remedy=remedy
@@ -109,6 +110,7 @@ def _reshard(reading: Reading, key: str, value: Any) -> None:
         _sharding(reading, key, value)
         return
     mode = reading.values["mode"]
+    # False turns a mode into the one that keeps parameters; True must not contradict such a mode.
     if not coerce(value, bool, field=f"{FIELD}.{key}"):
         reading.values["mode"] = _KEPT.get(mode, mode)
     elif mode in _KEPT.values():
@@ -144,6 +146,7 @@ def _count(name: str) -> _Reader:
             raise ConfigError(
                 "The number must be at least 0.", field=f"{FIELD}.{key}", value=count, remedy="Give a number."
             )
+        # 0 is accelerate's way of writing "not given".
         reading.set_value(name, count or None, by=f"{FIELD}.{key}")
 
     return read
@@ -205,6 +208,7 @@ def _precision(reading: Reading, key: str, value: Any) -> None:
                 remedy="Give param_dtype and reduce_dtype.",
             )
         if given is not None:
+            # str(torch.bfloat16) is "torch.bfloat16": configurations from Python hold it.
             chosen = _choice(f"{key}.{name}", str(given).removeprefix("torch."), _FORMATS)
             reading.set_value(str(name), chosen, by=f"{where}.{name}")
 

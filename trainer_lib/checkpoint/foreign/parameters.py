@@ -20,6 +20,7 @@ Names = list[list[str]]
 """Parameter names by group, in the order of the group's numbers."""
 Shape = tuple[int, ...]
 
+# State tensors of torch's optimizers that have the parameter's shape.
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq", "acc_delta")
 _STATES = 100_000
 """The most partial assignments that are followed before the search gives up."""
@@ -72,6 +73,7 @@ def choose_names(candidates: Sequence[Names], slots: Sequence[Sequence[Slot]], s
     """
     fitting: list[Names] = []
     for names in candidates:
+        # Two candidates may be the same names: then it does not matter which one is meant.
         if names not in fitting and _fits(names, slots, shapes):
             fitting.append(names)
     if len(fitting) == 1:
@@ -111,6 +113,7 @@ def derive_names(
         ConfigError: no assignment fits, or several do.
     """
     weights = _distinct(tensors)
+    # Two groups are the reference's: the first decays, the second does not.
     may = [decays, _accept_any] if len(slots) == 2 else [_accept_any] * len(slots)
     ways = _ways_in_order(weights, slots, may) if in_order else _ways_by_shape(weights, slots, may)
     if len(ways) == 1:
@@ -132,6 +135,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     found = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tuple(tensor.shape))
+        # Empty tensors all have one address, so they are not ties.
         if (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.numel() and key in seen):
             seen.add(key)
             found[name] = tuple(tensor.shape)
@@ -164,6 +168,7 @@ def _ways_by_shape(
     if 0 in counts or len(taken) < sum(count == 1 for count in counts):
         return []
     names = [[options[0] for options in group] for group in fitting]
+    # Twice the same: the caller only needs to see that there is more than one.
     return [names] if max(counts, default=1) == 1 else [names, names]
 
 
@@ -192,6 +197,7 @@ def _ways_in_order(
             for place in choices:
                 after = tuple(count + (index == place) for index, count in enumerate(filled))
                 known = following.setdefault(after, [])
+                # Two ways are as good as many: the answer is then "ambiguous".
                 known.extend((*way, place) for way in ways[: 2 - len(known)])
         reached = following
         if len(reached) > _STATES:

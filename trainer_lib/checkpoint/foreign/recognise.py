@@ -82,6 +82,7 @@ _NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metada
 
 def is_foreign(names: Iterable[str]) -> bool:
     """Whether a folder with these names and no commit was certainly written by another program."""
+    # fnmatchcase: the same answer on a system whose file names ignore case.
     return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in _NEVER_OURS)
 
 

@@ -126,6 +126,7 @@ def derive_position(state: TrainerState) -> dict[str, Any]:
         DamagedError: step and epoch contradict each other.
     """
     step, epoch = int(state.global_step), float(state.epoch)
+    # The epoch is a float that the reference computed by division: 1.9999999998 is epoch 2.
     whole = math.floor(epoch + 1e-9)
     if whole == 0:
         return {"epoch": 0, "step_in_epoch": step, "samples_seen": 0}
@@ -175,6 +176,7 @@ def convert_scheduler(scheduler: Mapping[str, Any], names: Sequence[Sequence[str
         per_group = isinstance(value, list) and len(value) == len(names)
         state[key] = [value[place] for place in kept] if per_group else value
     if "lr_lambdas" in state:
+        # torch writes None for a function; only a callable object has state here.
         state["lr_lambdas"] = [None] * len(kept)
     return state
 
@@ -226,6 +228,7 @@ def _is_copied(name: str) -> bool:
 
 
 def _read(store: Store, name: str) -> bytes:
+    # The state grows with every log of a long run.
     return store.read_bytes(name, limit=_JSON_LIMIT)
 
 
@@ -278,6 +281,7 @@ def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, T
     shards = list(dict.fromkeys(weight_map.values()))
     tensors: dict[str, Tensor] = {}
     for shard in shards:
+        # A tensor in two files would be loaded in whichever order they are read.
         for name, tensor in _read_tensors(store, shard).items():
             if weight_map.get(name) != shard:
                 raise refuse_file(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")
@@ -301,6 +305,7 @@ def _check_optimizer(optimizer: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(members, list):
             raise refuse_file(where, "a group in it lists no parameters")
         numbers += members
+    # type(): True == 1, and would pass the first comparison.
     if numbers != list(range(len(numbers))) or any(type(number) is not int for number in numbers):
         raise refuse_file(where, "it does not number its parameters from 0 on")
     if not all(type(number) is int and isinstance(values, dict) for number, values in state.items()):

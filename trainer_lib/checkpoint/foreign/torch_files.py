@@ -104,11 +104,13 @@ def _program(archive: zipfile.ZipFile, size: int, where: str) -> zipfile.ZipInfo
     programs = [record for record in records if record.filename.rpartition("/")[2] == "data.pkl"]
     if len(records) > _RECORDS or len({each.filename for each in records}) != len(records) or len(programs) != 1:
         raise refuse_file(where, "its records are not those of torch.save")
+    # Bit 1 marks an encrypted record.
     if any(record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1 for record in records):
         raise refuse_file(where, "it is compressed, which torch never does")
     if sum(record.file_size for record in records) > size or programs[0].file_size > _PROGRAM_LIMIT:
         raise refuse_file(where, "it would unpack to more bytes than it has")
     order = programs[0].filename.removesuffix("data.pkl") + "byteorder"
+    # Older versions of torch write no such record.
     if order in archive.namelist() and archive.read(order) != b"little":
         raise refuse_file(where, "it was written on a big-endian machine")
     return programs[0]
@@ -184,6 +186,7 @@ class _Interpreter:
 
     def push_word(self, text: str) -> None:
         """GLOBAL: keep what would be imported as a word, if it is a known one."""
+        # Words of torch name storages and types; as functions only those in `_CALLS` are carried out.
         known = text in _CALLS or text.startswith("torch ") or text in ("numpy ndarray", "torch.storage UntypedStorage")
         if not known:
             raise refuse_file(
@@ -217,6 +220,7 @@ class _Interpreter:
             record = self.archive.getinfo(f"{self.folder}data/{key}")
             flat = torch.empty(record.file_size, dtype=torch.uint8)
             with self.archive.open(record) as stream:
+                # Straight into the tensor's memory, without a second copy of a large storage.
                 filled, view = 0, flat.numpy().data
                 while taken := stream.readinto(view[filled:]):  # type: ignore[attr-defined]  # io.BufferedIOBase has it
                     filled += taken
@@ -226,6 +230,7 @@ class _Interpreter:
         flat = self.storages[key]
         if type(count) is not int or count * dtype.itemsize != flat.numel():
             raise ValueError(f"a storage has {flat.numel():,} bytes instead of {count} x {dtype.itemsize}")
+        # A storage may be viewed by several tensors, which share it here as they did there.
         self.push(flat.view(dtype))
 
     def put_items(self, pairs: list[Any]) -> None:

@@ -58,6 +58,7 @@ class DeepSpeedStrategy(ZeroWeights):
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         self.plan: ZeroPlan = plan(args, data_parallel_size=comm.data_parallel.size)
+        # The processes that write files; the others need not hold whole tensors.
         keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
         super().__init__(device, comm, keeps=keeps, mixed=self.plan.precision != "fp32")
         self.forward_communicates = self.plan.stage == 3
@@ -162,12 +163,14 @@ class DeepSpeedStrategy(ZeroWeights):
         inner = self.unwrap(model)
         groups = [(group, [each for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups]
         groups = [(group, parameters) for group, parameters in groups if parameters]
+        # Before the engine casts the model: an export has the formats that were given.
         self._given_dtypes = {id(each): each.dtype for each in inner.parameters()}
         self._engine = self._initialize(inner, self._compiled(optimizer))
         self._partitions = self._checked_partitions()
         self._trained = {id(each) for each in self._partitions.parameters()}
         self._cast_inputs(inner)
         self._take_masters(inner)
+        # On unless it is refused, as in DistributedDataParallel.
         if self._args.ddp_broadcast_buffers is not False:
             self._buffers = [each for each in self.local_state(inner).values() if not isinstance(each, nn.Parameter)]
         return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
@@ -235,6 +238,7 @@ class DeepSpeedStrategy(ZeroWeights):
             return _cast(args, dtype), _cast(kwargs, dtype)
 
         model.register_forward_pre_hook(cast, with_kwargs=True)
+        # Marked on the model, which outlives the engine: one hook is enough.
         model._trainflow_casts = True  # type: ignore[assignment]
 
     @override
@@ -280,6 +284,7 @@ class DeepSpeedStrategy(ZeroWeights):
 
     @contextlib.contextmanager
     def _collecting(self) -> Iterator[None]:
+        # The engine exchanges gradients and steps at a boundary only.
         self._running().set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -294,6 +299,7 @@ class DeepSpeedStrategy(ZeroWeights):
     @override
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """Run the engine's backward. It takes no gradient, so `loss` is multiplied by `gradient` first."""
+        # Not divided by the accumulation: the Trainer has weighted the micro-batch already.
         self._running().backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
 
     @override

@@ -45,6 +45,7 @@ def resolve_config(args: TrainingArguments) -> None:
 
 
 def _check_compiler(field: str, value: Any, instead: str) -> None:
+    # A virtual environment that is not activated has ninja beside its Python, not on PATH.
     beside = str(Path(sys.executable).parent)
     for program, package in (("g++", "g++ (Debian: apt install g++)"), ("ninja", "ninja (pip install ninja)")):
         if shutil.which(program) is None and shutil.which(program, path=beside) is None:
@@ -122,6 +123,7 @@ def engine_config(
     if plan.offload_optimizer is not None:
         config["zero_force_ds_cpu_optimizer"] = False  # torch's fused Adam needs no compiler
     if not trains:
+        # There is no optimizer whose state could be offloaded.
         zero.pop("offload_optimizer", None)
     return config
 
@@ -131,6 +133,7 @@ def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int
     hidden = hidden_size(model)
     if hidden is None:
         return {}
+    # The formulas are those of transformers' integration.
     sizes = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -142,6 +145,7 @@ def _sizes(automatic: tuple[str, ...], model: nn.Module | None) -> dict[str, int
 def hidden_size(model: nn.Module | None) -> int | None:
     """Return the width of the model's layers from its configuration (of several, the largest), or None."""
     config = getattr(model, "config", None)
+    # Models of several modalities keep the width of their layers in a part of the configuration.
     for part in (config, getattr(config, "text_config", None)):
         for name in ("hidden_size", "hidden_sizes", "d_model"):
             value = getattr(part, name, None)
@@ -163,6 +167,7 @@ def schedule_settings(
         "total_num_steps": num_training_steps,
     }
     settings = {name: automatic[name] if value == AUTO else value for name, value in params.items()}
+    # DeepSpeed's class requires these, and configurations leave them to the Trainer.
     if kind in ("WarmupDecayLR", "WarmupCosineLR"):
         settings.setdefault("total_num_steps", num_training_steps)
     if kind in ("WarmupLR", "WarmupDecayLR"):

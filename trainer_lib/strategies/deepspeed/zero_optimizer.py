@@ -105,6 +105,7 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
         return self._inner.state.get(flat) or {}
 
     def _kept(self, whole: Tensor) -> Tensor:
+        # "meta" keeps shape and dtype without memory.
         return whole.detach().cpu() if self._keeps else torch.empty_like(whole, device="meta")
 
 
@@ -149,6 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         keeps: bool,
     ) -> None:
         super().__init__([{"params": parameters} for _, parameters in groups], {})
+        # After super().__init__, which makes plain dictionaries of the groups.
         self.param_groups: Any = [Group(settings, parameters) for settings, parameters in groups]
         self.state: Any = State(partitions, keeps)
         self._partitions = partitions

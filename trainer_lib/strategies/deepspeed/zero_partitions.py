@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+# What this file uses of DeepSpeed's optimizers; private names among them, hence the check.
 _STAGES_1_2 = (
     *("bit16_groups", "single_partition_of_fp32_groups", "optimizer", "loss_scale", "clip_grad", "loss_scaler"),
     *("scaled_global_norm", "update_lp_params", "_lazy_init_hp_params_optimizer_state", "_wait_for_offload_copies"),
@@ -100,6 +101,7 @@ class StagesOneTwo(Partitions):
         """Copy the part of `value` that lies in this rank's flat."""
         given: Any = parameter
         mapping = given._hp_mapping
+        # This rank's flat holds no part of the parameter.
         if mapping is None:
             return
         flat = self.flat_of(parameter)
@@ -158,6 +160,7 @@ class StageThree(Partitions):
         begin = length * self.zero._get_param_partition_rank(parameter)
         part = value.detach().reshape(-1)[begin : begin + length]
         with torch.no_grad():
+            # The padding behind the share, too, for which `value` has nothing.
             target.zero_()
             target.narrow(0, 0, part.numel()).copy_(part)
 

@@ -18,8 +18,10 @@ class EnginePrecision(Precision):
     """A precision without autocast and scaler for the Trainer; it saves the engine's loss scale and counters."""
 
     def __init__(self, name: str, device: torch.device, engine: Callable[[], Any]) -> None:
+        # fp32 for the Trainer: no autocast and no scaler of its own.
         super().__init__("fp32", None, device)
         self.name = name
+        # A function, because there is no engine yet.
         self._engine = engine
 
     @override
@@ -43,4 +45,5 @@ class EnginePrecision(Precision):
         scaler = engine.optimizer.loss_scaler
         for name in _SCALER if self.name == "fp16" else ():
             if hasattr(scaler, name) and name in state:
+                # A checkpoint holds floats, and some of the scaler's fields are whole numbers.
                 setattr(scaler, name, type(getattr(scaler, name))(state[name]))

@@ -59,6 +59,7 @@ class ZeroWeights(SingleStrategy):
 
     def _whole(self, value: Tensor) -> Tensor:
         divided = hasattr(value, "ds_id")  # DeepSpeed marks the parameters that it shards
+        # The masters have more bits than the tensors that the model computes with.
         if id(value) in self._trained and (divided or self._mixed):
             return _detach(self._parts().gather_whole(value), self._keeps)  # type: ignore[arg-type]
         if divided:
@@ -96,6 +97,7 @@ class ZeroWeights(SingleStrategy):
             if not hasattr(target, "ds_id"):
                 target.copy_(value)
             elif id(target) not in self._trained:
+                # At the end of the block DeepSpeed sends rank 0's values to the other shards.
                 with self._gather([target], modifier_rank=0):
                     if self.comm.rank == 0:
                         target.copy_(value)
@@ -115,6 +117,7 @@ class ZeroWeights(SingleStrategy):
         """Return the bytes that this process holds: parameters (between steps), and masters with optimizer state."""
         parameters = 0
         for each in self.unwrap(model).parameters():
+            # In stage 3 the parameter itself is empty, and `ds_tensor` is this rank's share.
             tensor: Tensor = getattr(each, "ds_tensor", each)
             parameters += tensor.numel() * tensor.element_size()
         optimizer = 0

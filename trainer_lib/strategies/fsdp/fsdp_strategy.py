@@ -79,7 +79,9 @@ class FsdpStrategy(SingleStrategy):
     """Every rank holds some rows of each parameter. Gradients are averaged, as with replicas."""
 
     name = "fsdp"
+    # Sharding places every tensor by itself, so the Trainer must not move the model.
     places_model = True
+    # Each forward gathers parameters: a rank without samples has to take part with a dummy batch.
     forward_communicates = True
 
     def __init__(self, device: torch.device, comm: Communicator, args: _Settings) -> None:
@@ -98,6 +100,7 @@ class FsdpStrategy(SingleStrategy):
         self._plugin = FsdpPlugin(settings)
         self.plugins = {"fsdp_plugin": self._plugin}
         self._finds_unused = bool(args.ddp_find_unused_parameters)
+        # One process under torchrun has formed no group, and a mesh needs one.
         if comm.world_size == 1:
             _form_world_of_one(device)
         self._mesh = build_mesh(settings, device, comm)
@@ -131,6 +134,7 @@ class FsdpStrategy(SingleStrategy):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shard the module in place and return it; a sharded one stays as it is."""
         inner = self.unwrap(model)
+        # An earlier Trainer may have sharded the model already.
         if isinstance(inner, FSDPModule):
             return model
         if not any(parameter.requires_grad for parameter in inner.parameters()):
@@ -149,7 +153,9 @@ class FsdpStrategy(SingleStrategy):
         settings = self.settings
         units = find_units(model, settings)
         ignored = find_ignored(model, settings.ignored_modules)
+        # Before the sharding, which replaces every parameter: `adopt_optimizer` knows the old ones by these ids.
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Also before: afterwards each process has only its rows.
         first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
         options: dict[str, Any] = {
             "mesh": self._mesh,
@@ -157,6 +163,7 @@ class FsdpStrategy(SingleStrategy):
             "offload_policy": offload_policy(settings, self.device),
             "ignored_params": ignored,
         }
+        # Inner units first: what they take no longer belongs to the unit around them.
         for unit in units:
             if settings.activation_checkpointing:
                 recompute_activations(unit)
@@ -167,6 +174,7 @@ class FsdpStrategy(SingleStrategy):
         for part in parts:
             restore_class_name(part)
         place_tensors(model, ignored, self.device, offload=settings.offload)
+        # After the placing: tensors on "meta" have memory only from then on.
         if settings.sync_module_states:
             self._take_values(model, first)
         self._order_gathering(model, [each for each in parts if each is not model])
@@ -204,6 +212,7 @@ class FsdpStrategy(SingleStrategy):
             if parameter in ignored or not parameter.ndim:
                 continue
             held = len(parameter.to_local()) if isinstance(parameter, DTensor) else -1
+            # Equal pieces, rounded up: the last ranks may hold fewer rows, or none.
             if not 0 <= held <= -(-len(parameter) // shards):
                 raise InfrastructureError(
                     f"The parameter {name} is not sharded over {shards} processes, as {self.settings.mode} promises.",
@@ -233,6 +242,7 @@ class FsdpStrategy(SingleStrategy):
                 if id(parameter) in present:
                     continue
                 name = self._names.get(id(parameter))
+                # State that was made for a whole parameter does not fit its rows.
                 if name is None or optimizer.state.get(parameter):
                     raise ConfigError(
                         "The optimizer holds parameters that the model no longer has, or has stepped on them.",
@@ -296,9 +306,11 @@ class FsdpStrategy(SingleStrategy):
         if local:
             norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
             square += norms.double().square().sum()
+        # Replicas hold the same rows, so the sum goes over one copy.
         dist.all_reduce(square, group=self._mesh.get_group(-1 if self._mesh.ndim == 1 else "shard"))
         norm = square.sqrt().float()
         if max_norm is not None and max_norm > 0 and local:
+            # 1e-6 as in torch's own clipping.
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm.to(self.device)
 
@@ -332,6 +344,7 @@ class FsdpStrategy(SingleStrategy):
         names: dict[int, list[str]] = {}
         for name, tensor in own.items():
             names.setdefault(id(tensor), []).append(name)
+        # A checkpoint may have a tied weight under any one of its names.
         given = {
             name: next((other for other in names[id(tensor)] if other in state), None) for name, tensor in own.items()
         }

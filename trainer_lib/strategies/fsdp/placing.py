@@ -64,6 +64,7 @@ def offload_policy(settings: FsdpSettings, device: torch.device) -> OffloadPolic
 
 def restore_class_name(part: nn.Module) -> None:
     """Give the class that torch put in front of the module's the name of the user's, which configurations use."""
+    # torch makes the class from FSDPModule and the user's: these are the second and third entry of its MRO.
     made, own = type(part), type(part).__mro__[2]
     made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
 
@@ -74,6 +75,7 @@ def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: t
         model.to_empty(device="cpu" if offload else device)
     with torch.no_grad():
         for parameter in ignored:
+            # .data keeps the parameter object, which the optimizer may hold already.
             parameter.data = parameter.data.to(device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -89,6 +91,7 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("meta"):
             return make()
     except RuntimeError as error:
+        # Not imported here: a model that needs it has imported it.
         kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
         if kind is None or "from_pretrained" not in str(error):
             raise

@@ -40,6 +40,7 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
                 value=type(unit).__name__,
                 remedy="Leave the class out: tied weights are then gathered with the whole model.",
             )
+    # Reversed, because `modules` yields the outer ones first.
     return units[::-1]
 
 
@@ -77,6 +78,7 @@ def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn
         left = set(module.parameters(recurse=False))
         for child in module.children():
             left |= visit(child)
+        # A container has no forward, so nothing would gather its parameters.
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if module is model or container or id(module) in outside or sum(each.numel() for each in left) < minimum:
             return left
@@ -147,6 +149,7 @@ def recompute_activations(module: nn.Module) -> None:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # Without gradients there is no backward that could recompute anything.
         if not (module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
