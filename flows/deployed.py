@@ -35,4 +35,5 @@ def pipeline(
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()
+    # The plain function: a flow inside of a flow would be a run of its own.
     return _plain.pipeline.fn(spec, only=only, start=start, force=force, debug=debug)

@@ -55,6 +55,7 @@ def pipeline(
     result = PipelineResult(spec.name, "", spec.storage)
     try:
         plan = Plan.of(spec, only=only, start=start, force=force or (), debug=debug)
+        # Before the first stage: hours of training must not end at a read-only folder.
         Store.open(plan.spec.storage).ensure_writable(field="storage")
         plan.require_committed()
         with RunRecord(plan, result) as record:

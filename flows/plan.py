@@ -88,6 +88,7 @@ class StagePlan:
         # An index and a UUID may name one GPU, and an index means another GPU in another order.
         comparable = len({type(device) for device in (*ours, *theirs)}) == 1
         in_one_order = self.launch.device_order == other.launch.device_order
+        # Without a list of GPUs a stage may use all of them.
         return bool(ours and theirs) and comparable and in_one_order and set(ours).isdisjoint(theirs)
 
     @property

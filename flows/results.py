@@ -61,6 +61,7 @@ class PipelineResult:
 
     def to_dict(self) -> dict[str, Any]:
         """This result as plain JSON; the error as its record."""
+        # These two are not JSON yet.
         plain = {name: value for name, value in vars(self).items() if name not in ("stages", "error")}
         error = None if self.error is None else self.error.to_record()
         return {**plain, "stages": [asdict(outcome) for outcome in self.stages], "error": error}

@@ -89,6 +89,7 @@ def _train_splits(config: Any) -> dict[str, list[str]]:
 
 def _predictions(manifest: StageManifest) -> dict[str, str]:
     """The folder of the predicted split, or the one above several."""
+    # Below several folders the shortest one is above the others.
     folders = {entry.path.rpartition("/")[0] for entry in manifest.files if "/" in entry.path}
     return {"predictions": f"{manifest.url}/{min(folders, key=len, default='')}".rstrip("/")}
 

@@ -63,6 +63,7 @@ def _refuse_unknown(data: Any, known: list[str]) -> Any:
 class Settings(BaseModel):
     """Base of every settings class: frozen, and unknown keys are refused with the nearest name."""
 
+    # Frozen: a key is computed from these settings, which must not change afterwards.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     # Before pydantic's own check, whose message names no nearest key.
@@ -84,6 +85,7 @@ class LaunchSettings(LaunchConfig):
 
     def to_config(self) -> LaunchConfig:
         """These settings as the launcher takes them, which goes on to change them without validating a spec."""
+        # A plain dataclass: `replace` on this class would validate every change again.
         return LaunchConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 

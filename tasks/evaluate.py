@@ -37,6 +37,7 @@ def evaluate(
         context,
         data,
         model,
+        # A tuple, because a request is frozen.
         request=partial(EvaluateRequest, splits=tuple(config.splits)),
         output=lambda result: StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts()),
     )

@@ -35,5 +35,6 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
         rows = {f"{name}_rows": split.rows for name, split in result.splits.items()}
         return StageOutput((*result.files, described), metrics=rows, facts=facts)
 
+    # Last, although it is needed first: `work` only runs inside of `run_stage`.
     key = prepare_key(config, context)
     return run_stage(key, context, work, retries=config.retries)

@@ -28,6 +28,7 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
         The stage's manifest: the model lies below `model/`; its facts hold steps, checkpoints and what was resumed.
     """
     data = data.with_facts(PrepareFacts)
+    # First: the launcher's file may set arguments, and the key has to see them.
     config = config.with_launchers_arguments()
     parsed = context.resolver.arguments(config.args, prefix="train.args")
     attempts: list[int] = []

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer import Trainer
     from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
+# Name -> module. Written out, because looking into a module would import torch.
 _NAMES = {
     "ArgumentParser": "trainer_lib.arguments",
     "AzureMLCallback": "trainer_lib.trackers.vendors",
@@ -106,6 +107,7 @@ _NAMES = {
     "set_seed": "trainer_lib.trainer.seeding",
 }
 
+# Written out: type checkers and editors do not evaluate an expression.
 __all__ = [
     "ArgumentParser",
     "AzureMLCallback",

@@ -41,6 +41,7 @@ def choose_device(*, use_cpu: bool) -> torch.device:
                 remedy=f"Start at most {count} processes here, or set use_cpu=True.",
             )
         return torch.device("cuda", ranks.local_rank)
+    # torch_xla needs this variable, so where it is set the user means that device.
     if "PJRT_DEVICE" in os.environ and importlib.util.find_spec("torch_xla") is not None:
         _refuse_several("XLA", ranks)
         return _xla_device()

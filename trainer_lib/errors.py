@@ -69,6 +69,7 @@ class TrainflowError(Exception):
         step: int | None = None,
         details: str | None = None,
     ) -> None:
+        # Masked where it comes in, so that no output has to think of it.
         message = mask(message)
         super().__init__(message)
         self.message = message
@@ -256,6 +257,7 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
         return error
     details = "".join(_traceback.format_exception(error))
     where: dict[str, Any] = {"rank": rank, "step": step, "details": details}
+    # An assert without a message has an empty text.
     text = str(error) or type(error).__name__
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted.", **where)
@@ -292,4 +294,5 @@ def _shown(value: object, field: str) -> str:
     if is_secret(re.split(r"[. ]", field)[-1], value):
         return MASK
     text = mask(value if isinstance(value, str) else repr(value))
+    # A value may be a whole data set.
     return text if len(text) <= 200 else text[:197] + "..."

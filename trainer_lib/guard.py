@@ -226,6 +226,7 @@ class Guard:
     def _end_leftovers(self) -> None:
         """End what the command left behind: workers after the usual grace period, other processes after a short one."""
         self._stop()
+        # Once: another turn must not move the deadline again.
         if not self._hurried and not self._workers():
             self._hurried = True
             self.deadline = min(self.deadline or 0.0, time.monotonic() + LEFTOVERS_S)
@@ -287,6 +288,7 @@ class Guard:
         with contextlib.suppress(OSError):  # the owner may have removed the run directory already
             temporary.write_text(json.dumps({"code": status, "time": time.time()}))
             temporary.replace(self.run_dir / "guard.json")
+        # As a shell counts: 128 and the signal's number.
         return status if status >= 0 else 128 - status
 
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 if TYPE_CHECKING:  # the import takes a tenth of a second, so it waits until memory is measured
     import psutil
 
+# A peak that lasts for less time is missed.
 _SAMPLE_S = 0.002
 
 

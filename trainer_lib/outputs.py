@@ -76,6 +76,7 @@ class EvalPrediction:
         return len(self.elements)
 
     def __getitem__(self, index: int) -> Any:
+        # As in the reference, from the front only; this IndexError also ends unpacking.
         if not 0 <= index < len(self.elements):
             raise IndexError("tuple index out of range")
         return self.elements[index]

@@ -98,6 +98,7 @@ def create_precision(args: PrecisionSettings, device: torch.device) -> Precision
 def apply_tf32(args: PrecisionSettings) -> None:
     """Allow or forbid TF32 matrix products in this process; `tf32=None` leaves torch's setting."""
     if args.tf32 is not None:
+        # Two switches, because cuDNN has one of its own for convolutions.
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
         torch.backends.cudnn.allow_tf32 = args.tf32
 

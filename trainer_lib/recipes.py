@@ -147,6 +147,7 @@ class Recipe:
         self.path = path
         self.root = root
         self._module = module
+        # Looked at now, so that a missing function is reported before any work.
         for name in (*REQUIRED, *OPTIONAL):
             function = getattr(module, name, None)
             if function is None and name in needs:
@@ -341,6 +342,7 @@ def user_error(error: BaseException, root: Path) -> TrainflowError:
     else:
         typed = from_exception(error)
     if _FROM_DATA_WORKER.match(typed.message):
+        # The last line is the error, the rest the worker's traceback.
         typed.message, typed.details = typed.message.strip().splitlines()[-1], typed.message
     if not isinstance(typed, CodeError) or typed.value is not None:
         return typed

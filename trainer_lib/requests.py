@@ -189,6 +189,7 @@ class Request(Generic[R]):
         super().__init_subclass__(**options)
         if verb is not None and result is not None:
             cls.verb, cls.result = verb, result
+            # Collected as classes are defined, so that no table has to list them.
             Request.by_verb[verb] = cls
 
     @property
@@ -306,6 +307,7 @@ def read_request(record: object) -> Request[Any]:
     Raises:
         ConfigError: another format, an unknown verb, or a field that is unknown, missing or of another type.
     """
+    # The format first: fields of another format would be refused for the wrong reason.
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise ConfigError(
             f"This is not a request of format {FORMAT}.",

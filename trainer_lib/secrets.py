@@ -21,6 +21,7 @@ MASK = "***"
 _WORDS = frozenset(
     {"secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "privatekey"}
 )
+# "key" alone may be any mapping's; after one of these words it opens something.
 _KEYS = frozenset({"api", "access", "private", "secret", "auth", "encryption", "signing"})
 _VENDORS = frozenset(
     {"hub", "hf", "huggingface", "github", "gitlab", "gh", "wandb", "mlflow", "comet", "neptune", "clearml", "dagshub"}
@@ -33,6 +34,7 @@ _TEXT_TOKENS = frozenset(
     | {"stop", "blank", "prompt", "placeholder", "trigger", "instance", "newline", "begin", "forced", "decoder"}
     | {"num", "max", "min", "per", "next", "first", "last"}
 )
+# The variables in which the tools themselves look.
 _VARIABLES = {
     "token": "HF_TOKEN",
     "hub_token": "HF_TOKEN",
@@ -49,6 +51,7 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PASSWORD_IN_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/@\s]*:[^/@\s]+@")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"]+)")
+# Parameters of signed links, as object stores make them.
 _SIGNATURES = frozenset({"sig", "signature"})
 _AUTHORIZATION = re.compile(r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)[^\s'\",}]{8,}")
 _PLACEHOLDER = re.compile(r"<\w+>")

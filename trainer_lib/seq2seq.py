@@ -168,6 +168,7 @@ class Generation:
         before = self._trainer._gen_kwargs
         try:
             if gen_kwargs or before is None:
+                # Checked before the evaluation starts, and not at its first batch.
                 self._trainer._gen_kwargs = self.complete_settings(gen_kwargs)
                 self.refuse_unusable(self._trainer._gen_kwargs)
             yield

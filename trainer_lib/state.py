@@ -129,6 +129,7 @@ class TrainerState:
     def __post_init__(self) -> None:
         # Files of the transformers Trainer may hold null here.
         self.log_history = [] if self.log_history is None else self.log_history
+        # Not a field: the file keeps the reference's form, and the count has its place in `data.json`.
         self.num_samples_seen = 0
         if not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = collect_callback_states(self.stateful_callbacks or ())
@@ -214,6 +215,7 @@ class TrainerState:
 
 
 def _is_number(value: Any) -> bool:
+    # type(): a bool is a number for isinstance.
     return type(value) in (int, float) and not math.isnan(value)
 
 
@@ -281,6 +283,7 @@ def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
         if name not in states:
             states[name] = callback.state()
         else:
+            # The second of a class turns the entry into a list, as in the reference.
             before = states[name] if isinstance(states[name], list) else [states[name]]
             states[name] = [*before, callback.state()]
     return states

@@ -124,6 +124,7 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
         saved = save_details(error.details)
         rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."
     lines = [Text(f"✗ {error.title}", "bold red")]
+    # A message may quote a file of unknown source.
     lines += [Text.assemble((f"  {name:<6} ", "dim"), printable(text)) for name, text in rows.items() if text]
     if error.details and debug:
         lines += [Text(), Text(error.details.rstrip(), "dim")]

@@ -40,6 +40,7 @@ def run_inference(
     Raises:
         ConfigError: `data` or `model` is the manifest of another stage.
     """
+    # A manifest from a file has the facts of its stage; mypy learns which ones here.
     data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
 
     def work(attempt: StageAttempt) -> StageOutput:
@@ -51,6 +52,7 @@ def run_inference(
         )
         return output(launch_request(asked, config.launch or LaunchSettings(), context, attempt))
 
+    # Only to know how far the batch can be halved.
     arguments = context.resolver.arguments(config.args, prefix=f"{key.stage}.args")
     halvings = max_halvings(arguments.per_device_eval_batch_size)
     return run_stage(key, context, work, retries=config.retries, max_halvings=halvings)

@@ -67,6 +67,7 @@ class Resolver:
         key = ("closure", str(recipe), "" if root is None else str(root))
         known: Closure | None = self._found.get(key)
         if known is not None and not known.is_current():
+            # Forgotten, so that the next line reads the edited file.
             self._found.pop(key, None)
         return self._once(key, lambda: closure(recipe, root, field=field))
 

@@ -25,6 +25,7 @@ def track_stage(handle: RunHandle, manifest: StageManifest, *, step: int) -> Non
     tags = {f"trainflow.{manifest.stage}": manifest.key[:16]}
     if manifest.batch_halvings:
         text = f"memory ran out: batch halved {manifest.batch_halvings} times"
+        # "rung" is the tag's name since the first version.
         tags[f"trainflow.{manifest.stage}.rung"] = text
     set_tags(handle, tags)
     log_metrics(handle, flatten_metrics(manifest.metrics), step)
@@ -46,6 +47,7 @@ def track_splits(handle: RunHandle, manifest: StageManifest[PrepareFacts], ran: 
 
 def track_model(handle: RunHandle, manifest: StageManifest[TrainFacts], ran: bool) -> None:
     """Log the model's folder, unless the run that trained it has it already."""
+    # The run that trained it has the files already.
     if ran or not manifest.facts.mlflow_run_id:
         log_folder(handle, manifest.store().child("model"), "model")
 

@@ -101,6 +101,7 @@ class ArrowSplit:
         entry = self._shards[shard]
         path = self._find_local_file(entry)
         try:
+            # A shard is one batch, so a row's place in the file is its place in the batch.
             batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         except (OSError, pa.ArrowInvalid) as error:
             raise DamagedError(
@@ -130,9 +131,11 @@ def _create_getter(array: pa.Array, column: Column) -> Getter:
         scalars = array.to_numpy(zero_copy_only=False)
         return lambda row: scalars[row].item()
     dtype = np.dtype(column.dtype)
+    # A byte for each boolean, as `columns` stores them.
     values = array.values.to_numpy().view(np.bool_) if dtype.kind == "b" else array.values.to_numpy()
     if column.kind == "array":
         shaped = values.reshape(len(array), *column.shape)
+        # A copy: the map is read-only, and a user's transform may change the sample.
         return lambda row: shaped[row].copy()
     offsets = array.offsets.to_numpy()
     return lambda row: values[offsets[row] : offsets[row + 1]].copy()

@@ -40,6 +40,7 @@ class FileCache:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / entry.sha256
         with self._lock():
+            # The size is enough: the digest was compared when the file was downloaded.
             if not path.exists() or path.stat().st_size != entry.size:
                 self._make_room(entry.size)
                 # Renamed when complete: a killed download never looks like a file.

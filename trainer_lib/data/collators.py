@@ -216,6 +216,7 @@ class DataCollatorForLanguageModeling:
             ("random_replace_prob", self.random_replace_prob),
             ("mask_replace_prob + random_replace_prob", replaced),
         ):
+            # 0.8 + 0.2 may come out a little above 1.
             if value is None or not 0 <= value <= 1 + 1e-9:
                 raise ConfigError(
                     "The share must be from 0 to 1.", field=name, value=str(value), remedy="Give a number from 0 to 1."
@@ -264,6 +265,7 @@ class DataCollatorForLanguageModeling:
         generator = torch.Generator() if seeds is not None else self._own_generator()
         for row, length in enumerate(lengths):
             if seeds is not None:
+                # torch takes 63 bits.
                 generator = torch.Generator().manual_seed((seeds[row] ^ (self.seed or 0) ^ _MASKING) & _INT64)
             place = slice(shape[-1] - length, None) if left else slice(0, length)
             draws[:, row, place] = torch.rand(3, length, generator=generator)

@@ -50,6 +50,7 @@ class Column:
 
     def field(self, name: str) -> pa.Field:
         """The Arrow field; its metadata holds what Arrow's type does not express."""
+        # large_*: the plain types end at 2 GiB in one column.
         plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(self.kind)
         if plain is None:
             # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
@@ -152,6 +153,7 @@ class Schema:
     def _convert_item(self, value: Any, name: str, column: Column, dtype: np.dtype[Any], row: int) -> np.ndarray:
         """Convert one value to an array of the column's dtype and shape."""
         found = _as_array(value)
+        # A safe cast keeps every value: int64 does not fit float32.
         fits = found is not None and (found.size == 0 or np.can_cast(found.dtype, dtype, "safe"))
         if found is None or not fits:
             self._refuse_type(row, name, column, type(value).__name__ if found is None else str(found.dtype))
@@ -188,6 +190,7 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
         if array is None:
             raise _refuse(split, row, name, f"{_describe(value)} cannot be stored beside the other rows' values")
         arrays.append(array)
+    # NumPy gives an empty list float64, which says nothing about the column.
     dtype = np.result_type(*{array.dtype for array in arrays if array.size} or {np.dtype(np.int64)})
     kinds = {array.dtype.kind == "b" for array in arrays if array.size}
     if dtype.kind not in "biuf" or len(kinds) > 1:

@@ -71,6 +71,7 @@ class Shares(IterableDataset[_Part]):
         self.skip: Skip | None = None  # the rounds before `first_round`, when they must be read first
         self.outside: torch.Tensor | None = None  # epoch and first round in shared memory, for persistent workers
         self._global_batch = global_batch
+        # A global batch that is smaller than a round of full micro-batches is divided evenly.
         self._micro = min(micro_batch, -(-global_batch // data_parallel_size))
         self._world = data_parallel_size
         self._rank = rank
@@ -178,6 +179,7 @@ class IterableLoader(DataLoader[Any]):
         # Persistent workers keep their copy of `shares`: they read the position from shared memory.
         if options.num_workers > 0 and options.persistent_workers:
             self.shares.outside = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        # A generator of its own: torch's loader would draw from the global one.
         super().__init__(self.shares, batch_size=None, generator=torch.Generator().manual_seed(0), **options.keywords())
 
     def __len__(self) -> int:
@@ -336,6 +338,7 @@ class ForeignLoader:
             seed_generators(self._seed + epoch)
             batches = iter(self.loader)
             self._create_skip(start_step).discard_from(batches)
+        # Batches go to the ranks in turn, so every rank has to read all of them.
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
             yield Micro(turn[self._rank] if real else turn[0], real)

@@ -250,6 +250,7 @@ class EvalLoader(_SeededLoader):
         self.rows = (start, stop)
         self.eval_batch_size = batch_size
         self.rounds = -(-(stop - start) // (batch_size * data_parallel_size))
+        # Rounds of all ranks: only in the last round may some ranks have fewer rows.
         ends = [(start + (number * data_parallel_size + rank) * batch_size) for number in range(self.rounds)]
         self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
         super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
@@ -280,6 +281,7 @@ def has_length(dataset: Any) -> bool:
     """Whether `len(dataset)` works. An iterable dataset may have a length, too."""
     if not isinstance(dataset, Sized):
         return False
+    # A class may define a length and refuse it for an instance.
     try:
         len(dataset)
     except (TypeError, NotImplementedError):

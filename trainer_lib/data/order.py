@@ -63,6 +63,7 @@ def mix(words: _Words) -> _Words:
 
 def derive(seed: int, *parts: int | _Words) -> _Words:
     """64-bit keys from a seed and further numbers, whose order matters: uint64 ``[1]``, or ``[n]`` like a part."""
+    # Masked: NumPy refuses negative numbers, and those of more than 64 bits.
     key = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     for part in parts:
         number = part if isinstance(part, np.ndarray) else np.array([part & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
@@ -196,6 +197,7 @@ class LengthGroupedOrder:
         """Kind, stretch, a digest of the lengths, and the fingerprint of the random order below."""
         if self._digest is None:  # computed once: every save reads it
             positions: _Words = np.arange(self.num_samples, dtype=np.uint64)
+            # Position and length together: lengths in another order are another order.
             lengths: _Words = self._lengths.astype(np.uint64)
             self._digest = str(int(mix(mix(lengths) ^ positions).sum()))
         found = {**self._random.fingerprint(), "kind": "length", "stretch": self._stretch, "lengths": self._digest}

@@ -38,6 +38,7 @@ def find_finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> 
         notes = dict(record["notes"])
     except (ValueError, KeyError, TypeError):
         return None  # a crash cut the record short: the file is written again
+    # The size first, because a digest reads the whole file.
     if not store.exists(path) or store.size(path) != entry.size or store.digest(path) != entry.sha256:
         return None
     return Part(entry, notes)

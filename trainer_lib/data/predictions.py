@@ -76,6 +76,7 @@ class PredictionWriter:
                 raise self._refuse(name, f"{len(array)} values for {stop - start} rows")
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(arrays), sink, compression="zstd")
+        # One write: a part is whole or absent.
         entry = self._store.write_bytes(self._path(part), sink.getvalue().to_pybytes())
         record_part(self._store, entry, self._settings(part), {})
         return entry
@@ -83,6 +84,7 @@ class PredictionWriter:
     def _build_array(self, name: str, values: Values) -> pa.Array:
         if name == ROW_ID:
             raise self._refuse(name, "the name is reserved for the row's own id")
+        # The first value stands for all: a column has one kind of value.
         nested = any(np.ndim(value) > 1 for value in values[:1])
         try:
             return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))

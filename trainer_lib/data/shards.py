@@ -24,6 +24,7 @@ from trainer_lib.storage import FileEntry, Store
 
 __all__ = ["ArrowSplit", "PredictionWriter", "SplitWriter"]
 
+# It becomes a folder's name.
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -98,6 +99,7 @@ class SplitWriter:
         found = find_finished_part(self._store, path, settings)
         if found is not None:
             if self._schema is None:
+                # The schema of the first run: rows that are read now must fit the shards that are there.
                 stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found.notes["schema"])))
                 self._schema = Schema.of_arrow(stored, self._split)
             return found.entry
@@ -107,7 +109,9 @@ class SplitWriter:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, self._schema.arrow) as file:
             file.write_batch(batch)
+        # One write, so that a killed run leaves a whole shard or none.
         entry = self._store.write_bytes(path, sink.getvalue().to_pybytes())
         schema = base64.b64encode(self._schema.arrow.serialize().to_pybytes()).decode()
+        # After the file: a record without its file would count as finished.
         record_part(self._store, entry, settings, {"schema": schema})
         return entry

@@ -64,6 +64,7 @@ class Skip:
     def discard_from(self, items: Iterator[Any]) -> None:
         """Read and discard all batches."""
         self.begin()
+        # The count first: the other way round `zip` would read one batch too many.
         for _, _ in zip(range(self.batches), items, strict=False):
             self.tick()
 

@@ -13,6 +13,7 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.strategies.base import Strategy
 
 
+# Each is the Trainer's own method or attribute, so an override of the user's takes effect.
 class EvaluationHooks(Protocol):
     """The part of a Trainer that evaluation and prediction use. Every method may be an override of the user's."""
 

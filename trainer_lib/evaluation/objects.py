@@ -41,6 +41,7 @@ def unpack_objects(data: bytes) -> Any:
 def _describe_form(tree: Any, arrays: list[Any]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return {"value": tree}
+    # NumPy's numbers as well: JSON has no dtype.
     if isinstance(tree, torch.Tensor | np.ndarray | np.generic):
         arrays.append(nested.to_numpy(tree))
         return {"array": len(arrays) - 1}

@@ -55,6 +55,7 @@ def stream_predictions(
             remedy="Give map-style data.",
         )
     hooks = trainer._trainflow.evaluator
+    # Alone: the ranks have different numbers of rows, so they must not wait for each other.
     model = hooks.evaluation_model(alone=True)
     loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
     for (first, end), batch in zip(loader.slices, loader, strict=True):

@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     path, *options = argv
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
+    # runpy runs the module as a command, which reads its options here.
     sys.argv = ["accelerate-launch", *options]
     deaths = DeathWatch(run_dir)
     deaths.start()

@@ -58,6 +58,7 @@ def run_workers(
     )  # its report repeats what agent.json records
     options = run.get_args_parser().parse_args(
         [
+            # No restarts by torchrun: an attempt has one start, and the launcher decides on the next.
             *("--nproc-per-node", str(processes), "--max-restarts", "0", "--monitor-interval", "0.1"),
             *("--nnodes", str(nodes), "--node-rank", str(node_rank)),
             *("--rdzv-backend", "static", "--master-addr", master[0], "--master-port", str(master[1])),

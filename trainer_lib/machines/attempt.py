@@ -50,6 +50,7 @@ class Watch(threading.Thread):
     def close(self) -> None:
         """Stop looking."""
         self._closed.set()
+        # A watch that was never started cannot be joined.
         if self.is_alive():
             self.join(BEAT_S * 10)
 
@@ -57,6 +58,7 @@ class Watch(threading.Thread):
         """Return how this machine's workers ended, without those that this thread ended: they are not a cause."""
         killed = oom.has_risen()
         host = socket.gethostname()
+        # What this thread has killed is a consequence, whatever its exit code says.
         kept = [end for end in endings if end["pid"] not in self._ended]
         return {
             "failed": bool(endings),
@@ -114,6 +116,7 @@ class FollowerWatch(Watch):
         if not self._asked and self._rendezvous.get("stacks"):
             self._asked = True
             self._ask_workers()
+            # The workers need a moment to write.
             time.sleep(STACKS_S)
             self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_stacks())
         if self._over_since is not None or self._rendezvous.get("end"):
@@ -148,6 +151,7 @@ class LeaderWatch(Watch):
         while set(self.living()) - self._accounts.keys() and time.monotonic() < deadline:
             time.sleep(BEAT_S / 2)
         self.close()
+        # The store may be gone by now; what was read before counts.
         with contextlib.suppress(Lost):
             self._read_accounts()
         self._write(own)

@@ -122,6 +122,7 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
                 outcome = _attempt(run_dir, config, Rendezvous(store), FollowerWatch(run_dir, Rendezvous(store)))
             except Lost:
                 outcome = None
+            # Counted from the last contact: a training may have taken days.
             deadline = time.monotonic() + config.join_timeout_s
         if outcome is not None and not outcome["again"]:
             run_dir.write_json("outcome.json", outcome)

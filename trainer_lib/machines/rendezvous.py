@@ -57,7 +57,7 @@ def open_store(host: str, port: int) -> TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(minutes=10),
-        multi_tenant=True,
+        multi_tenant=True,  # torchrun, in this process, takes the same store
         master_listen_fd=listener.detach(),
     )
 
@@ -78,6 +78,7 @@ class Rendezvous:
     """One machine's view of the store. Every method raises `Lost` when the store is gone. Values are JSON."""
 
     def __init__(self, store: TCPStore) -> None:
+        # torch's own keys live in the same store.
         self._store = PrefixStore("trainflow", store)
 
     def set(self, key: str, value: Any) -> None:

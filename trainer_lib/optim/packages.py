@@ -55,6 +55,7 @@ def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any
 
 def _bitsandbytes(request: OptimizerRequest) -> Served:
     name = request.name.value
+    # The first part that is in the name: only one of them is.
     family = next(each for each in ("ademamix", "adam", "lion", "rmsprop") if each in name)
     class_name = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}[family]
     cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")

@@ -184,6 +184,7 @@ def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:
     left out. NaN and infinities stay, because a diverged loss is what a reader looks for.
     """
     numbers: dict[str, float] = {}
+    # A text such as "0.5" would become a number, and an array of one value too.
     for key, value in logs.items():
         if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0 or not isinstance(value, SupportsFloat):
             continue

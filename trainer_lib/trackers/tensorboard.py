@@ -55,6 +55,7 @@ class TensorBoardTracker:
         """Add the values of one step."""
         try:
             if self._writer is None:
+                # Only a writer of the caller's own has no folder.
                 if not self._folder:
                     return
                 self._open(purge_step=None)

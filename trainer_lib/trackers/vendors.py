@@ -109,6 +109,7 @@ class VendorCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.require_package()
+        # Loaded here: the package behind it may take seconds to import.
         theirs = getattr(importlib.import_module("transformers.integrations"), type(self).__name__)
         self._theirs: Any = theirs()
         # Only the events that it handles: the handler of events skips a callback without the method.
@@ -206,6 +207,7 @@ def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCa
         if name == "all":
             found += [OURS[one] for one in OURS if trackers.is_installed(one)]
             found += [cls for cls in VENDORS.values() if cls.is_installed()]
+        # Ours first: transformers has callbacks of these names as well.
         elif name in OURS:
             trackers.require_package(name)
             found.append(OURS[name])

@@ -39,6 +39,7 @@ class WandbTracker:
 
             if self._own and self._run is not None:
                 self._run.finish()
+            # A run that the program has opened is not ours to end.
             self._own = wandb.run is None
             if self._own:
                 resume = "allow" if os.environ.get("WANDB_RUN_ID") else None

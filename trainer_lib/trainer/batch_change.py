@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 def saved_batch(data: Mapping[str, Any], source: TrainSource) -> int | None:
     """The global batch of a checkpoint's position if it differs from the source's; None if it is equal or unknown."""
     saved = data.get("source", {}).get("global_batch")
+    # 0 is a loader of the user's own whose batch is not known.
     return saved if saved and source.global_batch and saved != source.global_batch else None
 
 
 def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]:
     """(steps of the epoch that are done, samples that are trained on again) for a position under this source."""
     samples = int(data["position"])
+    # An epoch that was complete stays complete under any batch.
     if source.epoch_samples is not None and source.steps_per_epoch is not None and samples >= source.epoch_samples:
         return source.steps_per_epoch, 0
     return divmod(samples, source.global_batch)

@@ -38,6 +38,7 @@ class Counters:
 
     def store_flos(self) -> None:
         """Add what all ranks have counted to the state. Collective."""
+        # As whole numbers: a float has no digits left for a batch beside a long training.
         total = self._internals.world.comm.sum_ints([int(self._trainer.current_flos)])[0]
         self._trainer.state.total_flos += total
         self.reset_flos()

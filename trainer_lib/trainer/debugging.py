@@ -45,6 +45,7 @@ def finite_or_stop(model: nn.Module) -> Iterator[None]:
 def _look(name: str, frames: deque[str]) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         parts: dict[str, list[torch.Tensor]] = {
+            # Its own weights: the modules inside it have been looked at before it.
             "weights": [each.detach() for each in module.parameters(recurse=False)],
             "input": _floats([*args, *kwargs.values()]),
             "output": _floats(output),

@@ -118,6 +118,7 @@ class Evaluator:
     @contextlib.contextmanager
     def _random_numbers_kept(self) -> Iterator[None]:
         device = self._internals.world.device
+        # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []
         with keep_generators(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
             yield

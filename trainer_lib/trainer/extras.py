@@ -26,6 +26,7 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
         tensors[key] = tensor.detach()
+        # "own" is the device of the process, which may be another one on resume.
         return {"__tensor__": key, "device": "cpu" if tensor.device.type == "cpu" else "own"}
 
     return to_json(value, name, keep)

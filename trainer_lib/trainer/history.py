@@ -14,6 +14,7 @@ import torch
 from trainer_lib.errors import NonFiniteError
 from trainer_lib.strategies.base import Strategy
 
+# Without any log the lists would grow for the whole run.
 _LIMIT = 1024
 
 

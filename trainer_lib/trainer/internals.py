@@ -75,6 +75,7 @@ class Internals:
         self.restore = Restore(trainer, self)
         self.micro_batches = MicroBatchSearch(trainer, self)
         self.loop = TrainingLoop(trainer, self)
+        # A function, because `world` is set later.
         self.publisher = Publisher(trainer, comm=lambda: self.world.comm)
         self.trials = TrialRunner(trainer, self, takes_trial=takes_trial)
 
@@ -107,6 +108,7 @@ class Internals:
             self.events.use_state(state)
             self.events.use_control(control)
             self.events.show_parts()
+            # The facts belong to a model, and this is the first one again.
             trainer._trainflow_look_at_model()
 
     def release_model(self) -> None:

@@ -43,6 +43,7 @@ class NodeView:
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Every local rank's bytes on the machine's main process; None elsewhere."""
+        # As text, because every message of this view is JSON.
         gathered = self.gather_json(data.hex())
         return None if gathered is None else [bytes.fromhex(one) for one in gathered]
 
@@ -92,5 +93,6 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
         return [info.step for info in infos if not verify_files(root.child(info.name), info.commit, digests=False)]
 
     found = comm.broadcast_json(comm.gather_json(run_on_all_ranks(comm, steps)))
+    # A machine takes part by its first rank; the others answered None.
     common = set.intersection(*(set(each) for each in found if each is not None))
     return root.child(checkpoint_name(max(common))).url if common else None

@@ -43,6 +43,7 @@ class OptimizationMethods(TrainerBase):
     def get_num_trainable_parameters(self) -> int:
         """Number of elements of all parameters that are trained."""
         numel = self._trainflow.engine.strategy.numel
+        # A sharded parameter holds a part of its elements here, so the strategy counts.
         return sum(numel(each) for each in self.model.parameters() if each.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
@@ -76,6 +77,7 @@ class OptimizationMethods(TrainerBase):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`. Their L2 norm before that, 0-dim on the device."""
         engine = self._trainflow.engine
+        # From the optimizer, not from the model: a wrapper may have replaced the parameters.
         parameters = [each for group in engine.ready_optimizer().param_groups for each in group["params"]]
         return engine.strategy.clip_grad_norm(parameters, self.args.max_grad_norm)
 

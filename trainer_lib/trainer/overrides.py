@@ -60,4 +60,5 @@ def refuse_uncalled(cls: type) -> None:
 
 
 def _own_classes(cls: type) -> Iterable[type]:
+    # Mixins in between are the user's as well.
     return (each for each in cls.__mro__ if each is not object and not each.__module__.startswith("trainer_lib."))

@@ -23,6 +23,7 @@ class ReportingMethods(TrainerBase):
             entry["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             entry["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+        # In place, as in the reference: the caller's dictionary has the epoch afterwards.
         logs.update(entry)
         self.state.log_history.append({**entry, "step": self.state.global_step})
         self._trainflow.events.fire("on_log", logs)

@@ -28,6 +28,7 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 def takes_positionals(function: Callable[..., Any], count: int) -> bool:
     """Whether a (bound) function accepts that many positional arguments."""
     kinds = [parameter.kind for parameter in parameters_of(function).values()]
+    # Counted, not named: an override may give its parameters other names.
     places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
     return places >= count or inspect.Parameter.VAR_POSITIONAL in kinds
 

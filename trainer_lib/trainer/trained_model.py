@@ -53,6 +53,7 @@ class TrainedModel:
         models.refuse_untrainable(model)
         trainer.is_model_parallel = models.is_spread(model, self._internals.world.device)
         stays = trainer.is_model_parallel or models.is_placed(model) or strategy.places_model
+        # A model that was placed stays there: the parts of a spread one must not move to one device.
         trainer.place_model_on_device = trainer.args.place_model_on_device and not stays
         self.use(model)
         self._place()

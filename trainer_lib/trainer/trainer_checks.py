@@ -79,6 +79,7 @@ def check_trainer(trainer: TrainerHooks, data_parallel_size: int) -> None:
     """Raise ConfigError or DataError where the arguments contradict what else the Trainer was given."""
     args = trainer.args
     _check_training_data(args, trainer.train_dataset, sorts=sorts_by_length(args))
+    # A subclass with its own `evaluate` may need no dataset.
     if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
         raise ConfigError(
             f"eval_strategy = {args.eval_strategy} needs data to evaluate on.",

@@ -307,5 +307,6 @@ class LoopHooks(Protocol):
         """Whether this is the main process of the job."""
 
 
+# Declared as the Trainer declares them: mypy then compares every signature.
 class TrainerHooks(DataHooks, StepHooks, OptimizationHooks, EvaluationHooksOfTrainer, SavingHooks, LoopHooks, Protocol):
     """Everything that collaborators use of the Trainer."""

@@ -38,6 +38,7 @@ class World:
         """Join the process group that the environment describes; a single process has a world of one rank."""
         batching = BatchSettings.of(args.accelerator_config)
         formed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        # Before the group is formed: afterwards it cannot be seen who formed it.
         batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=formed)
         comm = distributed.init(args)
         save_group: distributed.Communicator = NodeView(comm) if args.save_on_each_node else comm
@@ -45,6 +46,7 @@ class World:
 
     def train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one micro-batch of this process, as the arguments give it."""
+        # The ranks that share the data, which need not be all ranks.
         shares = self.comm.data_parallel.size
         return self.batching.share(args.train_batch_size, shares, field="per_device_train_batch_size")
 

@@ -38,6 +38,7 @@ def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module
         import transformers
     except ImportError:
         return None
+    # An identifier only: no dotted path out of the package.
     found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         return None
@@ -89,6 +90,7 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if not isinstance(model, peft.PeftModel):
         raise _no_adapter(f"the model given is a {type(model).__name__}, not a PeftModel")
     expected = peft.get_peft_model_state_dict(model)
+    # Names and shapes first, because peft ignores what does not fit.
     if expected.keys() != tensors.keys() or any(expected[name].shape != tensors[name].shape for name in tensors):
         raise _no_adapter(f"the model's adapter has other weights ({len(expected)}, the folder {len(tensors)})")
     peft.set_peft_model_state_dict(model, dict(tensors))

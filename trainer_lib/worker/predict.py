@@ -67,6 +67,7 @@ def _part(
 
 def _single(outputs: Any) -> Any:
     """The only array of the outputs; several outputs stay a tree."""
+    # A model with one output is the usual case: the recipe gets the array itself.
     if isinstance(outputs, dict | list | tuple) and len(outputs) == 1:
         return next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
     return np.asarray(outputs) if isinstance(outputs, np.ndarray) else outputs

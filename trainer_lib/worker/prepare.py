@@ -16,6 +16,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     Raises:
         DataError: an empty split, rows that do not fit each other, NaN.
     """
+    # The rows come from one iterator, which one process reads.
     if work.rank != 0:
         return None
     request = work.request

@@ -72,6 +72,7 @@ def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) 
     store = output.child(MODEL)
     if not store.exists("config.json"):
         _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request.model})
+    # For a reader of the folder: what decided the weights, without paths and speeds.
     _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=work.world_size))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
 
