@@ -98,6 +98,7 @@ def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
     return {"published": manifest.facts.published_url}
 
 
+# Parameter of the task -> the stage whose manifest it takes.
 _DATA_AND_MODEL = {"data": "prepare-data", "model": "train"}
 
 # `config` goes through functions, not names: evaluate and predict fill in what the spec left to train.

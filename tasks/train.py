@@ -76,6 +76,7 @@ def _train(
 
 def _arguments(context: StageContext, config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:
     """The arguments of this attempt: the same global batch, however far memory reaches and many machines come."""
+    # Of a range of machines the largest number: fewer of them take more micro-batches each.
     processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
     # A range of machines ("2:4").
     varies = ":" in str(config.launch.nodes)

@@ -117,6 +117,7 @@ def write_commit(
     commit = Commit(kind, entries, json.loads(json.dumps(meta)), created, content_digest(entries))
     data = _render(commit)
     _check_own(commit, data)
+    # Before the commit: after a power cut COMMIT.json must not list files that were only cached.
     store.sync()
     _check_arrived(store, commit)
     if guard is not None:

@@ -34,6 +34,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+# Numbers of linux/prctl.h, which Python's library does not have.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SNAPSHOT_S = 0.3

@@ -311,6 +311,7 @@ def create_empty_recipe(root: Path) -> Recipe:
 
 def refuse_hidden_packages() -> None:
     """Raise ConfigError when `import flows`, `tasks` or `trainer_lib` would find another package than ours."""
+    # The folder above `trainer_lib`, where `flows` and `tasks` lie as well.
     home = Path(__file__).resolve().parents[1]
     for name in OURS:
         found = sys.modules.get(name)

@@ -43,6 +43,7 @@ _VARIABLES = {
     "access_key": "AWS_ACCESS_KEY_ID",
     "secret_key": "AWS_SECRET_ACCESS_KEY",
 }
+# The prefixes of tokens of Hugging Face, GitHub, GitLab, Slack and AWS.
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b)"

@@ -137,6 +137,7 @@ class Seq2SeqTrainer(Trainer):
         labels = next((inputs[name] for name in self.label_names if inputs.get(name) is not None), None)
         # A second forward, for the loss alone: generation does not compute it.
         loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys=ignore_keys)
+        # One label per sample has no length to pad.
         if labels is not None and labels.ndim > 1:
             labels = self._pad_tensors_to_max_len(labels, length)
         return loss, self._pad_tensors_to_max_len(tokens, length), labels

@@ -197,6 +197,7 @@ class TrainerState:
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
             if interval is not None:  # eval_steps may be unset
+                # 1 is one step; only what is below 1 is a share.
                 setattr(self, name, interval if interval >= 1 else math.ceil(max_steps * interval))
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:

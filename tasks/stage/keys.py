@@ -42,6 +42,7 @@ NUMERICS = 1
 SCHEMAS = {"prepare-data": 1, "train": 1, "evaluate": 2, "predict": 2, "push-to-hub": 2}
 """Per stage: raised when what it writes, or what its key holds, changes shape: older results are then not used."""
 
+# Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
 
+# A number of 15 digits, which says nothing on a terminal.
 _HIDDEN = frozenset({"total_flos"})
 
 
@@ -40,6 +41,7 @@ class ProgressCallback(TrainerCallback):
         # The steps before a resume took another process's time.
         self._clock = _StepClock(state.global_step)
         if state.is_world_process_zero and _is_interactive():
+            # initial: a resumed run's bar starts where it stopped.
             self.training_bar = _open_bar(total=state.max_steps, initial=state.global_step)
 
     @override

@@ -75,6 +75,7 @@ class StragglerCallback(TrainerCallback):
         self._comm = comm
         self._store = dist.PrefixStore("trainflow/own-time", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         self._clock = _StreamClock() if args.device.type == "cuda" else _HostClock()
+        # Wrapped models exchange inside of their forward: a wait would be measured as work.
         if isinstance(model, nn.Module) and not (args.fsdp or args.deepspeed or args.torch_compile):
             begin, end = self._clock.begin, self._clock.end
             self._hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]

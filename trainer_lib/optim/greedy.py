@@ -53,6 +53,7 @@ class GreedyLR:
         MissingExtraError: transformers is not installed, or too old to have the schedule.
     """
 
+    # The defaults are those of transformers' class.
     def __init__(
         self,
         optimizer: Optimizer,

@@ -44,6 +44,7 @@ def linear(*, warmup: int, total: int) -> Factor:
     def factor(step: int) -> float:
         if step < warmup:
             return step / max(1, warmup)
+        # max: training may end within the warm-up.
         return max(0.0, (total - step) / max(1, total - warmup))
 
     return factor
@@ -108,6 +109,7 @@ def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
 
     `timescale` is in steps; the default is the warm-up, or 10,000 without one.
     """
+    # 10,000 as in the reference, which has it from big_vision.
     scale = timescale or warmup or 10_000
 
     def factor(step: int) -> float:

@@ -102,6 +102,7 @@ def build_optimizer(
             remedy="Give one optimizer.",
         )
     names = get_decay_parameter_names(model) if decay_names is None else decay_names
+    # A low-rank optimizer has made its own groups.
     groups = kwargs.pop("params", None) or parameter_groups(model, args.weight_decay, names)
     if not groups:
         raise ConfigError(

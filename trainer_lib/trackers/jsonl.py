@@ -107,6 +107,7 @@ class JsonlTracker:
     def _upload(self) -> None:
         self._unsaved.clear()
         try:
+            # A copy, because the training thread appends meanwhile.
             self._store.write_bytes(FILE, b"".join(list(self._lines)))
         except TrainflowError as error:  # the lines are still here: the next upload has them all
             self._unsaved.set()

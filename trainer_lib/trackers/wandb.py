@@ -42,6 +42,7 @@ class WandbTracker:
             # A run that the program has opened is not ours to end.
             self._own = wandb.run is None
             if self._own:
+                # "allow", not "must": the run may not exist yet.
                 resume = "allow" if os.environ.get("WANDB_RUN_ID") else None
                 settings: dict[str, Any] = {"project": self._project, "name": run_name, "dir": self._folder}
                 self._run = wandb.init(config=flatten_params(params), resume=resume, **settings)

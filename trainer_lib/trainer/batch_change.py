@@ -49,6 +49,7 @@ def refusal(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, da
 
 def total_steps(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, max_steps: int) -> int:
     """Optimizer steps in all: those done with the old batch, and those that the epochs have left with the new one."""
+    # max_steps counts optimizer steps, whatever their batch.
     if args.max_steps > 0 or source.steps_per_epoch is None:
         return max_steps
     done = int(loaded.data["epoch"]) * source.steps_per_epoch + position_in(loaded.data, source)[0]

@@ -108,6 +108,7 @@ class DataMethods(TrainerBase):
             try:
                 batches.append(next(epoch_iterator))
             except StopIteration:
+                # The last step of an epoch may have fewer.
                 break
         return batches, self._get_num_items_in_batch(batches, device) if batches else None
 

@@ -19,6 +19,7 @@ from trainer_lib.errors import NonFiniteError
 from trainer_lib.evaluation import nested
 
 _log = logging.getLogger(__name__)
+# As many as the reference shows.
 FRAMES = 21  # modules that are shown, the faulty one included
 
 

@@ -61,6 +61,7 @@ class OptimizationMethods(TrainerBase):
             return [group["params"] for group in groups]
         wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
         for group in groups:
+            # By identity: `in` on a list of tensors compares their values.
             if any(each is wanted for each in group["params"]):
                 return group
         raise ConfigError(

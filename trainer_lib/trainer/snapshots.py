@@ -138,6 +138,7 @@ class Snapshots:
         store = Store.open(output_dir or str(trainer.args.output_dir), field="output_dir")
         if state is None:
             state = self._internals.engine.strategy.model_state(trainer.model_wrapped)
+        # An adapter's weights are among `_model_files`.
         if not models.is_adapted(trainer.model):
             with store.open_write(WEIGHTS) as writer:
                 write_safetensors(writer, models.in_saving_order(trainer.model, state))

@@ -81,6 +81,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         tokenizer: Any = None,
     ) -> None:
+        # First: it needs nothing, and what follows may join a process group.
         refuse_uncalled(type(self))
         self._trainflow = internals = Internals(self)
         self._trainflow_set_up(self._trainflow_arguments_class(output_dir="tmp_trainer") if args is None else args)
@@ -98,6 +99,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         default = DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
         self.data_collator = data_collator or default
         internals.engine.take_optimizers(optimizers)
+        # After `compute_loss_func` is set, whose signature is read as well.
         internals.signatures = Signatures.of(self, default_loss=StepMethods.compute_loss)
         with self._memory_tracker.stage("init"):
             internals.model.take(model)
@@ -110,6 +112,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
 
         Called when the Trainer is built, and by a search for every trial.
         """
+        # A copy where the launcher sets anything: the user's own arguments stay as they are.
         args = launched.apply_launcher(args)
         trainer_checks.refuse_unserved(args, self._trainflow_arguments_class)
         self.args = args = resolve_arguments(args)

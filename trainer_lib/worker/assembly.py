@@ -29,6 +29,7 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
     """
     given = dict(work.request.args)
     given["output_dir"] = output_dir
+    # A bar's lines would mix with the progress that the orchestrator shows.
     given.setdefault("disable_tqdm", True)
     if verb != "train":  # these arguments come from training, but there is no evaluation set and nothing to save
         given |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}

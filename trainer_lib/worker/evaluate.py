@@ -74,6 +74,7 @@ def _afterwards(
     if work.recipe.after_evaluate is None:
         return {}, []
     work.events.emit("progress", message="after_evaluate")
+    # The evaluations have put the model back into the mode it had.
     model.eval()
     with torch.no_grad():
         given = dict(work.recipe.after_evaluate(model, data, work.request.options))

@@ -93,6 +93,7 @@ def _choice(key: str, value: Any, options: Mapping[str, Any]) -> Any:
 
 def _sharding(reading: Reading, key: str, value: Any) -> None:
     """Read ``sharding_strategy``, torch's name or number of a mode, which must agree with `fsdp`."""
+    # torch counts the members of its enum from 1.
     numbers = {str(number): name for number, name in enumerate(MODES, 1)}
     mode = _choice(key, value, {**numbers, **{name: name for name in MODES}})
     if mode != reading.values["mode"]:
