@@ -71,7 +71,6 @@ def follow(
     checked = resolve_config(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
-    # The text takes the place of an output: two followers of one place on one machine find each other by it.
     run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
     try:
         write_settings(run_dir, config)
