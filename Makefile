@@ -10,7 +10,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test check chaos fuzz format clean
+.PHONY: help install demo unit test clients check chaos fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,11 @@ test: install  ## Run the whole test suite (at most twelve minutes on two cores)
 	$(PYTEST) tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit || failed=1; \
 	$(PYTEST) tests/e2e tests/flows || failed=1; \
 	exit $$failed
+
+# Libraries that subclass the Trainer, in a folder of their own. Without a network their tests are skipped.
+clients: install  ## Install the client libraries and run their tests (about three minutes)
+	@$(BIN)/python -m tests.support.clients
+	@$(PYTEST) tests/clients
 
 check: install  ## Lint, format check, types, architecture
 	$(BIN)/ruff check --no-cache .

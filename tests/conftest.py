@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import memory_group, police
+from tests.support import clients, memory_group, police
 
 pytest_plugins = ("tests.support.hub", "tests.support.s3", "tests.support.stores", "tests.support.tiny_runs")
 
@@ -137,6 +137,7 @@ def _has_namespaces() -> bool:
 
 
 _NEEDS: dict[str, Callable[[], bool]] = {
+    "clients": clients.are_installed,
     "browser": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,

@@ -1,0 +1,97 @@
+"""Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.support.client_cases import STEPS
+from tests.support.client_names import tries
+from tests.support.compatibility import CLIENTS, rows
+from tests.support.repository import ROOT
+
+PAGE = ROOT / "docs" / "clients.md"
+COMPATIBILITY = ROOT / "docs" / "compatibility.md"
+COLUMNS = ("constructs", "trains", "evaluates", "logs the same names", "saves", "resumes", "loads")
+#: Losses on both sides, and of a resumed and an unbroken training, are equal to this.
+CLOSE = 1e-5
+#: Parts of the names of figures that the clock decides.
+_TIMES = ("runtime", "per_second")
+
+Outcome = Mapping[str, Any]
+
+
+def _entries(logs: list[dict[str, Any]]) -> Iterator[dict[str, float]]:
+    for entry in logs:
+        yield {name: value for name, value in entry.items() if not any(part in name for part in _TIMES)}
+
+
+def log_differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, names_only: bool = False) -> list[str]:
+    """Return how two logs differ: in the number of entries, in their names, or in a figure by more than `CLOSE`."""
+    if len(ours) != len(theirs):
+        return [f"{len(ours)} entries and {len(theirs)}"]
+    found = []
+    for one, other in zip(ours, theirs, strict=True):
+        if one.keys() != other.keys():
+            found.append(f"step {other['step']}: {sorted(one.keys() ^ other.keys())} on one side only")
+    if found or names_only:
+        return found
+    for one, other in zip(_entries(ours), _entries(theirs), strict=True):
+        for name, value in other.items():
+            if not math.isclose(one[name], value, rel_tol=CLOSE, abs_tol=CLOSE):
+                found.append(f"step {other['step']}: {name} is {one[name]} and {value}")
+    return found
+
+
+def resumed_differences(outcome: Outcome) -> list[str]:
+    """Return how a resumed training's losses differ from those of the unbroken one, step by step."""
+    again = {entry["step"]: entry["loss"] for entry in outcome["resumed"] if "loss" in entry}
+    whole = {entry["step"]: entry["loss"] for entry in outcome["logs"] if "loss" in entry}
+    if again.keys() != whole.keys():
+        return [f"steps {sorted(again)} and {sorted(whole)}"]
+    return [
+        f"step {step}: loss {again[step]} and {whole[step]}"
+        for step in whole
+        if not math.isclose(again[step], whole[step], rel_tol=CLOSE, abs_tol=CLOSE)
+    ]
+
+
+def achievements(outcome: Outcome, other: Outcome) -> dict[str, bool]:
+    """Return column -> whether the client did it; its log is compared with that of the `other` Trainer."""
+    done = {}
+    for step in STEPS:
+        done[step] = bool(outcome["logs"] or step == "constructs") and step not in outcome["errors"]
+    done["resumes"] = done["resumes"] and not resumed_differences(outcome)
+    done["loads"] = done["loads"] and outcome["loaded"] == 0
+    done["logs the same names"] = done["trains"] and not log_differences(
+        outcome["logs"], other["logs"], names_only=True
+    )
+    return {name: done[name] for name in COLUMNS}
+
+
+def row(name: str, ours: Outcome, theirs: Outcome) -> str:
+    """Return a client's row of docs/clients.md: each column on our Trainer, then on that of transformers."""
+    here, there = achievements(ours, theirs), achievements(theirs, ours)
+    words = {True: "yes", False: "no"}
+    cells = (f"{words[here[column]]} / {words[there[column]]}" for column in COLUMNS)
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def unfounded_claims(client: str, used: set[str]) -> list[str]:
+    """Return the rows of docs/compatibility.md that name a client which did not use the name while it ran."""
+    return [row.name for row in rows() if client in row.tried_with and not tries(row.section, row.name, used)]
+
+
+def fill_column(client: str, used: set[str]) -> None:
+    """Write a client into the column "tried with" of every row whose name it used, and out of every other one."""
+    lines = COMPATIBILITY.read_text(encoding="utf-8").splitlines()
+    found = iter(rows())
+    for number, line in enumerate(lines):
+        if line.startswith("| ") and not line.startswith("| name |"):
+            row = next(found)
+            clients = {*row.tried_with} - {client} | ({client} if tries(row.section, row.name, used) else set())
+            listed = ", ".join(each for each in CLIENTS if each in clients)
+            kept = line.removesuffix(f" {', '.join(row.tried_with)} |") if row.tried_with else line
+            lines[number] = f"{kept} {listed} |" if listed else kept
+    COMPATIBILITY.write_text("\n".join(lines) + "\n", encoding="utf-8")

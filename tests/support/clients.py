@@ -1,0 +1,105 @@
+"""The environment of the client libraries, and their cases run in it: `needs("clients")` asks for it.
+
+A client is a library or script that subclasses the Trainer of transformers. Its packages lie in a folder beside those
+of the running interpreter, so that nothing else of the product ever sees them; `make clients` fills the folder and runs
+tests/clients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.repository import ROOT
+
+PINS = ROOT / "tests" / "clients-constraints.txt"
+#: Environment variable that names another folder, for several checkouts with one set of clients.
+VARIABLE = "TRAINFLOW_TEST_CLIENTS"
+_STAMP = "installed.sha256"
+
+
+def folder() -> Path:
+    """Return the folder of the clients' packages."""
+    return Path(os.environ.get(VARIABLE) or Path(sys.prefix) / "clients")
+
+
+def pins() -> dict[str, str]:
+    """Return the clients' packages and their pinned versions."""
+    lines = (line.split("#")[0].strip() for line in PINS.read_text(encoding="utf-8").splitlines())
+    return dict(line.split("==") for line in lines if line)
+
+
+def _digest() -> str:
+    return hashlib.sha256(PINS.read_bytes()).hexdigest()
+
+
+def are_installed() -> bool:
+    """Whether the folder holds the clients at their pinned versions."""
+    stamp = folder() / _STAMP
+    return stamp.is_file() and stamp.read_text(encoding="utf-8") == _digest()
+
+
+def distributions() -> Iterable[importlib.metadata.Distribution]:
+    """Return the distributions in the folder."""
+    return importlib.metadata.distributions(path=[str(folder())])
+
+
+def install() -> int:
+    """Install the clients unless they are there. Returns pip's exit code; an unreachable index gives up in seconds."""
+    if are_installed():
+        return 0
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--timeout", "10", "--retries", "1"]
+    target = ["install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder()), "--requirement", str(PINS)]
+    code = subprocess.run([*pip, *target], check=False).returncode
+    if code == 0:
+        (folder() / _STAMP).write_text(_digest(), encoding="utf-8")
+    return code
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The cases of a client on both Trainers.
+
+    Attributes:
+        ours, transformers: outcome of each case by its name, as `client_cases.run` returns it.
+        names: what the client used of our Trainer, as `client_names.uses` writes it.
+    """
+
+    ours: dict[str, dict[str, Any]]
+    transformers: dict[str, dict[str, Any]]
+    names: set[str]
+
+
+def run_cases(module: str, output: Path, *packages: str) -> Runs:
+    """Run the cases of a module on our Trainer and on that of transformers, each side in one process of its own.
+
+    Args:
+        module: dotted name of a module with `CASES`, a list of `client_cases.Case`.
+        output: an empty folder for what the trainings write.
+        packages: the client's packages, whose use of our Trainer is recorded; that of `module` is as well.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
+    watched = [str(ROOT / f"{module.replace('.', '/')}.py"), *(f"{folder() / each}{os.sep}" for each in packages)]
+    answers = []
+    for side in ("ours", "transformers"):
+        answer = output / f"{side}.json"
+        command = [sys.executable, "-m", "tests.support.client_cases", module, side, str(output / side), str(answer)]
+        done = subprocess.run([*command, *watched], cwd=output, env=env, capture_output=True, text=True, check=False)
+        (output / f"{side}.stderr").write_text(done.stderr, encoding="utf-8")
+        assert answer.exists(), f"{module} on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"
+        answers.append(json.loads(answer.read_text(encoding="utf-8")))
+    ours, theirs = answers
+    return Runs(ours["outcomes"], theirs["outcomes"], set(ours["names"]))
+
+
+if __name__ == "__main__":
+    if install():
+        sys.stderr.write("The client libraries could not be installed: their tests are skipped.\n")

@@ -1,0 +1,171 @@
+"""TRL's trainers on tiny models: supervised fine-tuning, preferences, rewards."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from tests.support import tiny_models
+from tests.support.client_cases import Case
+
+#: Every run: a log at every step, an evaluation and a checkpoint at every second one, data in their own order.
+RUN: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "train_sampling_strategy": "sequential",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+_TEMPLATE = (
+    "{% for message in messages %}{{ 'the ' if message['role'] == 'user' else 'a ' }}"
+    "{{ message['content'] }} [EOS] {% endfor %}{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"
+)
+
+
+def tokenizer() -> Any:
+    """A word-level tokenizer with a chat template."""
+    made = tiny_models.tokenizer()
+    made.chat_template = _TEMPLATE
+    return made
+
+
+def _sentence(number: int, length: int) -> str:
+    words = tiny_models.WORDS
+    return " ".join(words[(number * 5 + place * 3) % len(words)] for place in range(length))
+
+
+def chats(count: int = 16) -> Any:
+    """Conversations of a question and an answer, of 4 to 12 tokens."""
+    from datasets import Dataset
+
+    rows = []
+    for number in range(count):
+        question = {"role": "user", "content": _sentence(number, 1 + number % 4)}
+        answer = {"role": "assistant", "content": _sentence(number + 7, 1 + number % 5)}
+        rows.append({"messages": [question, answer]})
+    return Dataset.from_list(rows)
+
+
+def pairs(count: int = 16) -> Any:
+    """A prompt with a chosen and a rejected answer."""
+    from datasets import Dataset
+
+    return Dataset.from_list(
+        [
+            {
+                "prompt": _sentence(number, 2 + number % 3),
+                "chosen": " " + _sentence(number + 3, 1 + number % 4),
+                "rejected": " " + _sentence(number + 8, 2 + number % 3),
+            }
+            for number in range(count)
+        ]
+    )
+
+
+def lora() -> Any:
+    """A LoRA of rank 2 on two projections."""
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+
+
+def rewarder() -> Any:
+    """A decoder with one number per sequence."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    config = tiny_models.llama().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    made: Any = LlamaForSequenceClassification
+    return made(config)
+
+
+# ------------------------------------------------------------------------------------------------------------ builders
+def sft(folder: str, *, streams: bool = False, peft: bool = False, **given: Any) -> Any:
+    """An `SFTTrainer` on conversations."""
+    from trl import SFTConfig, SFTTrainer
+
+    data = chats()
+    return SFTTrainer(
+        model=tiny_models.llama(),
+        args=SFTConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
+        train_dataset=data.to_iterable_dataset() if streams else data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+    )
+
+
+def dpo(folder: str, *, peft: bool = False, **given: Any) -> Any:
+    """A `DPOTrainer` with a reference model, or with the adapter switched off as the reference."""
+    from trl import DPOConfig, DPOTrainer
+
+    data = pairs()
+    return DPOTrainer(
+        model=tiny_models.llama(),
+        ref_model=None if peft else tiny_models.llama(),
+        args=DPOConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+        peft_config=lora() if peft else None,
+    )
+
+
+def reward(folder: str, **given: Any) -> Any:
+    """A `RewardTrainer` on preferences."""
+    from trl import RewardConfig, RewardTrainer
+
+    data = pairs().remove_columns("prompt")
+    return RewardTrainer(
+        model=rewarder(),
+        args=RewardConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- loaders
+def load_causal(folder: str) -> Any:
+    """A saved decoder."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def load_rewarder(folder: str) -> Any:
+    """A saved model with one number per sequence."""
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder)
+
+
+def load_adapter(folder: str) -> Any:
+    """A saved adapter on a new base model."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(tiny_models.llama(), folder)
+
+
+CASES = [
+    Case("SFTTrainer, conversations", sft, load_causal),
+    Case("SFTTrainer, packing", partial(sft, packing=True, eval_packing=False), load_causal),
+    Case("SFTTrainer, LoRA", partial(sft, peft=True), load_adapter),
+    Case("SFTTrainer, streaming", partial(sft, streams=True), load_causal),
+    Case("DPOTrainer", dpo, load_causal),
+    Case("DPOTrainer, LoRA", partial(dpo, peft=True), load_adapter),
+    Case("DPOTrainer, precomputed reference", partial(dpo, precompute_ref_log_probs=True), load_causal),
+    Case("RewardTrainer", reward, load_rewarder),
+]
