@@ -38,6 +38,11 @@ class ExportableState:
         return instance
 
 
+def has_exportable_state(candidate: object) -> bool:
+    """Whether an object has the two methods of `ExportableState`; transformers' callbacks derive from another class."""
+    return callable(getattr(candidate, "state", None)) and callable(getattr(type(candidate), "from_state", None))
+
+
 @dataclass
 class TrainerControl(ExportableState):
     """Switches that callbacks set and the training loop obeys.
@@ -273,7 +278,7 @@ def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     """
     states: dict[str, Any] = {}
     for callback in callbacks:
-        if not isinstance(callback, ExportableState):
+        if not has_exportable_state(callback):
             raise ConfigError(
                 "This callback has no state that can be saved.",
                 field="stateful_callbacks",

@@ -19,7 +19,7 @@ from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.order import derive, sample_seeds
-from trainer_lib.data.skipping import Skip, has_complete_state
+from trainer_lib.data.skipping import Skip, has_complete_state, with_own_position
 from trainer_lib.errors import ConfigError
 
 _DATASET = "The iterable dataset has no state to restore"
@@ -154,7 +154,7 @@ class IterableLoader(DataLoader[Any]):
         dummy_batches: bool = True,
     ) -> None:
         self.shares = Shares(
-            dataset,
+            with_own_position(dataset),
             collate,
             global_batch=global_batch,
             micro_batch=micro_batch,
@@ -265,7 +265,7 @@ class IterableLoader(DataLoader[Any]):
             and callable(read := getattr(stream, "state_dict", None))
             and has_complete_state(stream)
         ):
-            state["dataset"] = read()
+            state["dataset"] = read() if self._restored is None else self._restored
         return state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:

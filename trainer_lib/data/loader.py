@@ -218,7 +218,8 @@ def refuse_change(field: str, saved: Any, now: Any) -> None:
             f"The value was {saved} when the checkpoint was written, so its position in the data does not apply.",
             field=field,
             value=now,
-            remedy="Restore it, or start a new run. After a change of processes, keep global_batch_size as it was.",
+            remedy="Restore it, or set ignore_data_skip=True to read the epoch's data from the start. "
+            "After a change of processes, keep global_batch_size as it was.",
         )
 
 

@@ -7,6 +7,7 @@ is incomplete: the state of datasets' shuffled streams leaves out the samples in
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -83,3 +84,24 @@ def has_complete_state(stream: Any) -> bool:
         waiting += [getattr(one, name, None) for name in ("_ex_iterable", "ex_iterable", "dataset")]
         waiting += getattr(one, "ex_iterables", None) or []
     return True
+
+
+def with_own_position(stream: Any) -> Any:
+    """A stream of datasets over the same data with a position of its own; any other stream as it is.
+
+    Such a stream keeps its position in the sources that it wraps. Otherwise an evaluation of the stream that is trained
+    on would move the position that the next checkpoint saves, and a resume would leave the user's stream positioned.
+    """
+    kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
+    return _copy_sources(stream) if kind is not None and isinstance(stream, kind) else stream
+
+
+def _copy_sources(one: Any) -> Any:
+    copied = object.__new__(type(one))  # `copy.copy` makes an IterableDataset that shares its attributes
+    copied.__dict__.update(vars(one))
+    for name, value in vars(one).items():
+        if callable(getattr(value, "_init_state_dict", None)):
+            setattr(copied, name, _copy_sources(value))
+        elif isinstance(value, list) and any(callable(getattr(each, "_init_state_dict", None)) for each in value):
+            setattr(copied, name, [_copy_sources(each) for each in value])
+    return copied

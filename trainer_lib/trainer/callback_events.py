@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
-from trainer_lib.state import ExportableState, TrainerControl, TrainerState
+from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.vendors import reporters
 
@@ -69,10 +69,10 @@ class Events:
         handler, trainer = self._trainer.callback_handler, self._trainer
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
 
-    def stateful(self) -> list[ExportableState]:
+    def stateful(self) -> list[Any]:
         """The callbacks, and the control, whose state checkpoints hold."""
         every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        return [each for each in every if isinstance(each, ExportableState)]
+        return [each for each in every if has_exportable_state(each)]
 
     def close_trackers(self, status: str) -> None:
         """Finish every tracker's run with `status`: FINISHED, FAILED or KILLED."""

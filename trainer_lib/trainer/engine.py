@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
     from trainer_lib.trainer.world import World
 
-# They step after an evaluation, with its metric, and not after every optimizer step.
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+# They step after an evaluation, with its metric, and not after every optimizer step. By name: GreedyLR is a class of
+# transformers and one of ours.
+_METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
+
+
+def follows_metric(schedule: Any) -> bool:
+    """Whether a schedule steps with the metric of an evaluation, whoever made it."""
+    return any(each.__name__ in _METRIC_SCHEDULES for each in type(schedule).__mro__)
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -75,6 +81,7 @@ class Engine:
         self._trainer = trainer
         self._events = events
         self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self._has_trained = False
 
     def set_up(self, args: TrainingArguments, world: World) -> None:
@@ -128,6 +135,7 @@ class Engine:
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
+        self._known_schedule = (None, False)
         self.strategy.release()
         self.use_optimizers(*self._given)
 
@@ -197,8 +205,11 @@ class Engine:
         self._step_if_finite(optimizer, norm)
         fire("on_optimizer_step")
         run.rate = trainer._get_learning_rate()  # the rate of this step: below, the schedule goes on to the next one's
-        if trainer.lr_scheduler is not None and str(trainer.args.lr_scheduler_type) not in METRIC_SCHEDULES:
-            trainer.lr_scheduler.step()
+        schedule = trainer.lr_scheduler
+        if schedule is not self._known_schedule[0]:
+            self._known_schedule = schedule, follows_metric(schedule)
+        if schedule is not None and not self._known_schedule[1]:
+            schedule.step()
         optimizer.zero_grad()
         return norm
 
@@ -229,9 +240,9 @@ class Engine:
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:
         """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""
         trainer = self._trainer
-        if str(trainer.args.lr_scheduler_type) not in METRIC_SCHEDULES or trainer.lr_scheduler is None:
+        if not follows_metric(trainer.lr_scheduler):
             return
-        name = str(trainer.args.metric_for_best_model)
+        name = str(trainer.args.metric_for_best_model or "loss")  # a schedule of the user's may come without a name
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             raise ConfigError(

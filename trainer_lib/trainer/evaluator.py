@@ -32,6 +32,7 @@ class Evaluator:
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
+        self._is_keeping_mode = False
 
     # -- evaluate and predict -----------------------------------------------------------------------------------------
 
@@ -45,7 +46,7 @@ class Evaluator:
                 chosen = name if given is None else one  # by name: a loader with persistent workers is found again
                 metrics.update(trainer.evaluate(chosen, ignore_keys, metric_key_prefix=f"{prefix}_{name}"))
             return metrics
-        with trainer._memory_tracker.stage("eval", metrics):
+        with self._mode_kept(), trainer._memory_tracker.stage("eval", metrics):
             loader = trainer.get_eval_dataloader(given)
             output = self._measure(loader, "Evaluation", ignore_keys, prefix)
             metrics.update(output.metrics or {})
@@ -57,7 +58,7 @@ class Evaluator:
         """Predictions of a dataset, and metrics when it has labels. Collective."""
         trainer = self._trainer
         metrics: dict[str, float] = {}
-        with trainer._memory_tracker.stage("test", metrics):
+        with self._mode_kept(), trainer._memory_tracker.stage("test", metrics):
             loader = trainer.get_test_dataloader(dataset)
             output = self._measure(loader, "Prediction", ignore_keys, prefix, keep_predictions=True)
             metrics.update(output.metrics or {})
@@ -84,22 +85,37 @@ class Evaluator:
         """One pass over a loader; the model is afterwards in the mode and precision that it had."""
         trainer, internals = self._trainer, self._internals
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-        was_training = trainer.model.training
         internals.forward.use_past(None)
         # As in transformers: an evaluation inside training takes the weights as they are.
         casts = full_eval_dtype(trainer.args) is not None and not trainer.is_in_train
         restore = back_up_weights(trainer.model) if casts else None
         trainer.callback_handler.eval_dataloader = loader
         try:
-            with torch.no_grad():
+            with self._mode_kept(), torch.no_grad():
                 return EvaluationLoop(self, loss_only=loss_only, ignore_keys=ignore_keys).run(loader, prefix)
         finally:
             if restore is not None:
                 restore()
             internals.engine.strategy.after_inference(trainer.model_wrapped)
             internals.forward.use_past(None)
+
+    @contextlib.contextmanager
+    def _mode_kept(self) -> Iterator[None]:
+        """Afterwards the model is in the mode that it had; blocks inside this one leave it in evaluation mode.
+
+        A `log` override, and an override of `evaluate` that measures more, thus see a model that evaluates.
+        """
+        if self._is_keeping_mode:
+            yield
+            return
+        trainer, self._is_keeping_mode = self._trainer, True
+        was_training = trainer.model.training
+        try:
+            yield
+        finally:
+            self._is_keeping_mode = False
             trainer.model.train(was_training)
-            internals.engine.set_optimizer_mode("train" if was_training else "eval")
+            self._internals.engine.set_optimizer_mode("train" if was_training else "eval")
 
     # -- in training --------------------------------------------------------------------------------------------------
 
@@ -108,7 +124,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluate without a trace in the training's random numbers; report to a search, step a metric schedule."""
         trainer = self._trainer
-        with self._random_numbers_kept():
+        with self._random_numbers_kept(), self._mode_kept():
             metrics = trainer.evaluate(ignore_keys=ignore_keys)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if not skip_scheduler:

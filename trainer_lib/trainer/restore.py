@@ -24,7 +24,7 @@ from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.sharding import BroadcastTensors, describe_tensors
-from trainer_lib.state import ExportableState, TrainerControl, TrainerState
+from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
 from trainer_lib.trainer import batch_change, models
 from trainer_lib.trainer.extras import decoded
@@ -295,17 +295,17 @@ class Restore:
                 continue
             present = [each for each in handler.callbacks if type(each).__name__ == name]
             for index, state in enumerate(listed):
-                if index >= len(present) or not isinstance(present[index], ExportableState):
+                if index >= len(present) or not has_exportable_state(present[index]):
                     _log.warning("The checkpoint has the state of a %s, which is not among the callbacks.", name)
                     continue
                 self._load_callback(present[index], state)
         return control
 
     def _load_callback(self, callback: TrainerCallback, state: Mapping[str, Any]) -> None:
-        if self._trainer.args.restore_callback_states_from_checkpoint and isinstance(callback, ExportableState):
+        if self._trainer.args.restore_callback_states_from_checkpoint:
             callbacks = self._trainer.callback_handler.callbacks
-            replacement: Any = type(callback).from_state(state)
-            callbacks[callbacks.index(callback)] = replacement
+            kind: Any = type(callback)
+            callbacks[callbacks.index(callback)] = kind.from_state(state)
             return
         for attribute, value in state.get("attributes", {}).items():
             # A file from elsewhere must not replace a method.
