@@ -99,7 +99,7 @@ class Communicator(Protocol):
         """Return the element-wise sum over ranks of a few integers, without touching a device."""
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of a tensor of any shape, as a new tensor on the same device."""
+        """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
 
     def twin(self, timeout_s: float) -> Communicator:
         """Return the same ranks over connections of their own, for the messages of one other thread."""

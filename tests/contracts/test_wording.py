@@ -23,10 +23,7 @@ LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 STILL_WORDED: set[str] = set()
 
 #: Rooms with public functions of tensors whose docstring says no shape. The table only shrinks.
-STILL_SHAPELESS = {
-    "trainer_lib",
-    "trainer_lib/worker",
-}
+STILL_SHAPELESS: set[str] = set()
 
 
 def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:

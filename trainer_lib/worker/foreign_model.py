@@ -54,8 +54,10 @@ def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module
 
 
 def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-    """Weights under the names that a model of transformers has in memory, where its files use others (experts that are
-    joined when they are loaded); None when they are not that model's weights.
+    """Return weights, name → tensor `[...]`, under the names that a model of transformers has in memory.
+
+    Its files may use other names: those of experts that are joined when they are loaded. None when the weights are not
+    that model's. Raises ConfigError when transformers cannot load them.
     """
     try:
         import transformers
@@ -78,7 +80,7 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put a peft adapter's weights into the adapter of a model.
+    """Put a peft adapter's weights, name → tensor `[...]`, into the adapter of a model.
 
     Raises:
         ConfigError: the model has no adapter, or another one.
