@@ -9,7 +9,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.keys import train_key
 from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import halve_training_batch, max_halvings
+from tasks.stage.retry import count_sharers, halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
@@ -38,7 +38,8 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
         return _train(context, attempt, config, parsed, data)
 
     key = train_key(config, context, data)
-    halvings = max_halvings(parsed.per_device_train_batch_size)
+    sharers = count_sharers(parsed, lambda: context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size)
+    halvings = max_halvings(parsed.per_device_train_batch_size, shared_by=sharers)
     manifest = run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
     # The result was cached, so no launch came: machines that wait to take part would wait until their timeout.
     if not attempts:

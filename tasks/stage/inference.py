@@ -13,7 +13,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import halve_evaluation_batch, max_halvings
+from tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.worker import launch_request, model_fields, sent_arguments
 from trainer_lib.requests import ModelRequest
@@ -42,17 +42,20 @@ def run_inference(
     """
     # A manifest from a file has the facts of its stage; mypy learns which ones here.
     data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
+    launch = config.launch or LaunchSettings()
+    # Only to know how far the batch can be halved.
+    parsed = context.resolver.arguments(config.args, prefix=f"{key.stage}.args")
+    sharers = count_sharers(parsed, lambda: context.resolver.launch(launch, use_cpu=parsed.use_cpu).world_size)
 
     def work(attempt: StageAttempt) -> StageOutput:
+        args = halve_evaluation_batch(config.args, attempt.batch_halvings, shared_by=sharers)
         asked = request(
             **model_fields(config, context, attempt, data),
-            args=sent_arguments(halve_evaluation_batch(config.args, attempt.batch_halvings), context),
+            args=sent_arguments(args, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",
         )
-        return output(launch_request(asked, config.launch or LaunchSettings(), context, attempt))
+        return output(launch_request(asked, launch, context, attempt))
 
-    # Only to know how far the batch can be halved.
-    arguments = context.resolver.arguments(config.args, prefix=f"{key.stage}.args")
-    halvings = max_halvings(arguments.per_device_eval_batch_size)
+    halvings = max_halvings(parsed.per_device_eval_batch_size, shared_by=sharers)
     return run_stage(key, context, work, retries=config.retries, max_halvings=halvings)

@@ -18,7 +18,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from trainer_lib.storage import Store
 if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import State, TaskRun
+
+    from trainer_lib.arguments import TrainingArguments
 
 ATTEMPTS = "attempts"
 # The largest `retries` that a stage's settings allow.
@@ -170,19 +172,36 @@ def halve_training_batch(
     }
 
 
-def halve_evaluation_batch(args: Mapping[str, Any], halvings: int) -> dict[str, Any]:
-    """Evaluation arguments with the batch halved that often."""
+def halve_evaluation_batch(args: Mapping[str, Any], halvings: int, *, shared_by: int = 1) -> dict[str, Any]:
+    """Evaluation arguments with the batch of each process halved that often.
+
+    Args:
+        shared_by: processes that share one batch, as `count_sharers` counts them.
+    """
     from trainer_lib.arguments import TrainingArguments
 
     if halvings == 0:
         return dict(args)
-    size = TrainingArguments.from_dict(args, prefix="evaluate.args").per_device_eval_batch_size
-    return {**args, "per_device_eval_batch_size": max(1, size >> halvings)}
+    parsed = TrainingArguments.from_dict(args, prefix="evaluate.args")
+    size = max(1, (parsed.per_device_eval_batch_size // shared_by) >> halvings)
+    # All arguments by their new names: beside an old name of the batch, the lowered one would be a contradiction.
+    return {**parsed.to_dict(), "per_device_eval_batch_size": size * shared_by}
 
 
-def max_halvings(batch_size: int) -> int:
-    """How often a batch can be halved before it is one sample."""
-    return max(0, batch_size.bit_length() - 1)
+def count_sharers(parsed: TrainingArguments, world_size: Callable[[], int]) -> int:
+    """Processes that share one batch of these arguments: all of them with `split_batches`, otherwise one.
+
+    Args:
+        world_size: called only if it counts, because it looks at this machine's devices.
+    """
+    from trainer_lib.arguments.accelerator_config import BatchSettings
+
+    return world_size() if BatchSettings.of(parsed.accelerator_config).split_batches else 1
+
+
+def max_halvings(batch_size: int, *, shared_by: int = 1) -> int:
+    """How often a batch can be halved before each of the processes that share it has one sample."""
+    return max(0, (batch_size // shared_by).bit_length() - 1)
 
 
 # -- Prefect asks -----------------------------------------------------------------------------------------------------

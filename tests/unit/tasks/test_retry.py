@@ -15,6 +15,7 @@ from tasks.stage.retry import (
     DELAYS_S,
     Ledger,
     attach_decision,
+    count_sharers,
     decide,
     halve_evaluation_batch,
     halve_training_batch,
@@ -135,6 +136,24 @@ def test_a_batch_that_is_split_stays_divisible_among_the_processes() -> None:
 def test_evaluation_halves_its_batch() -> None:
     assert halve_evaluation_batch({"per_device_eval_batch_size": 6}, 2)["per_device_eval_batch_size"] == 1
     assert halve_evaluation_batch({"seed": 1}, 0) == {"seed": 1}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_evaluation_halves_a_batch_of_an_old_name() -> None:
+    lowered = TrainingArguments.from_dict(halve_evaluation_batch({"per_gpu_eval_batch_size": 6}, 1))
+    assert lowered.per_device_eval_batch_size == 3
+
+
+def test_evaluation_halves_the_shares_of_a_batch_that_is_split() -> None:
+    args = {"per_device_eval_batch_size": 12, "accelerator_config": {"split_batches": True}}
+    sharers = count_sharers(TrainingArguments.from_dict(args), lambda: 2)
+    sizes = [halve_evaluation_batch(args, each, shared_by=sharers)["per_device_eval_batch_size"] for each in range(4)]
+    assert sizes == [12, 6, 2, 2]  # 6, 3, 1 and 1 samples on each of two processes
+    assert max_halvings(12, shared_by=sharers) == 2
+
+
+def test_the_processes_are_not_counted_unless_they_share_a_batch() -> None:
+    assert count_sharers(TrainingArguments(), lambda: pytest.fail("this looks at the machine's devices")) == 1
 
 
 @pytest.mark.parametrize(("size", "halvings"), [(1, 0), (2, 1), (3, 1), (8, 3), (9, 3)])
