@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer_lib.errors import InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
@@ -106,4 +106,11 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
         return accelerate.build_command(verb, path, processes, threads, config.config_file, free_port())
     if config.kind == "deepspeed":
         return deepspeed.build_command(verb, path, processes, free_port(), environment)
-    return process.build_command(verb, path)
+    if config.kind == "process":
+        return process.build_command(verb, path)
+    raise ConfigError(
+        "This launcher starts no command.",
+        field="train.launch.kind",
+        value=config.kind,
+        remedy="Resolve the configuration first (resolve_config): auto and environment become another launcher there.",
+    )

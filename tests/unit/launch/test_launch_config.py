@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, deepspeed, from_settings, gpu_selection, resolve_config
+from trainer_lib.launch import LaunchConfig, base, deepspeed, from_settings, gpu_selection, resolve_config
 from trainer_lib.launch.config import check_rendezvous
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.variables import worker_environment
 
 
@@ -297,3 +298,10 @@ def test_settings_as_plain_data_give_the_same_configuration() -> None:
     config = LaunchConfig(nodes="1:2", rendezvous=MEETING, devices=(1, 0), env={"A": "b"})
     settings = json.loads(json.dumps(config.__dict__))
     assert from_settings({**settings, "unknown": 1}) == config
+
+
+@pytest.mark.parametrize("kind", ["auto", "environment"])
+def test_a_launcher_that_was_not_resolved_starts_nothing(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="starts no command") as caught:
+        base._command("train", LaunchConfig(kind=kind, processes=1), RunDir(tmp_path), {})
+    assert (caught.value.field, caught.value.value) == ("train.launch.kind", kind)
