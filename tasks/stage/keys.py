@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
-SCHEMAS = {"prepare-data": 1, "train": 1, "evaluate": 2, "predict": 2, "push-to-hub": 2}
-"""Per stage: raised when what it writes, or what its key holds, changes shape: older results are then not used."""
-
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")
 
@@ -90,15 +87,19 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
 
-def stage_key(stage: str, fields: Mapping[str, Any]) -> StageKey:
+def stage_key(stage: str, fields: Mapping[str, Any], *, schema: int = 1) -> StageKey:
     """The key of a stage (also one of your own) from everything that can change its result.
+
+    Args:
+        schema: raise it when what the stage writes, or what its key holds, changes shape: older results are then not
+            used.
 
     Raises:
         ConfigError: a field is not plain data.
     """
     try:
         # Through JSON: a key read back from key.json must compare equal to one computed now.
-        plain = json.loads(canonical({"schema": SCHEMAS.get(stage, 1), **fields}))
+        plain = json.loads(canonical({"schema": schema, **fields}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"A key holds plain data only: {error}.", field=stage, remedy="Use numbers, texts, lists and mappings."
@@ -155,12 +156,12 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
 
 def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
     """The key of evaluate: its settings, the recipe, versions, and the contents of data and model."""
-    return stage_key("evaluate", _inference_fields("evaluate", config, context, data, model))
+    return stage_key("evaluate", _inference_fields("evaluate", config, context, data, model), schema=2)
 
 
 def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
     """The key of predict: its settings, the recipe, versions, and the contents of data and model."""
-    return stage_key("predict", _inference_fields("predict", config, context, data, model))
+    return stage_key("predict", _inference_fields("predict", config, context, data, model), schema=2)
 
 
 def publish_key(
@@ -193,6 +194,7 @@ def publish_key(
             "stage_keys": {one.stage: one.key for one in inputs},
             "versions": versions(),
         },
+        schema=2,
     )
 
 

@@ -242,13 +242,12 @@ def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, m
         _keys.train_key(config.model_copy(update={"args": {}}), at(recipe), DATA)
 
 
-def test_a_result_of_another_schema_is_explained_by_that_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_of_another_schema_is_explained_by_that_alone(tmp_path: Path) -> None:
     older = stage_key("evaluate", {"recipe": {"recipe.py": "a"}, "args": {"seed": 1}})
     folder = tmp_path / "stages" / "evaluate" / older.folder
     folder.mkdir(parents=True)
     (folder / "key.json").write_bytes(older.to_json())
-    monkeypatch.setitem(_keys.SCHEMAS, "evaluate", 99)
-    newer = stage_key("evaluate", {"recipe": {"recipe.py": "a"}, "args": {"seed": 1, "deepspeed": None}})
+    newer = stage_key("evaluate", {"recipe": {"recipe.py": "a"}, "args": {"seed": 1, "deepspeed": None}}, schema=99)
     found = explain_miss(str(tmp_path), newer)
     assert found.reason == "a newer trainflow keys or writes this stage in another form"
     assert [each.field for each in found.differences] == ["schema"]
