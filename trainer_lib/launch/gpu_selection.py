@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -100,8 +99,10 @@ def _present() -> int:
 
 @cache
 def _torch_has_cuda() -> bool:
+    from importlib import metadata  # it loads the email package, and a spec is read without it
+
     try:
         # Asked of the package's version, because importing torch takes seconds.
-        return not importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
         return False
