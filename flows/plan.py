@@ -281,5 +281,5 @@ def _plan_stage(stage: Stage, spec: PipelineSpec, context: StageContext) -> Stag
         arguments = context.resolver.arguments(config.args, prefix=f"{stage.section}.args")
     if hasattr(config, "launch"):
         use_cpu = arguments is not None and arguments.use_cpu
-        launch = context.resolver.launch(config.launch, use_cpu=use_cpu)
+        launch = context.resolver.launch(config.launch, use_cpu=use_cpu, section=stage.section)
     return StagePlan(stage, config, arguments, launch)

@@ -149,13 +149,7 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
         if not stage.several_machines:
             _require_one_machine(settings, field)
         use_cpu = hasattr(config, "args") and resolver.arguments(config.args).use_cpu
-        try:
-            resolver.launch(settings, use_cpu=use_cpu)
-        except ConfigError as error:
-            # The launcher names train's settings; this may be another stage's launch.
-            if error.field is not None and error.field.startswith("train.launch."):
-                error.field = f"{field}.{error.field.rsplit('.', 1)[-1]}"
-            raise
+        resolver.launch(settings, use_cpu=use_cpu, section=stage.section)
 
 
 def _require_one_machine(settings: LaunchSettings, field: str) -> None:

@@ -8,18 +8,22 @@ remembered between commands.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.configs import LaunchSettings
 from tasks.stage.closure import Closure, closure
+from trainer_lib.errors import TrainflowError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.launch import LaunchConfig
 
 T = TypeVar("T")
+
+_LAUNCH = "train.launch."
 
 
 class Resolver:
@@ -41,16 +45,20 @@ class Resolver:
 
         return self._once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
 
-    def launch(self, settings: LaunchSettings, *, use_cpu: bool) -> LaunchConfig:
+    def launch(self, settings: LaunchSettings, *, use_cpu: bool, section: str = "train") -> LaunchConfig:
         """A launch with every "auto" resolved for this machine.
 
+        Args:
+            section: the part of the spec that holds the settings, which errors name.
+
         Raises:
-            ConfigError: this machine cannot launch it.
+            ConfigError: the launch cannot work here.
         """
         from trainer_lib.launch import resolve_config
 
         config = settings.to_config()
-        return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
+        with named_launch(section):
+            return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.
@@ -88,6 +96,17 @@ class Resolver:
             self._found.setdefault(key, compute())
         found: T = self._found[key]
         return found
+
+
+@contextmanager
+def named_launch(section: str) -> Iterator[None]:
+    """Name the launch settings in the errors of a block as those of `section`: launchers know only `train.launch`."""
+    try:
+        yield
+    except TrainflowError as error:
+        error.field = error.field and error.field.replace(_LAUNCH, f"{section}.launch.")
+        error.remedy = error.remedy and error.remedy.replace(_LAUNCH, f"{section}.launch.")
+        raise
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.resolver import named_launch
 from tasks.stage.runner import StageAttempt
 from trainer_lib.launch import launch, nodes, resolve_config
 from trainer_lib.requests import PreparedData, RecipeFile, Request
@@ -53,14 +54,16 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
         TrainflowError: the typed failure of the first rank that failed.
     """
     tracking = context.tracking if request.tracking else None
-    return launch(
-        request,
-        context.resolver.launch(settings, use_cpu=request.use_cpu),
-        env=tracking.worker_env() if tracking is not None else {},
-        on_line=attempt.progress.line,
-        on_event=attempt.progress.event,
-        should_cancel=_any(attempt.is_lost, context.stop.is_set, _cancelled_in_prefect()),
-    )
+    # A verb is called like its section of the spec.
+    with named_launch(request.verb):
+        return launch(
+            request,
+            context.resolver.launch(settings, use_cpu=request.use_cpu),
+            env=tracking.worker_env() if tracking is not None else {},
+            on_line=attempt.progress.line,
+            on_event=attempt.progress.event,
+            should_cancel=_any(attempt.is_lost, context.stop.is_set, _cancelled_in_prefect()),
+        )
 
 
 def dismiss(settings: LaunchSettings) -> None:
