@@ -1,4 +1,4 @@
-"""A sixth stage is one row of the stage table, one task and one verb: all are in this file, nothing else changes."""
+"""A sixth stage is a row of the stage table, its settings, a task and a verb: all are in this file, and only here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from flows import stages
 from flows.cli import presentation
 from flows.plan import Plan, explain
 from flows.results import PipelineResult
+from flows.spec.spec import PipelineSpec
 from flows.stages import Stage
-from tasks.configs import Launch, LaunchSettings, StageSettings
+from tasks.configs import Launch, LaunchSettings, StageSettings, setting
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, StageFacts
-from tasks.stage.keys import StageKey, stage_key
+from tasks.stage.keys import StageKey, settings_fields, stage_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from tasks.stage.worker import common_fields, launch_request
 from tasks.tracking import RunHandle, set_tags
 from tests.support.runs import ran, reason, run, spec_of
+from trainer_lib.errors import ConfigError
 from trainer_lib.requests import Request
 from trainer_lib.storage import FileEntry, Store
 
@@ -59,10 +62,17 @@ def count_in_worker(work: Any) -> CountResult:
 
 
 class CountConfig(StageSettings):
-    """Settings of the sixth stage."""
+    """Settings of the sixth stage, its section `count` of the spec."""
 
-    enabled: bool = True
-    launch: Launch = LaunchSettings(kind="in_process")
+    enabled: bool = setting(affects="nothing", default=True)
+    splits: list[str] = setting(affects="result", default_factory=list, description="Splits to count; none: all.")
+    launch: Launch = setting(affects="nothing", default=LaunchSettings(kind="in_process"))
+
+
+class SixStagesSpec(PipelineSpec):
+    """The pipeline's spec with the section of the sixth stage."""
+
+    count: CountConfig = Field(default=CountConfig(), description="From splits to their number of rows.")
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class CountFacts(StageFacts, stage="count-all-rows"):
 
 def count_key(config: CountConfig, context: StageContext, data: StageManifest) -> StageKey:
     recipe = context.resolver.closure(context.recipe, context.root).files
-    return stage_key("count-all-rows", {"options": config.options, "data": data.content_digest, "recipe": recipe})
+    return stage_key("count-all-rows", {**settings_fields(config, recipe=recipe), "data": data.content_digest})
 
 
 @stage_task("count-all-rows")
@@ -82,7 +92,7 @@ def count_all_rows(
     config: CountConfig, context: StageContext, data: StageManifest[PrepareFacts]
 ) -> StageManifest[CountFacts]:
     def work(attempt: StageAttempt) -> StageOutput:
-        rows = {name: split.rows for name, split in data.facts.splits.items()}
+        rows = {name: split.rows for name, split in data.facts.splits.items() if name in (config.splits or [name])}
         request = CountRequest(**common_fields(config, context, attempt), rows=rows)
         result = launch_request(request, config.launch, context, attempt)
         return StageOutput(list(result.files), metrics={"counted": result.rows}, facts=CountFacts(result.rows))
@@ -99,7 +109,7 @@ def track_count(handle: RunHandle, manifest: StageManifest[CountFacts], ran: boo
 ROW = Stage(
     name="count-all-rows",
     section="count",
-    config=lambda spec: CountConfig(options=spec.prepare.options),
+    config=lambda spec: getattr(spec, "count"),  # noqa: B009 - only `SixStagesSpec` has it
     task=f"{__name__}:count_all_rows",
     key=count_key,
     inputs={"data": "prepare-data"},
@@ -112,6 +122,7 @@ ROW = Stage(
 def six_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = stages.TABLE[:2], stages.TABLE[2:]
     monkeypatch.setattr(stages, "TABLE", (*before, ROW, *after))
+    monkeypatch.setattr("flows.spec.spec.PipelineSpec", SixStagesSpec)
     verb = ModuleType("trainer_lib.worker.count_rows")
     verb.run = count_in_worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, verb.__name__, verb)
@@ -170,3 +181,20 @@ def test_a_sixth_stage_is_chosen_forced_and_explained_like_the_others(folder: Pa
     after = Plan.of(spec_of(folder)).key_of("count-all-rows", data)
     assert after.digest != before.digest
     assert {name for name in before.fields if after.fields[name] != before.fields[name]} == {"recipe"}
+
+
+@pytest.mark.usefixtures("six_stages")
+def test_a_sixth_stage_takes_its_settings_from_the_spec(folder: Path) -> None:
+    spec = folder / "pipeline.yaml"
+    spec.write_text(spec.read_text() + "\ncount:\n  splits: [test]\n")
+    first = run(folder, only="count")
+    outcome = first.outcome("count-all-rows")
+    assert outcome is not None
+    assert Path(outcome.places["rows"]).read_text() == "{'test': 16}"
+    why = {each.stage: each for each in explain(spec_of(folder, "count.splits=[train]"))}
+    assert [name for name, each in why.items() if not each.hit and name == "count-all-rows"] == ["count-all-rows"]
+    assert "splits" in why["count-all-rows"].reason
+    assert "count-all-rows" not in {each.stage for each in explain(spec_of(folder, "count.enabled=false"))}
+    with pytest.raises(ConfigError, match="splits") as caught:
+        spec_of(folder, "count.split=[test]")
+    assert caught.value.field == "count.split"
