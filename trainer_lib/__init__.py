@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         DataCollatorWithPadding,
         default_data_collator,
     )
+    from trainer_lib.installation import install, uninstall
     from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
     from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
@@ -104,7 +105,9 @@ _NAMES = {
     "default_data_collator": "trainer_lib.data.collators",
     "enable_full_determinism": "trainer_lib.trainer.seeding",
     "get_last_checkpoint": "trainer_lib.checkpoint.catalogue",
+    "install": "trainer_lib.installation",
     "set_seed": "trainer_lib.trainer.seeding",
+    "uninstall": "trainer_lib.installation",
 }
 
 # Written out: type checkers and editors do not evaluate an expression.
@@ -156,7 +159,9 @@ __all__ = [
     "default_data_collator",
     "enable_full_determinism",
     "get_last_checkpoint",
+    "install",
     "set_seed",
+    "uninstall",
 ]
 
 

@@ -109,13 +109,21 @@ class VendorCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.require_package()
-        # Loaded here: the package behind it may take seconds to import.
-        theirs = getattr(importlib.import_module("transformers.integrations"), type(self).__name__)
+        # Loaded here: the package behind it may take seconds to import. From the module that defines it, because
+        # `trainer_lib.install` puts ours in place of the name that others import.
+        theirs = getattr(importlib.import_module("transformers.integrations.integration_utils"), type(self).__name__)
         self._theirs: Any = theirs()
         # Only the events that it handles: the handler of events skips a callback without the method.
         for event in EVENTS:
             if callable(getattr(self._theirs, event, None)):
                 setattr(self, event, self._guarded(event))
+
+    def __getattr__(self, name: str) -> Any:
+        # Such as CodeCarbon's `tracker`, which model cards of other libraries read.
+        theirs = self.__dict__.get("_theirs")
+        if theirs is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(theirs, name)
 
     @classmethod
     def is_installed(cls) -> bool:

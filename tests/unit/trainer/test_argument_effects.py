@@ -276,7 +276,9 @@ class Trackio(TrainerCallback):
 
 def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "trackio")
-    monkeypatch.setattr(importlib.import_module("transformers.integrations"), "TrackioCallback", Trackio)
+    monkeypatch.setattr(
+        importlib.import_module("transformers.integrations.integration_utils"), "TrackioCallback", Trackio
+    )
     given: dict[str, Any] = {
         "trackio_space_id": "me/space",
         "trackio_bucket_id": "me/bucket",

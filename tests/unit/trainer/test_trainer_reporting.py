@@ -112,7 +112,7 @@ def test_a_tracker_of_another_package_is_served_by_its_own_callback_and_cannot_e
     package = types.ModuleType("comet_ml")
     package.__spec__ = importlib.machinery.ModuleSpec("comet_ml", None)
     monkeypatch.setitem(sys.modules, "comet_ml", package)
-    monkeypatch.setattr(importlib.import_module("transformers.integrations"), "CometCallback", Theirs)
+    monkeypatch.setattr(importlib.import_module("transformers.integrations.integration_utils"), "CometCallback", Theirs)
     one = trainer(tmp_path, ROWS, report_to="comet_ml", run_name="mine", **LOGGED)
     assert "CometCallback" in names(one) and issubclass(VENDORS["comet_ml"], VendorCallback)
     one.train()

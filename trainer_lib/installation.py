@@ -1,0 +1,207 @@
+"""`install`: our classes in place of those of transformers, for libraries that import these by themselves.
+
+TRL, sentence-transformers and others say ``from transformers import Trainer`` in files of their own. A library that is
+imported after `install` gets our classes there, and its subclasses derive from ours. A class that exists keeps its
+bases, so `install` refuses when a module has imported one of the classes before.
+
+::
+
+    trainer_lib ──▶ transformers, transformers.trainer, .trainer_callback, .training_args …   (names, in place)
+                                        ▲ from transformers import Trainer
+                                   the library
+
+Nothing inside a class or function of transformers changes; the names that other code imports are bound to ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+#: The names to replace, by the module of transformers that defines them.
+_DEFINED_IN: Mapping[str, tuple[str, ...]] = {
+    "transformers.trainer": ("Trainer",),
+    "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
+    "transformers.training_args": ("TrainingArguments", "OptimizerNames", "ParallelMode"),
+    "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
+    "transformers.trainer_callback": (
+        *("CallbackHandler", "DefaultFlowCallback", "EarlyStoppingCallback", "ExportableState", "PrinterCallback"),
+        *("ProgressCallback", "TrainerCallback", "TrainerControl", "TrainerState"),
+    ),
+    "transformers.trainer_utils": (
+        *("BestRun", "EvalLoopOutput", "EvalPrediction", "HubStrategy", "IntervalStrategy", "PredictionOutput"),
+        *("SaveStrategy", "SchedulerType", "TrainOutput", "get_last_checkpoint"),
+    ),
+}
+#: The trackers' callbacks: our own call the originals, so these keep their place in `integration_utils`.
+_TRACKERS = (
+    *(
+        "AzureMLCallback",
+        "ClearMLCallback",
+        "CodeCarbonCallback",
+        "CometCallback",
+        "DVCLiveCallback",
+        "DagsHubCallback",
+    ),
+    *("FlyteCallback", "KubeflowCallback", "MLflowCallback", "NeptuneCallback", "SwanLabCallback"),
+    *("TensorBoardCallback", "TrackioCallback", "WandbCallback"),
+)
+#: A class derived from one of these would not be ours; any other name may be imported before.
+_DECISIVE = ("Trainer", "Seq2SeqTrainer", "TrainingArguments", "Seq2SeqTrainingArguments")
+_ABSENT = object()
+_log = logging.getLogger(__name__)
+
+
+class Installation:
+    """What one call of `install` replaced. As a context manager, it puts everything back when the block ends."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[ModuleType, str, Any]] = []
+
+    def replace(self, module: ModuleType, name: str, value: Any) -> None:
+        """Bind `name` in `module` to `value`, and keep what it was bound to."""
+        # A lazy module imports a name when it is first used: until then it has none to keep.
+        self._replaced.append((module, name, vars(module).get(name, _ABSENT)))
+        setattr(module, name, value)
+
+    def undo(self) -> None:
+        """Put back what was replaced. Libraries imported meanwhile keep our classes."""
+        for module, name, value in reversed(self._replaced):
+            if value is not _ABSENT:
+                setattr(module, name, value)
+            elif name in vars(module):
+                delattr(module, name)
+        self._replaced.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if _installed and _installed[-1] is self:
+            _installed.pop()
+        self.undo()
+
+
+_installed: list[Installation] = []
+
+
+def install() -> Installation:
+    """Put our Trainer, arguments, callbacks and results in place of those of transformers, for libraries imported next.
+
+    Call it before the first import of the library that brings its own subclass of the Trainer::
+
+        import trainer_lib
+
+        trainer_lib.install()
+        from trl import SFTConfig, SFTTrainer  # derive from our classes
+
+    `uninstall` puts the names of transformers back; so does the end of a ``with trainer_lib.install():`` block. What a
+    library imported meanwhile stays ours. A second call while the classes are in place changes nothing.
+
+    Returns:
+        A context manager, which may be ignored.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ConfigError: a module has imported transformers' Trainer or TrainingArguments already, or derived a class from
+            one of them; nothing was replaced.
+    """
+    if _installed:
+        return Installation()
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingExtraError("There is nothing to replace without transformers.", extra="transformers")
+    originals = _originals()
+    _refuse_early_imports({name: originals[name] for name in _DECISIVE})
+    installation = Installation()
+    for module, name in list(_places(originals)):
+        installation.replace(module, name, _ours(name))
+    _installed.append(installation)
+    _log.info("The Trainer of transformers is replaced by trainer_lib's for libraries that are imported from now on.")
+    return installation
+
+
+def uninstall() -> None:
+    """Put the names of transformers back; without `install` before, do nothing.
+
+    A library that was imported meanwhile keeps our classes: to get it back to transformers' own, start a new process.
+    """
+    while _installed:
+        _installed.pop().undo()
+
+
+def _originals() -> dict[str, Any]:
+    """The objects of transformers by name; a name that an older version does not have is left out."""
+    found: dict[str, Any] = {}
+    for home, names in _DEFINED_IN.items():
+        module = importlib.import_module(home)
+        found |= {name: vars(module)[name] for name in names if name in vars(module)}
+    return found
+
+
+def _places(originals: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
+    """Every name to replace, with the module that other code imports it from."""
+    package = importlib.import_module("transformers")
+    offered = set(dir(package))  # a lazy module lists names that it has not imported yet
+    yield from ((package, name) for name in originals if name in offered)
+    for module in map(importlib.import_module, _DEFINED_IN):
+        # A module that defines another name gets it from its neighbours: scripts import `TrainerState` from anywhere.
+        yield from ((module, name) for name, original in originals.items() if vars(module).get(name) is original)
+    trackers = importlib.import_module("transformers.integrations")
+    yield from ((trackers, name) for name in _TRACKERS if name in dir(trackers))
+
+
+def _ours(name: str) -> Any:
+    # By name: the package resolves its public names when they are first used.
+    home = "trainer_lib.arguments" if name == "ParallelMode" else "trainer_lib"
+    return getattr(importlib.import_module(home), name)
+
+
+def _refuse_early_imports(originals: Mapping[str, Any]) -> None:
+    """Raise ConfigError when code outside of transformers holds one of these classes, or a class derived from one."""
+    holders = dict.fromkeys([*_importing_modules(originals), *_deriving_modules(originals)])
+    if not holders:
+        return
+    names = list(holders)
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    library = names[0].partition(".")[0]
+    before = "that script's other imports" if library == "__main__" else f"the first import of {library}"
+    raise ConfigError(
+        "These modules have imported the Trainer or TrainingArguments of transformers already, and would keep them.",
+        field="trainer_lib.install",
+        value=", ".join(names[:3]) + more,
+        remedy=f"Call trainer_lib.install() before {before}.",
+    )
+
+
+def _importing_modules(originals: Mapping[str, Any]) -> Iterator[str]:
+    wanted = {id(original) for original in originals.values()}
+    for name, module in sorted(sys.modules.items()):
+        if not isinstance(module, ModuleType) or _is_exempt(name):
+            continue
+        # `vars` reads what is bound; `getattr` would make a lazy module import it.
+        if any(id(value) in wanted for value in list(vars(module).values())):
+            yield name
+
+
+def _deriving_modules(originals: Mapping[str, Any]) -> Iterator[str]:
+    waiting, seen = list(originals.values()), set()
+    while waiting:
+        for derived in type.__subclasses__(waiting.pop()):
+            if derived not in seen:
+                seen.add(derived)
+                waiting.append(derived)
+                if not _is_exempt(derived.__module__):
+                    yield derived.__module__
+
+
+def _is_exempt(module: str) -> bool:
+    return module.partition(".")[0] in ("transformers", "trainer_lib")
