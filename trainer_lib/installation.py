@@ -15,11 +15,12 @@ Nothing inside a class or function of transformers changes; the names that other
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
@@ -65,11 +66,13 @@ class Installation:
     def __init__(self) -> None:
         self._replaced: list[tuple[ModuleType, str, Any]] = []
 
-    def replace(self, module: ModuleType, name: str, value: Any) -> None:
-        """Bind `name` in `module` to `value`, and keep what it was bound to."""
-        # A lazy module imports a name when it is first used: until then it has none to keep.
-        self._replaced.append((module, name, vars(module).get(name, _ABSENT)))
-        setattr(module, name, value)
+    def replace(self, places: Iterable[tuple[ModuleType, str]]) -> None:
+        """Bind each name in its module to our object of that name, and keep what it was bound to."""
+        for module, name in places:
+            # A lazy module imports a name when it is first used: until then it has none to keep.
+            self._replaced.append((module, name, vars(module).get(name, _ABSENT)))
+            setattr(module, name, _ours(name))
+        self._forget_cached()
 
     def undo(self) -> None:
         """Put back what was replaced. Libraries imported meanwhile keep our classes."""
@@ -78,7 +81,15 @@ class Installation:
                 setattr(module, name, value)
             elif name in vars(module):
                 delattr(module, name)
+        self._forget_cached()
         self._replaced.clear()
+
+    def _forget_cached(self) -> None:
+        """Make the package look the names up again, in the modules that define them."""
+        names = {name for _, name, _ in self._replaced}
+        for package in _packages():
+            for name in names & vars(package).keys():
+                delattr(package, name)
 
     def __enter__(self) -> Self:
         return self
@@ -122,8 +133,7 @@ def install() -> Installation:
     originals = _originals()
     _refuse_early_imports({name: originals[name] for name in _DECISIVE})
     installation = Installation()
-    for module, name in list(_places(originals)):
-        installation.replace(module, name, _ours(name))
+    installation.replace(list(_places(originals)))
     _installed.append(installation)
     _log.info("The Trainer of transformers is replaced by trainer_lib's for libraries that are imported from now on.")
     return installation
@@ -149,14 +159,22 @@ def _originals() -> dict[str, Any]:
 
 def _places(originals: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
     """Every name to replace, with the module that other code imports it from."""
-    package = importlib.import_module("transformers")
-    offered = set(dir(package))  # a lazy module lists names that it has not imported yet
-    yield from ((package, name) for name in originals if name in offered)
     for module in map(importlib.import_module, _DEFINED_IN):
         # A module that defines another name gets it from its neighbours: scripts import `TrainerState` from anywhere.
         yield from ((module, name) for name, original in originals.items() if vars(module).get(name) is original)
     trackers = importlib.import_module("transformers.integrations")
     yield from ((trackers, name) for name in _TRACKERS if name in dir(trackers))
+
+
+def _packages() -> Iterator[ModuleType]:
+    """Every module object called transformers.
+
+    While it is imported it replaces its entry in `sys.modules` by another object, more than once: code that imported it
+    early holds an older one. Each imports names on demand and then keeps them.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), ModuleType) and each.__dict__.get("__name__") == "transformers":
+            yield each
 
 
 def _ours(name: str) -> Any:
@@ -204,4 +222,4 @@ def _deriving_modules(originals: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_exempt(module: str) -> bool:
-    return module.partition(".")[0] in ("transformers", "trainer_lib")
+    return module.partition(".")[0] in ("transformers", "trainer_lib", "__mp_main__")  # the last is `__main__` too

@@ -319,7 +319,7 @@ def test_the_migrations_example_differs_by_its_import_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
-    before, after = (block.splitlines() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    before, after, *_ = (block.splitlines() for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     names = "Trainer, TrainingArguments"
     assert changed == [(f"from transformers import {names}", f"from trainer_lib import {names}")]

@@ -83,11 +83,10 @@ import json, sys, trainer_lib
 from trainer_lib.errors import ConfigError
 {before}
 import transformers
-before = transformers.trainer.Trainer
 try:
     trainer_lib.install()
 except ConfigError as error:
-    print(json.dumps([error.field, error.value, str(error), transformers.Trainer is before]))
+    print(json.dumps([error.field, error.value, str(error), transformers.Trainer.__module__ == "transformers.trainer"]))
 """
 
 
@@ -120,8 +119,14 @@ with trainer_lib.install():
         pass
     inside = transformers.Trainer is trainer_lib.Trainer
 theirs = transformers.Trainer is transformers.trainer.Trainer and transformers.Trainer is not trainer_lib.Trainer
+from pathlib import Path
+from transformers.utils.import_utils import direct_transformers_import
 with trainer_lib.install():
     again = transformers.trainer.Trainer is trainer_lib.Trainer
+    direct_transformers_import(Path(transformers.__file__).parent)  # transformers replaces itself at some imports
+    import transformers as another
+    again = again and another is not transformers and another.Trainer is trainer_lib.Trainer
+theirs = theirs and another.Trainer is transformers.Trainer is transformers.trainer.Trainer
 print(json.dumps([inside, theirs, again, "Trainer" in dir(transformers)]))
 """
     assert _run(program, tmp_path) == [True, True, True, True]
