@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from trainer_lib import devices, exits
+from trainer_lib import devices, exits, in_flight
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
@@ -171,7 +171,7 @@ class _PendingFlag:
 
     def __init__(self, flag: bool, group: dist.ProcessGroup | None) -> None:
         self._value = np.array([int(flag)], dtype=np.int64)
-        self._work = dist.all_reduce(torch.from_numpy(self._value), op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work = dist.all_reduce(in_flight.share(self._value), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def result(self) -> bool:
         if self._work is not None:
@@ -195,7 +195,7 @@ class ProcessGroup(Communicator):
     @override
     def barrier(self) -> None:
         # Not dist.barrier: with NCCL that would use the GPU, and wait for its queue.
-        dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=self._group)
+        dist.all_reduce(in_flight.remember(torch.zeros(1, dtype=torch.int64)), group=self._group)
 
     @override
     def gather_json(self, obj: Any) -> list[Any] | None:
@@ -206,7 +206,7 @@ class ProcessGroup(Communicator):
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         sizes = np.zeros(self.world_size, dtype=np.int64)
         sizes[self.rank] = len(data)
-        dist.all_reduce(torch.from_numpy(sizes), group=self._group)  # a sum of one non-zero entry per rank
+        dist.all_reduce(in_flight.share(sizes), group=self._group)  # a sum of one non-zero entry per rank
         if self.rank != 0:
             if data:  # a rank without data sends nothing, and rank 0 knows that from the sizes
                 dist.send(_to_tensor(data), dst=0, group=self._group)
@@ -223,9 +223,9 @@ class ProcessGroup(Communicator):
     def broadcast_json(self, obj: Any) -> Any:
         data = json.dumps(obj).encode() if self.rank == 0 else b""
         size = np.array([len(data)], dtype=np.int64)
-        dist.broadcast(torch.from_numpy(size), src=0, group=self._group)
+        dist.broadcast(in_flight.share(size), src=0, group=self._group)
         buffer = _to_tensor(data) if self.rank == 0 else torch.empty(int(size[0]), dtype=torch.uint8)
-        dist.broadcast(buffer, src=0, group=self._group)
+        dist.broadcast(in_flight.remember(buffer), src=0, group=self._group)
         return json.loads(buffer.numpy().tobytes())
 
     @override
@@ -254,15 +254,15 @@ class ProcessGroup(Communicator):
     def sum_ints(self, values: list[int]) -> list[int]:
         started = time.perf_counter()
         total = np.array(values, dtype=np.int64)
-        dist.all_reduce(torch.from_numpy(total), group=self._group)
+        dist.all_reduce(in_flight.share(total), group=self._group)
         self.waited_s += time.perf_counter() - started
         return [int(value) for value in total]
 
     @override
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.detach().clone()
-        dist.all_reduce(total, group=self._group)
-        return total
+        dist.all_reduce(in_flight.remember(total), group=self._group)
+        return total.detach()  # a tensor of its own over the same memory, which the caller may keep
 
     @override
     def twin(self, timeout_s: float) -> Communicator:
@@ -321,9 +321,8 @@ def init(args: DistributedSettings) -> Communicator:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
-        raise ConfigError(
-            f"The process group cannot be formed: {error}", field="MASTER_ADDR", remedy="Start through torchrun."
-        ) from error
+        message = f"The process group cannot be formed: {error}"
+        raise ConfigError(message, field="MASTER_ADDR", remedy="Start through torchrun.") from error
     except (RuntimeError, dist.DistError) as error:
         raise InfrastructureError(
             f"The {ranks.world_size} processes did not find each other: {error}",
@@ -354,16 +353,16 @@ def shutdown() -> None:
 def _end_group_at_exit() -> None:
     """End the process group that still stands, the caller's own as well, when the program ends in order.
 
-    Without this, a program that forgot to end its group is aborted now and then, after all its work is done: threads
-    of the group are still running when the interpreter destroys it. A program that fails leaves the group as it is:
-    its peers may be gone, and ending the group could wait for them.
+    A program that fails leaves the group as it is: its peers may be gone, and ending the group could wait for them.
+    In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
     """
-    if exits.has_failed() or not (dist.is_available() and dist.is_initialized()):
-        return
-    # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
-    thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
-    thread.start()
-    thread.join(_LEAVE_S)
+    failed = exits.has_failed()
+    if dist.is_available() and dist.is_initialized() and not failed:
+        # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
+        thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
+        thread.start()
+        thread.join(_LEAVE_S)
+    in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
 
 
 # Functions registered first run last: a program that ends its own group at exit, as it should, does so before.

@@ -68,8 +68,11 @@ def test_ps_tells_the_same_as_proc(sleeper: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize(("command", "code"), [("exit 3", 3), ("kill -9 $$", 128 + 9), ("true", 0)])
 def test_exit_code_is_the_commands_own(tmp_path: Path, command: str, code: int) -> None:
-    done = subprocess.run([*GUARD, "--run-dir", str(tmp_path), "--grace", "1", "--", "sh", "-c", command], stdin=-1)
-    assert done.returncode == code
+    # Its input stays open until it has ended: end of file tells the guard that its owner is gone.
+    with subprocess.Popen(
+        [*GUARD, "--run-dir", str(tmp_path), "--grace", "1", "--", "sh", "-c", command], stdin=subprocess.PIPE
+    ) as guarded:
+        assert guarded.wait(60) == code
     assert json.loads((tmp_path / "guard.json").read_text())["code"] == (code if code < 128 else 128 - code)
 
 

@@ -1,0 +1,45 @@
+"""A program that ends waits until the threads of gloo have dropped the tensors of its collectives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainer_lib import in_flight
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    in_flight._recent.clear()
+    yield
+    in_flight._recent.clear()
+
+
+def test_it_waits_for_the_thread_that_is_late() -> None:
+    held = [in_flight.remember(torch.zeros(1))]
+    dropped = threading.Timer(0.2, held.clear)
+    started = time.monotonic()
+    dropped.start()
+    assert in_flight.wait_until_released(20)
+    assert not held
+    assert time.monotonic() - started >= 0.2
+    dropped.join()
+
+
+def test_a_thread_that_never_drops_its_tensor_delays_the_end_no_longer_than_the_limit() -> None:
+    held = in_flight.remember(torch.zeros(1))
+    assert not in_flight.wait_until_released(0.05)
+    assert held.item() == 0
+
+
+def test_large_tensors_are_not_kept_alive_and_small_ones_only_the_newest() -> None:
+    in_flight.remember(torch.zeros(1_000_000))
+    assert not in_flight._recent
+    for _ in range(1_000):
+        in_flight.remember(torch.zeros(1))
+    assert len(in_flight._recent) == 64
+    assert in_flight.wait_until_released(5)
