@@ -128,10 +128,8 @@ class Seq2SeqTrainer(Trainer):
         if not self.args.predict_with_generate or prediction_loss_only or not isinstance(inputs, Mapping):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         generation = self._trainflow_generation
-        settings = self._gen_kwargs
-        # None outside of `evaluate` and `predict`: a subclass may call this method alone.
-        if gen_kwargs or settings is None:
-            settings = generation.complete_settings(gen_kwargs)
+        # None outside of `evaluate` and `predict`: a subclass may call this method alone, or set them by itself.
+        settings = generation.complete_settings(gen_kwargs or self._gen_kwargs or {})
         inputs = self._prepare_inputs(inputs)
         tokens, length = generation.generate(inputs, settings)
         labels = next((inputs[name] for name in self.label_names if inputs.get(name) is not None), None)

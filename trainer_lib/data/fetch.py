@@ -67,6 +67,12 @@ class Fetch(Dataset[Any]):
         self._draws: bool | None = None  # None until the first batch is read
         self._read_many = _find_batch_reader(dataset)
 
+    def use_collator(self, collate: Callable[[list[Any]], Any]) -> None:
+        """Collate with another function from the next batch on."""
+        self.collate, self._draws = collate, None
+        self._pure_collate = is_pure_collator(collate)
+        self._pure = is_pure(self.dataset) and self._pure_collate
+
     def __len__(self) -> int:
         return len(self.dataset)
 

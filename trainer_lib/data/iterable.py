@@ -180,7 +180,19 @@ class IterableLoader(DataLoader[Any]):
         if options.num_workers > 0 and options.persistent_workers:
             self.shares.outside = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         # A generator of its own: torch's loader would draw from the global one.
-        super().__init__(self.shares, batch_size=None, generator=torch.Generator().manual_seed(0), **options.keywords())
+        settings = {"batch_size": None, "generator": torch.Generator().manual_seed(0), **options.keywords()}
+        self._reader: DataLoader[_Part] = DataLoader(self.shares, **settings)
+        # To its users it is a loader of their own stream with their own collator.
+        super().__init__(dataset, collate_fn=collate, **settings)
+
+    @property
+    def collate_fn(self) -> Any:
+        """The collator; overrides of `get_train_dataloader` may set another one."""
+        return self.shares.collate
+
+    @collate_fn.setter
+    def collate_fn(self, collate: Any) -> None:
+        self.shares.collate = collate
 
     def __len__(self) -> int:
         if self.epoch_samples is None:
@@ -189,7 +201,7 @@ class IterableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """The batches, without the parts that have none."""
-        return (part.batch for part in super().__iter__() if part.batch is not None)
+        return (part.batch for part in self._reader if part.batch is not None)
 
     def micro_steps(self, step: int) -> int:
         """Micro-batches per full step."""
@@ -223,7 +235,7 @@ class IterableLoader(DataLoader[Any]):
         """One pass for evaluation; a round in which this rank has no samples yields None or a dummy batch."""
         self.shares.first_round, self.shares.skip = 0, None
         self.set_epoch(0)
-        for part in super().__iter__():
+        for part in self._reader:
             yield Micro(part.batch, part.real)
 
     def _iterate_parts(self, start_step: int) -> Iterator[_Part]:
@@ -236,17 +248,17 @@ class IterableLoader(DataLoader[Any]):
             # Every worker reads a stream of its own: rounds are counted where the workers' outputs meet.
             self.shares.first_round = 0
             self._share_position()
-            parts = iter(super().__iter__())
+            parts = iter(self._reader)
             self._create_skip(rounds).discard_from(parts)
             return parts
         elif rounds:
             self.shares.skip = self._create_skip(rounds)
         self._share_position()
-        return iter(super().__iter__())
+        return iter(self._reader)
 
     def close(self) -> None:
         """End the workers."""
-        end_workers(self)
+        end_workers(self._reader)
 
     def _create_skip(self, rounds: int, what: str = _DATASET) -> Skip:
         samples = rounds // self._accumulation * self.global_batch

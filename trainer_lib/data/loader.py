@@ -133,26 +133,39 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 class _SeededLoader(DataLoader[Any]):
-    """A DataLoader that does not draw from torch's global generator."""
+    """A DataLoader that does not draw from torch's global generator.
+
+    To its users it is a loader of their own dataset with their own collator; a loader inside reads through `fetch`.
+    """
 
     def __init__(self, fetch: Fetch, batch_sampler: Any, options: LoaderOptions) -> None:
         self._fetch = fetch
         self._keys = batch_sampler
-        super().__init__(
-            fetch,
-            batch_sampler=batch_sampler,
-            collate_fn=_return_batch,
-            generator=torch.Generator().manual_seed(0),  # any seed: every sample is seeded anyway
+        settings = {
+            "batch_sampler": batch_sampler,
+            "generator": torch.Generator().manual_seed(0),  # any seed: every sample is seeded anyway
             **options.keywords(),
-        )
+        }
+        self._reader: DataLoader[Any] = DataLoader(fetch, collate_fn=_return_batch, **settings)
+        super().__init__(fetch.dataset, collate_fn=fetch.collate, **settings)
+
+    @property
+    def collate_fn(self) -> Any:
+        """The collator; overrides of `get_train_dataloader` may set another one."""
+        return self._fetch.collate
+
+    @collate_fn.setter
+    def collate_fn(self, collate: Any) -> None:
+        if collate is not self._fetch.collate:
+            self._fetch.use_collator(collate)
 
     def __iter__(self) -> Any:
         """The batches. Without workers and pinned memory they are read directly, past torch's iterator."""
-        return super().__iter__() if self.num_workers or self.pin_memory else self._read_directly()
+        return iter(self._reader) if self.num_workers or self.pin_memory else self._read_directly()
 
     def close(self) -> None:
         """End the workers."""
-        end_workers(self)
+        end_workers(self._reader)
 
     def _read_directly(self) -> Iterator[Any]:
         # One by one: a callback's change of the data must apply from the next step on.

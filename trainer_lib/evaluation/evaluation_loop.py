@@ -64,9 +64,17 @@ class EvaluationLoop:
         hooks: the Trainer.
         loss_only: compute the loss alone; predictions and metrics are not kept.
         ignore_keys: keys of the model's output that are left out of the predictions.
+        keeps_predictions: with `batch_eval_metrics`, keep the predictions as well.
     """
 
-    def __init__(self, hooks: EvaluationHooks, *, loss_only: bool, ignore_keys: list[str] | None) -> None:
+    def __init__(
+        self,
+        hooks: EvaluationHooks,
+        *,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+        keeps_predictions: bool = False,
+    ) -> None:
         self._hooks = hooks
         self._comm = hooks.comm
         self._loss_only = loss_only
@@ -79,6 +87,7 @@ class EvaluationLoop:
         self._items = 0
         self._samples = 0
         self._batch_metrics = None if loss_only else create_batch_metrics(hooks)
+        self._spools = not loss_only and (keeps_predictions or self._batch_metrics is None)
 
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
         """Predict every batch and compute the metrics, whose names start with `prefix`. Collective.
@@ -151,7 +160,7 @@ class EvaluationLoop:
                 # From other ranks they come as arrays.
                 tensors = each if self._objects else nested.to_tensors(each)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
-            else:
+            if self._spools:
                 self._spool.append(each)
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
@@ -167,10 +176,12 @@ class EvaluationLoop:
             )
         predictions = labels = None
         metrics: dict[str, float] = {}
-        if not self._loss_only and comm.rank == 0 and self._batch_metrics is None:
+        if self._spools and comm.rank == 0:
             tree = self._spool.tree() if hooks.args.eval_do_concat_batches else _collect_columns(self._spool.by_batch())
             predictions, labels = tree["logits"], tree["labels"]
-            if hooks.compute_metrics is not None and predictions is not None and labels is not None:
+            if self._batch_metrics is not None:
+                metrics = compute_on_rank_zero(comm, self._batch_metrics.finish)
+            elif hooks.compute_metrics is not None and predictions is not None and labels is not None:
                 given = EvalPrediction(predictions, labels, inputs=tree["inputs"], losses=tree["losses"])
                 metrics = compute_on_rank_zero(comm, lambda: hooks.compute_metrics(given))  # type: ignore[misc]
             else:

@@ -109,6 +109,11 @@ class Publisher:
         """Names of the checkpoint folders that a push still reads; rotation must keep them."""
         return frozenset(self._being_pushed)
 
+    @property
+    def push_in_progress(self) -> PushQueue | None:
+        """The queue of pushes; None when nothing was pushed yet."""
+        return self.queue if self.queue.has_pushed else None
+
     # -- the target ---------------------------------------------------------------------------------------------------
 
     def prepare_target(self) -> None:

@@ -18,6 +18,19 @@ class PushQueue:
         """Whether a push is under way or waiting."""
         return self._last is not None and not self._last.done()
 
+    @property
+    def has_pushed(self) -> bool:
+        """Whether there was a push."""
+        return self._last is not None
+
+    def is_done(self) -> bool:
+        """Whether no push is under way; `huggingface_hub` and transformers use this name."""
+        return not self.is_busy
+
+    def wait_until_done(self) -> None:
+        """Wait for all pushes."""
+        self.wait(unless=lambda: False)
+
     def submit(self, push: Callable[[], str]) -> Future[str]:
         """Run `push` after the ones before it. The future holds what it returns or raises."""
         # A chain of futures in place of a pool, whose threads Python would wait for at exit.

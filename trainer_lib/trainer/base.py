@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.callbacks.base import CallbackHandler
+from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.accelerator import AcceleratorFacade
@@ -104,5 +105,36 @@ class TrainerBase:
     deepspeed: _Derived[Any] = _Derived(
         lambda self: getattr(self._trainflow.engine.strategy, "engine", None),
         "DeepSpeed's engine; None before training, and without DeepSpeed.",
+    )
+    is_tp_enabled: _Derived[bool] = _Derived(lambda self: False, "Whether layers are split over processes: never.")
+    is_fsdp_xla_enabled: _Derived[bool] = _Derived(lambda self: False, "Whether torch_xla's own FSDP is used: never.")
+    is_fsdp_xla_v1_enabled: _Derived[bool] = _Derived(lambda self: False, "Never, as `is_fsdp_xla_enabled`.")
+    is_fsdp_xla_v2_enabled: _Derived[bool] = _Derived(lambda self: False, "Never, as `is_fsdp_xla_enabled`.")
+    is_distributed_loading_by_transformers: _Derived[bool] = _Derived(
+        lambda self: False, "Whether `from_pretrained` has sharded the model: never."
+    )
+    gather_function: _Derived[Any] = _Derived(
+        lambda self: self.accelerator.gather_for_metrics,
+        "Gathers the tensors of an overridden `evaluation_loop`; the library's own loop does not repeat samples.",
+    )
+    neftune_noise_alpha: _Derived[float | None] = _Derived(
+        lambda self: self.args.neftune_noise_alpha, "The noise of NEFTune that the next training adds."
+    )
+    model_accepts_loss_kwargs: _Derived[bool] = _Derived(
+        lambda self: self._trainflow.facts.forward.accepts_loss_kwargs,
+        "Whether the model's forward takes `num_items_in_batch`, by name or among its keyword arguments.",
+    )
+    loss_is_scaled_for_ga: bool | None = None
+    push_in_progress: _Derived[PushQueue | None] = _Derived(
+        lambda self: self._trainflow.publisher.push_in_progress,
+        "The pushes in the background: `is_done()` and `wait_until_done()`; None when nothing was pushed yet.",
+    )
+    _tr_loss: _Derived[torch.Tensor] = _Derived(
+        lambda self: self._trainflow.loop.loss_since_log(), "The sum of the losses since the last log, ``[]``."
+    )
+    _total_loss_scalar: _Derived[float] = _Derived(lambda self: 0.0, "An override that logs by itself adds up here.")
+    _created_lr_scheduler: _Derived[bool] = _Derived(
+        lambda self: self.lr_scheduler is not None and self._trainflow.engine.given_optimizers[1] is None,
+        "Whether the schedule was made for the training, and not given.",
     )
     tokenizer: _Derived[Any] = _Derived(lambda self: self.processing_class, "Old name of `processing_class`.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.checkpoint.reader import Checkpoint
+from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.history import StepHistory
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where the model is to blame.
 _OVERFLOWS = 24
+_NORMS = ("_clip_grad_norm", "_get_grad_norm")
 
 
 def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tuple[int, int]:
@@ -51,6 +53,37 @@ def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tup
     return math.ceil(args.num_train_epochs * steps_per_epoch), math.ceil(args.num_train_epochs)
 
 
+def training_values(
+    trainer: TrainerHooks, source: TrainSource, args: TrainingArguments
+) -> tuple[int, int, int, float, int, int | None, int]:
+    """What `Trainer.set_initial_training_values` documents."""
+    max_steps, epochs = training_length(args, source.steps_per_epoch)
+    step = trainer.get_total_train_batch_size(args)
+    samples = source.epoch_samples if source.epoch_samples is not None else step * max_steps
+    steps = source.steps_per_epoch or max_steps
+    trained = step * max_steps if args.max_steps > 0 else samples * args.num_train_epochs
+    micros = (steps - 1) * source.micro_steps(0) + source.micro_steps(steps - 1) if source.steps_per_epoch else None
+    return epochs, steps, samples, trained, step, micros, max_steps
+
+
+def _planned_length(trainer: TrainerHooks, source: TrainSource, loader: Any) -> tuple[int, int]:
+    """(optimizer steps, epochs) to do, as the Trainer's `set_initial_training_values` says.
+
+    Raises:
+        ConfigError: an override asks for epochs of another length than the data has.
+    """
+    values = trainer.set_initial_training_values(trainer.args, loader)
+    epochs, steps, max_steps = values[0], values[1], values[-1]
+    if source.steps_per_epoch is not None and steps != source.steps_per_epoch:
+        raise ConfigError(
+            f"An epoch of this data has {source.steps_per_epoch} optimizer steps; the override returns {steps}.",
+            field="set_initial_training_values",
+            value=steps,
+            remedy="Change the epochs or the steps in all; for shorter epochs, override get_train_dataloader.",
+        )
+    return int(max_steps), int(epochs)
+
+
 def begin_run(
     trainer: TrainerHooks, internals: Internals, url: str | None, trial: Any, ignore_keys: list[str] | None
 ) -> tuple[TrainingRun, Checkpoint | None]:
@@ -58,13 +91,13 @@ def begin_run(
     args, engine, comm = trainer.args, internals.engine, internals.world.comm
     if internals.stop is None:
         raise InfrastructureError("The training loop runs outside of train().")
-    engine.start_training()
+    engine.start_training(measures_norm=not internals.signatures.overridden.isdisjoint(_NORMS))
     loaded = _claimed_checkpoint(internals, args, url)  # before the loader is made: it may lower the micro-batch
     source = internals.loaders.train_source()
-    max_steps, num_epochs = training_length(args, source.steps_per_epoch)
+    max_steps, num_epochs = _planned_length(trainer, source, trainer.callback_handler.train_dataloader)
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
-        trainer._load_from_checkpoint(loaded.url, trainer.model)
+        internals.restore.load_model(loaded.url)
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)

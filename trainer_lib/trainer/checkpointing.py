@@ -182,7 +182,7 @@ class Checkpoints:
             return
         run.announced_step = state.global_step
         self._internals.events.fire("on_save", state=state)
-        if not run.stopping:
+        if trainer.args.push_to_hub and not run.stopping:
             trainer._push_from_checkpoint(self.root().child(checkpoint_name(state.global_step)).url)
 
     # -- the end of training ------------------------------------------------------------------------------------------

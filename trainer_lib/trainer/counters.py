@@ -63,7 +63,8 @@ class Counters:
         if args.include_num_input_tokens_seen == "no" and not args.include_tokens_per_second:
             return
         # A dummy batch has no target items, and its tokens are not training data.
-        counted = samples if run is None else [b for b, items in zip(samples, run.weights.items, strict=True) if items]
+        real = run is not None and len(run.weights.items) == len(samples)  # an override is called batch by batch
+        counted = [b for b, items in zip(samples, run.weights.items, strict=True) if items] if run and real else samples
         total = sum(self._input_tokens(batch) for batch in counted)
         self._trainer.state.num_input_tokens_seen += self._internals.world.comm.sum_ints([total])[0]
 

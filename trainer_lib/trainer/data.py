@@ -81,6 +81,30 @@ class DataMethods(TrainerBase):
         """None: ranks share the dataset in its own order; an override may return any sampler."""
         return None
 
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """A loader of this rank's share of a dataset.
+
+        Args:
+            dataset: map-style or iterable.
+            description: what the dataset is for, in log lines.
+            batch_size: samples of one micro-batch.
+            sampler_fn: dataset -> the order of its samples; None = its own order.
+            is_training: make a loader to train on; else each sample comes once, in order.
+            dataloader_key: the name of an evaluation set, whose loader is kept where its workers persist.
+        """
+        loaders = self._trainflow.loaders
+        if is_training:
+            return loaders.training_loader(dataset, description, batch_size, sampler_fn)
+        return loaders.inference_loader(dataset, description, batch_size, sampler_fn, key=dataloader_key)
+
     def get_train_dataloader(self) -> Any:
         """The loader of this rank's training micro-batches; an override may return any DataLoader."""
         return self._trainflow.loaders.train_loader()
@@ -91,12 +115,12 @@ class DataMethods(TrainerBase):
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of a dataset to predict."""
-        return self._trainflow.loaders.inference_loader(test_dataset, "test")
+        return self._trainflow.loaders.test_loader(test_dataset)
 
     # -- one step's batches -------------------------------------------------------------------------------------------
 
     def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: torch.device
+        self, epoch_iterator: Any, num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The next step's micro-batches of this rank, and the target items of all of them over all ranks.
 
@@ -112,7 +136,9 @@ class DataMethods(TrainerBase):
                 break
         return batches, self._get_num_items_in_batch(batches, device) if batches else None
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device | None = None
+    ) -> torch.Tensor | int | None:
         """Target items of a step's micro-batches: over all ranks with `average_tokens_across_devices`."""
         run, comm, count = self._trainflow.run, self._trainflow.world.comm, self._trainflow.forward.target_items
         if run is not None:

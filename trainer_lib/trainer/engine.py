@@ -83,6 +83,9 @@ class Engine:
         self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)
         self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self._has_trained = False
+        self._measures_norm = False
+        self._others: list[nn.Parameter] = []
+        self._held = -1
 
     def set_up(self, args: TrainingArguments, world: World) -> None:
         """Choose strategy and precision."""
@@ -139,8 +142,9 @@ class Engine:
         self.strategy.release()
         self.use_optimizers(*self._given)
 
-    def start_training(self) -> None:
-        """Before a training: drop what the one before it made."""
+    def start_training(self, *, measures_norm: bool) -> None:
+        """Before a training: drop what the one before it made; `measures_norm`: a subclass measures the norm."""
+        self._measures_norm, self._held = measures_norm, -1
         if self._has_trained:
             self.reset()
         self._has_trained = True
@@ -181,6 +185,16 @@ class Engine:
             )
         return optimizer
 
+    def clipped_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are clipped: the optimizer's, and trained ones of the model beside it."""
+        held = [each for group in self.ready_optimizer().param_groups for each in group["params"]]
+        if len(held) != self._held:  # at the first step, and when a callback has added a group
+            self._held, known = len(held), {id(each) for each in held}
+            # DeepSpeed's optimizer holds parts of the parameters, and takes care of all gradients.
+            own = () if self.strategy.name == "deepspeed" else self._trainer.model_wrapped.parameters()
+            self._others = [each for each in own if each.requires_grad and id(each) not in known]
+        return held + self._others if self._others else held
+
     def set_optimizer_mode(self, mode: str) -> None:
         """Switch an optimizer that has modes to "train" or "eval": schedule-free ones keep two sets of weights."""
         switch = getattr(self._trainer.optimizer, mode, None)
@@ -201,6 +215,8 @@ class Engine:
         if scaler is not None:
             scaler.unscale_(optimizer)  # `max_grad_norm` is meant for gradients without the loss scale
         norm = trainer._clip_grad_norm(model)
+        if self._measures_norm:  # an override may return None or a number
+            norm = torch.as_tensor(trainer._get_grad_norm(model, grad_norm=norm), dtype=torch.float32)
         fire("on_pre_optimizer_step")
         self._step_if_finite(optimizer, norm)
         fire("on_optimizer_step")
@@ -211,6 +227,8 @@ class Engine:
         if schedule is not None and not self._known_schedule[1]:
             schedule.step()
         optimizer.zero_grad()
+        for other in self._others:
+            other.grad = None
         return norm
 
     def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

@@ -46,7 +46,10 @@ class EvaluationMethods(TrainerBase):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """One pass over a loader: predictions and labels ``[samples, ...]``, metrics, number of samples."""
-        return self._trainflow.evaluator.loop(dataloader, prediction_loss_only, ignore_keys, metric_key_prefix)
+        return self._trainflow.evaluator.loop(
+            *(dataloader, prediction_loss_only, ignore_keys, metric_key_prefix),
+            keeps_predictions=description == "Prediction",
+        )
 
     def prediction_loop(
         self,

@@ -44,7 +44,9 @@ class Evaluator:
         if isinstance(sets, Mapping):
             for name, one in sets.items():
                 chosen = name if given is None else one  # by name: a loader with persistent workers is found again
-                metrics.update(trainer.evaluate(chosen, ignore_keys, metric_key_prefix=f"{prefix}_{name}"))
+                # By keyword: overrides have parameters of their own in between.
+                one_set = {"eval_dataset": chosen, "ignore_keys": ignore_keys}
+                metrics.update(trainer.evaluate(**one_set, metric_key_prefix=f"{prefix}_{name}"))
             return metrics
         with self._mode_kept(), trainer._memory_tracker.stage("eval", metrics):
             loader = trainer.get_eval_dataloader(given)
@@ -70,6 +72,7 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """Run the Trainer's evaluation loop, and add its speed to the metrics."""
         trainer, world = self._trainer, self._internals.world
+        self._internals.read_signatures()
         # Without metrics to compute there is no point in keeping predictions.
         loss_only = None if keep_predictions or trainer.compute_metrics is not None else True
         loop = trainer.prediction_loop if trainer.args.use_legacy_prediction_loop else trainer.evaluation_loop
@@ -81,7 +84,15 @@ class Evaluator:
         metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         return output._replace(metrics=metrics)
 
-    def loop(self, loader: Any, loss_only: bool | None, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
+    def loop(
+        self,
+        loader: Any,
+        loss_only: bool | None,
+        ignore_keys: list[str] | None,
+        prefix: str,
+        *,
+        keeps_predictions: bool = False,
+    ) -> EvalLoopOutput:
         """One pass over a loader; the model is afterwards in the mode and precision that it had."""
         trainer, internals = self._trainer, self._internals
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
@@ -92,7 +103,10 @@ class Evaluator:
         trainer.callback_handler.eval_dataloader = loader
         try:
             with self._mode_kept(), torch.no_grad():
-                return EvaluationLoop(self, loss_only=loss_only, ignore_keys=ignore_keys).run(loader, prefix)
+                loop = EvaluationLoop(
+                    self, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps_predictions
+                )
+                return loop.run(loader, prefix)
         finally:
             if restore is not None:
                 restore()

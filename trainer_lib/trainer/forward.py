@@ -96,7 +96,7 @@ class Forward:
         self.items_used = False
         if num_items is None or not signatures.compute_loss_takes_items:
             loss = trainer.compute_loss(model, inputs)
-        elif signatures.compute_loss_is_default:
+        elif "compute_loss" not in signatures.overridden:
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         else:
             items = CountedItems.of(num_items, self._internals.world.device)
@@ -123,7 +123,7 @@ class Forward:
         if func is not None:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
-            return smoother(outputs, labels, shifts=forward.shifts_labels), outputs
+            return smoother(outputs, labels, shift_labels=forward.shifts_labels), outputs
         return loss_of(outputs, inputs), outputs
 
     def _call_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:

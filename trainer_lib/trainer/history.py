@@ -41,6 +41,21 @@ class StepHistory:
         self._losses.append(loss)
         self._norms.append(norm)
 
+    def sum_since_log(self) -> torch.Tensor:
+        """The sum of the finite losses since the last log ``[]``, for an override that logs by itself."""
+        collected = math.fsum(loss for loss, _ in self._since_log if math.isfinite(loss))
+        newest = torch.stack(self._losses).float().sum() if self._losses else torch.zeros(())
+        return newest + collected
+
+    @property
+    def steps_since_log(self) -> int:
+        """Steps that no log entry covers yet."""
+        return len(self._since_log) + len(self._losses)
+
+    def forget_logged(self) -> None:
+        """Drop the steps since the last log: an override has logged them."""
+        self._since_log = []
+
     @property
     def full(self) -> bool:
         """Whether there are enough steps to collect them without a log."""

@@ -49,7 +49,7 @@ class Internals:
 
     Attributes:
         world: set when the arguments are adopted.
-        signatures: set when the Trainer is built.
+        signatures: read when the Trainer is built, and before every run.
         facts: set when the model is looked at.
         run: the training under way; None outside of `train`.
         stop: its request to stop; None outside of `train`.
@@ -78,6 +78,10 @@ class Internals:
         # A function, because `world` is set later.
         self.publisher = Publisher(trainer, comm=lambda: self.world.comm)
         self.trials = TrialRunner(trainer, self, takes_trial=takes_trial)
+
+    def read_signatures(self) -> None:
+        """Find out what overrides take. Methods may also be replaced on a finished Trainer: every run looks again."""
+        self.signatures = Signatures.of(self._trainer, self._trainer._trainflow_defaults)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Call the Trainer's `log` with the arguments that its (possibly older) override takes."""

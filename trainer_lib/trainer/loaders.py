@@ -23,6 +23,7 @@ from trainer_lib.data.order import (
     SequentialOrder,
 )
 from trainer_lib.errors import ConfigError
+from trainer_lib.trainer.signatures import takes_positionals
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -73,6 +74,13 @@ class _WithoutColumn:
         if isinstance(samples[0], Mapping) and self._column in samples[0]:
             samples = [{name: value for name, value in row.items() if name != self._column} for row in samples]
         return self.collate(samples)
+
+
+def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
+    """The sampler of a dataset; overrides of older code take no dataset."""
+    if sampler_fn is None:
+        return None
+    return sampler_fn(dataset) if takes_positionals(sampler_fn, 1) else sampler_fn()
 
 
 def _no_column_left(present: Any, columns: set[str], described: str) -> ConfigError:
@@ -198,15 +206,30 @@ class Loaders:
 
     def train_loader(self) -> Any:
         """The loader of this rank's training micro-batches."""
-        trainer, args, share = self._trainer, self._trainer.args, self._internals.world.comm.data_parallel
+        trainer = self._trainer
         if trainer.train_dataset is None:
             raise ConfigError("Training needs data.", field="train_dataset", remedy="Give it to the Trainer.")
-        dataset, collate = self._prepared(trainer.train_dataset, "training")
+        return trainer._get_dataloader(
+            dataset=trainer.train_dataset,
+            description="training",
+            batch_size=trainer._train_batch_size,
+            sampler_fn=trainer._get_train_sampler,
+            is_training=True,
+        )
+
+    def training_loader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None
+    ) -> Any:
+        """The loader of this rank's micro-batches of `batch_size` samples, in the order of the sampler."""
+        trainer, args, share = self._trainer, self._trainer.args, self._internals.world.comm.data_parallel
+        dataset, collate = self._prepared(dataset, description)
+        # As many micro-batches in a step as the arguments ask for, whatever their size.
+        global_batch = trainer.get_total_train_batch_size(args) * batch_size // trainer._train_batch_size
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             return IterableLoader(
                 dataset,
-                global_batch=trainer.get_total_train_batch_size(args),
-                micro_batch=trainer._train_batch_size,
+                global_batch=global_batch,
+                micro_batch=batch_size,
                 data_parallel_size=share.size,
                 rank=share.rank,
                 collate=collate,
@@ -214,13 +237,11 @@ class Loaders:
                 drop_last=args.dataloader_drop_last,
                 options=self._options(),
             )
-        # Overrides of older code take no dataset.
-        own = (dataset,) if self._internals.signatures.train_sampler_takes_dataset else ()
-        order = self._order_of(trainer._get_train_sampler(*own), dataset)
+        order = self._order_of(_call_sampler(sampler_fn, dataset), dataset)
         plan = BatchPlan.cut(
             order.num_samples,
-            global_batch=trainer.get_total_train_batch_size(args),
-            micro_batch=trainer._train_batch_size,
+            global_batch=global_batch,
+            micro_batch=batch_size,
             data_parallel_size=share.size,
             rank=share.rank,
             drop_last=args.dataloader_drop_last,
@@ -234,9 +255,13 @@ class Loaders:
 
     def train_source(self) -> TrainSource:
         """The source of the loop's micro-batches: our loader, or the user's loader behind an adapter."""
-        args, world = self._trainer.args, self._internals.world
         loader = self._trainer.get_train_dataloader()
         self._trainer.callback_handler.train_dataloader = loader
+        return self.source_of(loader)
+
+    def source_of(self, loader: Any) -> TrainSource:
+        """A loader as the training loop reads it: our own, or any other behind an adapter."""
+        args, world = self._trainer.args, self._internals.world
         if isinstance(loader, TrainLoader | IterableLoader):
             return loader
         if world.batching.split_batches:
@@ -275,10 +300,21 @@ class Loaders:
         keeps = self._trainer.args.dataloader_persistent_workers and (given is None or isinstance(given, str))
         if keeps and name in self._kept:
             return self._kept[name]
-        loader = self.inference_loader(self._eval_set(given), "evaluation")
-        if keeps:
-            self._kept[name] = loader
-        return loader
+        return self._evaluation_loader(self._eval_set(given), "evaluation", name if keeps else None)
+
+    def test_loader(self, dataset: Any) -> Any:
+        """The loader of a dataset to predict."""
+        return self._evaluation_loader(dataset, "test", None)
+
+    def _evaluation_loader(self, dataset: Any, description: str, key: str | None) -> Any:
+        trainer = self._trainer
+        return trainer._get_dataloader(
+            dataset=dataset,
+            description=description,
+            batch_size=self._internals.world.eval_batch_size(trainer.args),
+            sampler_fn=trainer._get_eval_sampler,
+            dataloader_key=key,
+        )
 
     def _eval_set(self, given: Any) -> Any:
         sets = self._trainer.eval_dataset
@@ -293,43 +329,67 @@ class Loaders:
             raise ConfigError("Evaluating needs data.", field="eval_dataset", remedy="Give it to the Trainer.")
         return dataset
 
-    def inference_loader(self, dataset: Any, description: str) -> Any:
-        """A loader of this rank's share of a dataset to evaluate or predict."""
-        trainer, world = self._trainer, self._internals.world
-        dataset, collate = self._prepared(dataset, description)
+    def inference_loader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None,
+        *,
+        key: str | None,
+    ) -> Any:
+        """A loader of this rank's share of a dataset to evaluate or predict; kept under `key` if workers persist."""
+        prepared, collate = self._prepared(dataset, description)
+        loader = self._loader_in_order(prepared, collate, batch_size, sampler_fn)
+        if key is not None and self._trainer.args.dataloader_persistent_workers:
+            self._kept[key] = loader
+        return loader
+
+    def _loader_in_order(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None,
+    ) -> Any:
+        share = self._internals.world.comm.data_parallel
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            batch = world.eval_batch_size(trainer.args)
             return IterableLoader(
                 dataset,
-                global_batch=batch * world.comm.data_parallel.size,
-                micro_batch=batch,
-                data_parallel_size=world.comm.data_parallel.size,
-                rank=world.comm.data_parallel.rank,
+                global_batch=batch_size * share.size,
+                micro_batch=batch_size,
+                data_parallel_size=share.size,
+                rank=share.rank,
                 collate=collate,
-                seed=trainer.args.seed,
+                seed=self._trainer.args.seed,
                 drop_last=False,
                 options=self._options(training=False),
                 # A rank whose stream has ended still takes part in the forwards of the others.
                 dummy_batches=self._internals.engine.strategy.forward_communicates,
             )
-        sampler = trainer._get_eval_sampler(dataset)
+        sampler = _call_sampler(sampler_fn, dataset)
         if sampler is not None:
             dataset = Subset(dataset, [int(index) for index in sampler])
-        return self._shared_loader(dataset, collate)
+        return self._shared_loader(dataset, collate, batch_size)
 
     def range_loader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
         """A loader of rows [start, stop) for this process alone."""
         dataset, collate = self._prepared(dataset, "test")
-        return self._shared_loader(dataset, collate, (start, stop))
+        batch_size = self._internals.world.eval_batch_size(self._trainer.args)
+        return self._shared_loader(dataset, collate, batch_size, (start, stop))
 
     def _shared_loader(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], rows: tuple[int, int] | None = None
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        batch_size: int,
+        rows: tuple[int, int] | None = None,
     ) -> EvalLoader:
         """A loader of this rank's share of all rows; with `rows`, of these rows for this process alone."""
         share = self._internals.world.comm.data_parallel
         return EvalLoader(
             dataset,
-            batch_size=self._internals.world.eval_batch_size(self._trainer.args),
+            batch_size=batch_size,
             data_parallel_size=1 if rows is not None else share.size,
             rank=0 if rows is not None else share.rank,
             collate=collate,

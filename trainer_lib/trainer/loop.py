@@ -50,9 +50,10 @@ class TrainingLoop:
     def train(self, resume_from: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Train; `Trainer.train` documents it."""
         trainer, internals, comm = self._trainer, self._internals, self._internals.world.comm
+        internals.read_signatures()
         trainer._memory_tracker.start("train")
         trainer.is_in_train = True
-        internals.trials.set_trial(trial)
+        trainer._hp_search_setup(trial)
         try:
             url = internals.restore.find(resume_from)
             with StopRequest(comm, on_sigterm=trainer.args.enable_jit_checkpoint) as internals.stop:
@@ -109,7 +110,7 @@ class TrainingLoop:
             if loaded is not None:
                 self._report(run, None, None)  # what the stopped run still had to do
                 # Last, after all that may draw random numbers.
-                internals.restore.finish(run, loaded)
+                internals.restore.finish(loaded)
             while run.epoch < run.num_epochs and not trainer.control.should_training_stop:
                 batches = run.open_epoch()
                 samples: list[Any] = []
@@ -139,7 +140,17 @@ class TrainingLoop:
                     break
         except StopAgreed:
             self._save_and_stop()
-        return trainer._finalize_training(trial, run)
+        return trainer._finalize_training(trial, run.samples - run.first_samples, run.started)
+
+    def _current_run(self) -> TrainingRun:
+        if self._internals.run is None:
+            raise InfrastructureError("The training loop runs outside of train().")
+        return self._internals.run
+
+    def loss_since_log(self) -> torch.Tensor:
+        """The sum of the losses since the last log ``[]``."""
+        run = self._internals.run
+        return torch.zeros(()) if run is None else run.history.sum_since_log()
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -148,12 +159,17 @@ class TrainingLoop:
         trainer, weights = self._trainer, run.weights
         weights.items = []
         count = run.source.micro_steps(run.step_in_epoch)
-        samples, weights.num_items = trainer.get_batch_samples(batches, count, self._internals.world.device)
+        place = (self._internals.world.device,) if self._internals.signatures.samples_take_device else ()
+        samples, weights.num_items = trainer.get_batch_samples(batches, count, *place)
         if len(weights.items) != len(samples):  # an override counted in its own way
             weights.count(samples, self._internals.forward.target_items)
         # The last step of an epoch may have fewer micro-batches, and overridden steps divide by this number.
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
-        trainer._track_num_input_tokens(samples)
+        if "_track_num_input_tokens" in self._internals.signatures.overridden:
+            for batch in samples:
+                trainer._track_num_input_tokens(batch)
+        else:
+            trainer._track_num_input_tokens(samples)
         return samples
 
     def _step(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,18 +230,26 @@ class TrainingLoop:
         self._internals.checkpoints.observe()  # may fire `on_save`, which replaces `control`
         control = trainer.control
         if control.should_log or control.should_evaluate or control.should_save:
-            trainer._maybe_log_save_evaluate(
-                *(loss, norm, trainer.model_wrapped, run.trial, trainer.state.epoch, run.ignore_keys, run.started),
-                learning_rate=run.rate,
-            )
+            given = (norm, trainer.model_wrapped, run.trial, trainer.state.epoch, run.ignore_keys, run.started)
+            if "_maybe_log_save_evaluate" in self._internals.signatures.overridden:
+                self._report_by_override(run, given)
+            else:
+                trainer._maybe_log_save_evaluate(loss, *given, learning_rate=run.rate)
+
+    def _report_by_override(self, run: TrainingRun, given: tuple[Any, ...]) -> None:
+        """Call an override of any age, with the loss as the reference gives it: the sum since the last log."""
+        trainer, signatures, history = self._trainer, self._internals.signatures, run.history
+        history.collect(trainer.state.global_step)
+        total, count = history.sum_since_log().to(self._internals.world.device), signatures.report_takes - 1
+        given = given[1:5] if count == 4 else given[:count]
+        rate = {"learning_rate": run.rate} if signatures.report_takes_rate else {}
+        trainer._maybe_log_save_evaluate(total, *given, **rate)
 
     def log_evaluate_save(
-        self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float, learning_rate: Any
+        self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float | None, learning_rate: Any
     ) -> None:
         """What the callbacks asked for: log, then evaluate, then save. The host waits for the device here."""
-        trainer, internals, run = self._trainer, self._internals, self._internals.run
-        if run is None:
-            raise InfrastructureError("The training loop runs outside of train().")
+        trainer, internals, run = self._trainer, self._internals, self._current_run()
         # First: after a non-finite step, no evaluation is the best.
         run.history.collect(trainer.state.global_step)
         if trainer.control.should_log and run.history.anything:
@@ -262,9 +286,10 @@ class TrainingLoop:
             remedy='Continue with resume_from_checkpoint="auto".',
         )
 
-    def finalize(self, run: TrainingRun) -> TrainOutput:
+    def finalize(self) -> TrainOutput:
         """The best model if asked for, the metrics of the run, `on_train_end`, the final push."""
         trainer, internals, state = self._trainer, self._internals, self._trainer.state
+        run = self._current_run()
         run.history.collect(state.global_step)
         state.num_samples_seen = run.samples
         internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step

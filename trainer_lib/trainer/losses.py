@@ -21,22 +21,33 @@ class LabelSmoother:
     def __init__(self, epsilon: float) -> None:
         self.epsilon = epsilon
 
-    def __call__(self, outputs: Any, labels: torch.Tensor, *, shifts: bool) -> torch.Tensor:
+    def __call__(
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
         """The loss, 0-dim, of ``logits [..., classes]`` against ``labels [...]``.
 
         Args:
-            outputs: the model's outputs; logits under "logits", or first.
+            model_output: the model's outputs; logits under "logits", or first.
             labels: target classes; -100 is ignored.
-            shifts: position t is compared with label t + 1.
+            shift_labels: position t is compared with label t + 1.
+            num_items_in_batch: the sum of the losses is divided by this number; else by the number of labels.
         """
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-        if shifts:
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         flat = logits.reshape(-1, logits.shape[-1])
         # In float32: in 16 bits, a sum over tens of thousands of classes loses its last digits.
-        return nn.functional.cross_entropy(
-            flat.float(), labels.reshape(-1), ignore_index=IGNORED, label_smoothing=self.epsilon
+        loss = nn.functional.cross_entropy(
+            *(flat.float(), labels.reshape(-1)),
+            ignore_index=IGNORED,
+            label_smoothing=self.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
         )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:

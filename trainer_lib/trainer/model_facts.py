@@ -28,6 +28,7 @@ class ForwardInfo:
         required: parameters without a default.
         labels: parameters that hold labels.
         uses_num_items: it takes `num_items_in_batch`, and may divide its loss by it.
+        accepts_loss_kwargs: it is given `num_items_in_batch` by the reference: it declares so, or has ``**kwargs``.
         divides_by_items: its source divides the loss by `num_items_in_batch`, as far as it can be read.
         shifts_labels: its loss compares position t with label t + 1.
         returns_loss: ``return_loss`` defaults to True (contrastive models).
@@ -38,6 +39,7 @@ class ForwardInfo:
     required: tuple[str, ...]
     labels: tuple[str, ...]
     uses_num_items: bool
+    accepts_loss_kwargs: bool
     divides_by_items: bool
     shifts_labels: bool
     returns_loss: bool
@@ -57,6 +59,7 @@ class ForwardInfo:
             required=tuple(name for name in named if _is_required(parameters[name])),
             labels=labels,
             uses_num_items=_uses_num_items(inner, parameters, open_ended),
+            accepts_loss_kwargs=bool(getattr(inner, "accepts_loss_kwargs", open_ended)),
             divides_by_items="num_items_in_batch" in parameters or _divides(inner),
             shifts_labels=_shifts(inner),
             returns_loss=returns_loss,

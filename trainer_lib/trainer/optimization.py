@@ -19,7 +19,9 @@ class OptimizationMethods(TrainerBase):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule, unless they were given."""
         self.create_optimizer()
-        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
+        takes_optimizer = self._trainflow.signatures.scheduler_takes_optimizer
+        given = {"optimizer": self.optimizer} if takes_optimizer else {}
+        self.create_scheduler(num_training_steps=num_training_steps, **given)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Set up the optimizer, unless one was given; an override sets `self.optimizer`."""
@@ -50,6 +52,18 @@ class OptimizationMethods(TrainerBase):
         """The learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._trainflow.engine.ready_optimizer().param_groups]
 
+    def get_tp_size(self) -> int:
+        """Processes that share the tensors of one layer: 1."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Processes that share the context of one sequence: 1."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Processes that share one sequence: 1."""
+        return 1
+
     def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
         """The parameter group that holds `param` (a parameter or its name); without it, every group's parameters.
 
@@ -78,9 +92,13 @@ class OptimizationMethods(TrainerBase):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip the gradients to `max_grad_norm`. Their L2 norm before that, 0-dim on the device."""
         engine = self._trainflow.engine
-        # From the optimizer, not from the model: a wrapper may have replaced the parameters.
-        parameters = [each for group in engine.ready_optimizer().param_groups for each in group["params"]]
-        return engine.strategy.clip_grad_norm(parameters, self.args.max_grad_norm)
+        return engine.strategy.clip_grad_norm(engine.clipped_parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradients' norm that is logged: `grad_norm`, or measured without clipping; 0-dim."""
+        if grad_norm is not None:
+            return grad_norm
+        return self._trainflow.engine.strategy.clip_grad_norm(list(model.parameters()), float("inf"))
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module whose forward is called in training: compiled and distributed as the arguments ask."""

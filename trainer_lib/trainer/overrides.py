@@ -1,18 +1,24 @@
-"""Methods of the transformers Trainer without a counterpart here: an override would never be called.
+"""Methods of the transformers Trainer whose override has no effect here.
 
-A subclass that has one is refused when it is built, because ignoring its override would train something else.
+A subclass that has one is refused when it is built, because ignoring its override would train something else. Some of
+them can be called all the same.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from trainer_lib.errors import ConfigError
 
 _SIZES = "Remove it: no layer is split over processes."
 _STATE = "Override _save_checkpoint; what it writes is listed in trainer_lib/trainer/snapshots.py."
-_LOADED = "Override _load_from_checkpoint for the weights; all other state is restored as a whole."
+_LOADED = "Override _load_from_checkpoint for the weights, or _load_optimizer_and_scheduler."
 _BEGIN = "Use a callback's on_train_begin, or override training_step, create_optimizer or get_train_dataloader."
+_ROTATION = "Set save_total_limit, or remove checkpoints in a callback's on_save."
+_METRICS = "Override evaluation_loop, or give preprocess_logits_for_metrics."
+_NOISE = "Set neftune_noise_alpha, or put a forward hook on the embedding yourself."
 
 #: Method -> what to do instead.
 UNCALLED: Mapping[str, str] = {
@@ -27,36 +33,63 @@ UNCALLED: Mapping[str, str] = {
     "get_sp_size": _SIZES,
     "get_tp_size": _SIZES,
     "_finish_current_push": "Override push_to_hub; training ends when the push under way has.",
-    "_get_dataloader": "Override get_train_dataloader, get_eval_dataloader or get_test_dataloader.",
-    "_get_grad_norm": "Override _clip_grad_norm, which gives the norm that is logged.",
-    "_hp_search_setup": "Override call_model_init, or give hp_space to hyperparameter_search.",
     "_tune_save_checkpoint": "Override _save_checkpoint; trials are Optuna's, not Ray's.",
     "_init_training_state": _BEGIN,
     "_prepare_for_training": _BEGIN,
     "_run_epoch": "Use a callback's on_epoch_begin and on_epoch_end, or override training_step.",
-    "_validate_args": "Override TrainingArguments.validate.",
-    "set_initial_training_values": "Override get_train_dataloader and get_total_train_batch_size, or set max_steps.",
     "_update_auto_batch_size": "Set auto_find_batch_size, which keeps the global batch.",
     "_issue_warnings_after_load": _LOADED,
-    "_load_optimizer_and_scheduler": _LOADED,
-    "_load_rng_state": _LOADED,
-    "_load_scaler": _LOADED,
     "_load_callback_state": "Make the callback an ExportableState: its state is saved and restored.",
     "_save_optimizer_and_scheduler": _STATE,
     "_save_rng_state": _STATE,
     "_save_scaler": _STATE,
+    # Of earlier Trainers of the reference.
+    "_activate_neftune": _NOISE,
+    "_deactivate_neftune": _NOISE,
+    "_align_special_tokens": "Set the tokens in the model's configuration before you build the Trainer.",
+    "_fsdp_qlora_plugin_updates": 'Remove it: fsdp="full_shard auto_wrap" wraps adapters and quantised layers.',
+    "_gather_and_numpify": _METRICS,
+    "_is_attention_mask_causal": _SIZES,
+    "_load_state_dict_in_model": "Override _load_from_checkpoint.",
+    "_nested_gather": _METRICS,
+    "_pad_across_processes": _METRICS,
+    "_rotate_checkpoints": _ROTATION,
+    "_save_tpu": "Override _save.",
+    "_sorted_checkpoints": _ROTATION,
+    "compare_trainer_and_checkpoint_args": "Remove it: differences are logged when training resumes.",
+    "ipex_optimize_model": "Optimize the model before you build the Trainer.",
+    "propagate_args_to_deepspeed": "Remove it: the arguments fill the DeepSpeed configuration in.",
+    "torch_jit_model_eval": "Give a scripted model, or set torch_compile=True.",
 }
+#: Methods of the table that exist nevertheless: code may call them.
+CALLABLE = frozenset({"get_cp_size", "get_sp_size", "get_tp_size", "_finish_current_push", "_nested_gather"})
+
+_LOOP = "_inner_training_loop"
 
 
 def refuse_uncalled(cls: type) -> None:
-    """Raise ConfigError for a class that overrides a method which is never called."""
+    """Raise ConfigError for a class that overrides a method which is never called, or replaces the training loop."""
     for each in _own_classes(cls):
         for name in UNCALLED.keys() & vars(each).keys():
             raise ConfigError(
-                "The class overrides a method that this Trainer does not have.",
+                "The class overrides a method that this Trainer does not call.",
                 field=f"{each.__name__}.{name}",
                 remedy=UNCALLED[name],
             )
+        if _LOOP in vars(each) and not _may_read(vars(each)[_LOOP], _LOOP):
+            raise ConfigError(
+                "The class replaces the training loop, so nothing of this Trainer's would train.",
+                field=f"{each.__name__}.{_LOOP}",
+                remedy=f"Call super().{_LOOP}(...) in it, or override training_step, get_batch_samples or "
+                "get_train_dataloader.",
+            )
+
+
+def _may_read(function: Any, attribute: str) -> bool:
+    """Whether a function reads an attribute of this name; True where its code does not show it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    # A decorator calls the function that it wraps; a closure may hold the original method.
+    return code is None or attribute in code.co_names or bool(code.co_freevars and "__class__" not in code.co_freevars)
 
 
 def _own_classes(cls: type) -> Iterable[type]:

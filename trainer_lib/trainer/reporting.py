@@ -73,9 +73,28 @@ class ReportingMethods(TrainerBase):
             store = Store.open(str(self.args.output_dir), field="output_dir")
             store.write_bytes("trainer_state.json", self.state.to_json_string().encode())
 
-    def _track_num_input_tokens(self, samples: list[Any]) -> None:
-        """Add the input tokens of a step's micro-batches to the state, if they are counted. Collective."""
-        self._trainflow.counters.track_tokens(samples)
+    @property
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last log. An override that logs by itself sets it: the next log starts there."""
+        run = self._trainflow.run
+        return self.state.global_step - (0 if run is None else run.history.steps_since_log)
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        internals = getattr(self, "_trainflow", None)  # a subclass may set it before the Trainer is built
+        if internals is not None and internals.run is not None and step == self.state.global_step:
+            internals.run.history.forget_logged()
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Gather tensors ``[...]`` in a nested structure from all ranks, as Trainers before transformers 5 did."""
+        return None if tensors is None else self.accelerator.gather(tensors)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Add the input tokens of a micro-batch, or of a list of them, to the state, if they are counted. Collective.
+
+        An override is called with each micro-batch; the library's own method with all of a step.
+        """
+        self._trainflow.counters.track_tokens(inputs if isinstance(inputs, list) else [inputs])
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Floating-point operations of a forward and backward pass over a batch of tensors ``[batch, ...]``.

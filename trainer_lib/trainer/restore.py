@@ -145,6 +145,12 @@ class Restore:
 
     # -- the weights --------------------------------------------------------------------------------------------------
 
+    def load_model(self, url: str) -> None:
+        """Load a checkpoint's weights through the Trainer's method, which may be an override without `model`."""
+        trainer = self._trainer
+        model = (trainer.model,) if self._internals.signatures.load_takes_model else ()
+        trainer._load_from_checkpoint(url, *model)
+
     def load_weights(self, url: str, model: nn.Module | None) -> None:
         """Load a checkpoint's weights into the model. Raises ConfigError when they belong to another one."""
         loaded, target = self.open(url), model or self._trainer.model
@@ -174,7 +180,7 @@ class Restore:
 
     def load_best(self) -> None:
         """Load the weights of the best checkpoint. Collective."""
-        trainer, state = self._trainer, self._trainer.state
+        state = self._trainer.state
         best = state.best_model_checkpoint
         if best is None:
             _log.warning("No evaluation was better than any other: the model keeps its last weights.")
@@ -183,7 +189,7 @@ class Restore:
         best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
         _log.info("Loading the best model, %s (%s).", best, state.best_metric)
         self.hold(best)
-        trainer._load_from_checkpoint(best, trainer.model)
+        self.load_model(best)
         self._internals.world.comm.barrier()  # the other ranks read as well
         self.release()
 
@@ -191,7 +197,7 @@ class Restore:
 
     def load_state(self, run: TrainingRun, loaded: Checkpoint) -> TrainerState:
         """Restore all but weights, random numbers and callbacks; returns the saved state of the Trainer."""
-        trainer, engine = self._trainer, self._internals.engine
+        trainer = self._trainer
         if not loaded.has_optimizer or loaded.scheduler is None:
             raise ConfigError(
                 "The checkpoint holds only a model (save_only_model), which cannot be resumed.",
@@ -200,22 +206,32 @@ class Restore:
                 remedy="Load its weights and start from the beginning, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
-        snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
-        if trainer.optimizer is not None and snapshot is not None:
-            with loaded.treat_errors_as_damage(OPTIMIZER):
-                named = engine.strategy.named_parameters(trainer.model_wrapped)
-                restore_optimizer(trainer.optimizer, named, snapshot)
-        if trainer.lr_scheduler is not None:
-            with loaded.treat_errors_as_damage(SCHEDULER):
-                trainer.lr_scheduler.load_state_dict(loaded.scheduler)
-        with loaded.treat_errors_as_damage(SCALER):
-            engine.precision.load_scaler_state(loaded.scaler)
+        trainer._load_optimizer_and_scheduler(loaded.url)
+        trainer._load_scaler(loaded.url)
         with loaded.treat_errors_as_damage(DATA):
             run.load_position(loaded.data, from_position=not trainer.args.ignore_data_skip)
         run.saved_step = run.first_step = saved.global_step  # `saved_step`: this step needs no second save
         run.first_tokens = saved.num_input_tokens_seen
         self._warn_of_changed_arguments(loaded)
         return saved
+
+    def load_optimizer(self, url: str) -> None:
+        """Restore optimizer and schedule; `Trainer._load_optimizer_and_scheduler` documents it."""
+        trainer, loaded = self._trainer, self.open(url)
+        snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
+        if trainer.optimizer is not None and snapshot is not None:
+            with loaded.treat_errors_as_damage(OPTIMIZER):
+                named = self._internals.engine.strategy.named_parameters(trainer.model_wrapped)
+                restore_optimizer(trainer.optimizer, named, snapshot)
+        if trainer.lr_scheduler is not None and loaded.scheduler is not None:
+            with loaded.treat_errors_as_damage(SCHEDULER):
+                trainer.lr_scheduler.load_state_dict(loaded.scheduler)
+
+    def load_scaler(self, url: str) -> None:
+        """Restore the loss scale of fp16."""
+        loaded = self.open(url)
+        with loaded.treat_errors_as_damage(SCALER):
+            self._internals.engine.precision.load_scaler_state(loaded.scaler)
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one.
@@ -242,20 +258,21 @@ class Restore:
             if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
                 _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
 
-    def _load_random_numbers(self, run: TrainingRun, loaded: Checkpoint) -> None:
+    def load_random_numbers(self, url: str) -> None:
         """Restore this rank's generators; a rank that the saved run did not have is seeded from (seed, step, rank)."""
-        rank = self._internals.world.save_group.rank
+        rank, loaded, run = self._internals.world.save_group.rank, self.open(url), self._internals.run
         if loaded.has_rng(rank):
             state = loaded.read_rng(rank)
             restore_rng(state)
-            self._load_past(run, loaded, state.get("past"))
+            if run is not None:
+                self._load_past(run, loaded, state.get("past"))
             return
         self.part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
 
-    def finish(self, run: TrainingRun, loaded: Checkpoint) -> None:
+    def finish(self, loaded: Checkpoint) -> None:
         """Restore the random numbers, last of all, and end the checkpoint's protection. Collective."""
-        self._load_random_numbers(run, loaded)
+        self._trainer._load_rng_state(loaded.url)
         self._internals.world.comm.barrier()  # every rank has read what it needs
         self.release()
 

@@ -45,11 +45,16 @@ class SavingMethods(TrainerBase):
         """The folder or URL that this training writes to."""
         return str(self.args.output_dir)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None, metrics: dict[str, float] | None = None) -> None:
         """Save this step. Committed on return or, with `save_async`, copied on return and committed in the background.
 
         Collective. A save that is still under way is waited for. After a commit the checkpoints beyond
         `save_total_limit` are removed, except the best, the newest intact one, and those in use.
+
+        Args:
+            model: the wrapped model.
+            trial: the search's trial.
+            metrics: of older Trainers, which chose the best model here; `_determine_best_metric` has done it.
 
         Raises:
             StorageError: `max_failed_saves` saves in a row have failed; on every rank. Earlier checkpoints are intact.
@@ -63,6 +68,24 @@ class SavingMethods(TrainerBase):
             ConfigError: they belong to another model.
         """
         self._trainflow.restore.load_weights(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore optimizer and schedule from the checkpoint at this URL. Collective.
+
+        An override that does nothing resumes with a new optimizer, at the saved position.
+        """
+        if checkpoint is not None:
+            self._trainflow.restore.load_optimizer(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Restore the loss scale of fp16 from the checkpoint at this URL."""
+        if checkpoint is not None:
+            self._trainflow.restore.load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore this rank's random generators from the checkpoint at this URL, right before the first step."""
+        if checkpoint is not None:
+            self._trainflow.restore.load_random_numbers(checkpoint)
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the model. Collective."""
@@ -149,6 +172,11 @@ class SavingMethods(TrainerBase):
             revision=revision,
         )
         return internals.publisher.wait_for_url(future) if blocking else future
+
+    def _finish_current_push(self) -> None:
+        """Wait for the pushes in the background."""
+        if (push := self.push_in_progress) is not None:
+            push.wait_until_done()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the committed checkpoint at this URL as `hub_strategy` asks, in the background."""

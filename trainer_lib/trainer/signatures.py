@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,33 +46,55 @@ class Signatures:
     """What the methods of one Trainer take, found once when it is built and not at every step.
 
     Attributes:
-        compute_loss_is_default: no subclass overrides `compute_loss`.
+        overridden: the methods of the reference that are not the library's own, on the class or on the instance.
         compute_loss_takes_items: `compute_loss` takes `num_items_in_batch`.
         compute_loss_takes_outputs: `compute_loss` takes `return_outputs`.
         training_step_takes_items: `training_step` takes a third positional argument.
         log_takes_start: `log` takes a second positional argument, the start time.
         loss_func_takes_items: `compute_loss_func` takes `num_items_in_batch`.
-        train_sampler_takes_dataset: `_get_train_sampler` takes the dataset.
+        scheduler_takes_optimizer: `create_scheduler` takes `optimizer`.
+        load_takes_model: `_load_from_checkpoint` takes a second positional argument, the model.
+        samples_take_device: `get_batch_samples` takes a third positional argument, the device.
+        report_takes: how many of the newest seven positional arguments `_maybe_log_save_evaluate` takes.
+        report_takes_rate: it takes `learning_rate`.
     """
 
-    compute_loss_is_default: bool
+    overridden: frozenset[str]
     compute_loss_takes_items: bool
     compute_loss_takes_outputs: bool
     training_step_takes_items: bool
     log_takes_start: bool
     loss_func_takes_items: bool
-    train_sampler_takes_dataset: bool
+    scheduler_takes_optimizer: bool
+    load_takes_model: bool
+    samples_take_device: bool
+    report_takes: int
+    report_takes_rate: bool
 
     @classmethod
-    def of(cls, trainer: TrainerHooks, *, default_loss: Callable[..., Any]) -> Signatures:
-        """Read the signatures of a Trainer; `default_loss` is the function of the library's own `compute_loss`."""
+    def of(cls, trainer: TrainerHooks, defaults: Mapping[str, Any]) -> Signatures:
+        """Read the signatures of a Trainer; `defaults`: the library's own functions by name."""
         func = trainer.compute_loss_func
         return cls(
-            compute_loss_is_default=getattr(type(trainer), "compute_loss", None) is default_loss,
+            overridden=frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own),
             compute_loss_takes_items=takes(trainer.compute_loss, "num_items_in_batch"),
             compute_loss_takes_outputs=takes(trainer.compute_loss, "return_outputs"),
             training_step_takes_items=takes_positionals(trainer.training_step, 3),
             log_takes_start=takes_positionals(trainer.log, 2),
             loss_func_takes_items=func is not None and takes(func, "num_items_in_batch"),
-            train_sampler_takes_dataset=takes_positionals(trainer._get_train_sampler, 1),
+            scheduler_takes_optimizer=takes(trainer.create_scheduler, "optimizer"),
+            load_takes_model=takes_positionals(trainer._load_from_checkpoint, 2),
+            samples_take_device=takes_positionals(trainer.get_batch_samples, 3),
+            report_takes=_report_count(trainer._maybe_log_save_evaluate),
+            report_takes_rate=takes(trainer._maybe_log_save_evaluate, "learning_rate"),
         )
+
+
+def _report_count(report: Callable[..., Any]) -> int:
+    # 7 since transformers 4.46, 6 (without the start time) since 4.38, 5 (without the gradient norm) before.
+    return next((count for count in (7, 6, 5) if takes_positionals(report, count)), 7)
+
+
+def _function(trainer: object, name: str) -> Any:
+    found = getattr(trainer, name, None)
+    return getattr(found, "__func__", found)

@@ -62,6 +62,9 @@ class StepMethods(TrainerBase):
             the global batch; `weighting` proves it.
         """
         internals = self._trainflow
+        if not self.model.training:  # a callback or an override left it in evaluation mode
+            model.train()
+            internals.engine.set_optimizer_mode("train")
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = internals.forward.training_loss(model, inputs, num_items_in_batch)

@@ -140,7 +140,7 @@ class TrainedModel:
             self._caches = []
 
     def _add_noise(self) -> torch.utils.hooks.RemovableHandle | None:
-        alpha = self._trainer.args.neftune_noise_alpha
+        alpha = self._trainer.neftune_noise_alpha
         if alpha is None:
             return None
         return models.input_embedding(self._trainer.model, alpha).register_forward_hook(neftune_hook(alpha))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from trainer_lib.precision import apply_tf32
 from trainer_lib.search.base import SearchSettings, default_compute_objective, default_hp_space, parse_directions
 from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.accelerator import AcceleratorFacade
+from trainer_lib.trainer.beginning import training_values
 from trainer_lib.trainer.data import DataMethods
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluation import EvaluationMethods
@@ -30,10 +31,8 @@ from trainer_lib.trainer.internals import Internals
 from trainer_lib.trainer.optimization import OptimizationMethods
 from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.reporting import ReportingMethods
-from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
-from trainer_lib.trainer.signatures import Signatures
 from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 
@@ -63,6 +62,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     """
 
     _trainflow_arguments_class: type[TrainingArguments] = TrainingArguments
+    #: The library's own functions, to know which of them are overridden.
+    _trainflow_defaults: ClassVar[Mapping[str, Any]]
 
     def __init__(
         self,
@@ -100,10 +101,10 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         self.data_collator = data_collator or default
         internals.engine.take_optimizers(optimizers)
         # After `compute_loss_func` is set, whose signature is read as well.
-        internals.signatures = Signatures.of(self, default_loss=StepMethods.compute_loss)
+        internals.read_signatures()
         with self._memory_tracker.stage("init"):
             internals.model.take(model)
-            trainer_checks.check_trainer(self, internals.world.comm.data_parallel.size)
+            self._validate_args()
             internals.publisher.prepare_target()
             internals.events.create(callbacks or (), rank=internals.world.comm.rank)
 
@@ -136,6 +137,14 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which takes nothing or the trial of a search."""
         return self._trainflow.model.create(trial)
+
+    def _validate_args(self) -> None:
+        """Check what the Trainer was given; an override may add checks.
+
+        Raises:
+            ConfigError, DataError: the arguments contradict each other, the model or the data.
+        """
+        trainer_checks.check_trainer(self, self._trainflow.world.comm.data_parallel.size)
 
     # -- callbacks ----------------------------------------------------------------------------------------------------
 
@@ -189,24 +198,53 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     def _maybe_log_save_evaluate(
         self,
         tr_loss: torch.Tensor | None,
-        grad_norm: torch.Tensor | float | None,
+        grad_norm: Any,
         model: nn.Module,
         trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
+        epoch: Any,
+        ignore_keys_for_eval: Any = None,
+        start_time: float | None = None,
         learning_rate: Any = None,
     ) -> None:
         """Do what the callbacks asked for: log, then evaluate, then save. The host waits for the device here.
 
+        Overrides of every age are called with what they take, and may call this one in their own way.
+
         Args:
-            tr_loss, grad_norm: of the newest step, 0-dim; None between epochs. The log has means since the last log.
+            tr_loss: an override gets the sum of the losses since the last log, 0-dim; setting it to 0 in place counts
+                as a log. Else the newest step's loss, and None between epochs. The log has means since the last log.
+            grad_norm: of the newest step, 0-dim; None between epochs.
         """
+        if isinstance(grad_norm, nn.Module):  # called without a norm, as before transformers 4.38
+            model, trial, ignore_keys_for_eval = grad_norm, model, epoch
         self._trainflow.loop.log_evaluate_save(model, trial, ignore_keys_for_eval, start_time, learning_rate)
 
-    def _finalize_training(self, trial: Any, run: TrainingRun) -> TrainOutput:
-        """End a training: the best model if asked for, the metrics of the run, `on_train_end`, the final push."""
-        return self._trainflow.loop.finalize(run)
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
+        """End a training: the best model if asked for, the metrics of the run, `on_train_end`, the final push.
+
+        Args:
+            num_train_samples: samples that this call of `train` has trained on, over all ranks.
+            start_time: when it started, in seconds since the epoch of `time.time`.
+        """
+        return self._trainflow.loop.finalize()
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[int, int, int, float, int, int | None, int]:
+        """How long a training with this loader is. An override may change the first value and the last one.
+
+        Returns:
+            Epochs, optimizer steps per epoch, samples per epoch, samples in all, samples of one step over all ranks,
+            micro-batches per epoch (None when unknown), optimizer steps in all.
+
+        Raises:
+            ConfigError: neither the data nor `max_steps` gives a length. DataError: the data has no batch.
+        """
+        return training_values(self, self._trainflow.loaders.source_of(dataloader), args)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Note the search's trial; the arguments hold its parameters already."""
+        self._trainflow.trials.set_trial(trial)
 
     # -- search -------------------------------------------------------------------------------------------------------
 
@@ -257,3 +295,11 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
             options=kwargs,
         )
         return self._trainflow.trials.search(settings, backend)
+
+
+Trainer._trainflow_defaults = {
+    name: getattr(Trainer, name)
+    for name in (
+        *("compute_loss", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens", "_maybe_log_save_evaluate"),
+    )
+}

@@ -6,10 +6,10 @@ The Trainer's default body of such a method calls the collaborator back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from trainer_lib.memory import MemoryTracker
 from trainer_lib.outputs import EvalLoopOutput, TrainOutput
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.losses import LabelSmoother
-from trainer_lib.trainer.run import TrainingRun
 
 
 class DataHooks(Protocol):
@@ -70,8 +69,19 @@ class DataHooks(Protocol):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of a dataset to predict."""
 
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """A loader of a dataset."""
+
     def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: torch.device
+        self, epoch_iterator: Any, num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """(micro-batches of the next step, tensors ``[batch, ...]``; its target items ``[]``)."""
 
@@ -83,6 +93,7 @@ class StepHooks(Protocol):
     compute_loss_func: Callable[..., torch.Tensor] | None
     label_smoother: LabelSmoother | None
     can_return_loss: bool
+    neftune_noise_alpha: Any
 
     def _prepare_input(self, data: Any) -> Any:
         """Tensors on the device."""
@@ -156,6 +167,12 @@ class OptimizationHooks(Protocol):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip the gradients; return their norm before clipping, 0-dim."""
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradients' norm that is logged, 0-dim."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Set up the schedule."""
+
 
 class EvaluationHooksOfTrainer(Protocol):
     """Evaluation and search."""
@@ -217,11 +234,20 @@ class SavingHooks(Protocol):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the model's files."""
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None, metrics: dict[str, float] | None = None) -> None:
         """Save this step."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load a checkpoint's weights."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Restore optimizer and schedule."""
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Restore the loss scale."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restore the random generators."""
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights."""
@@ -246,6 +272,7 @@ class LoopHooks(Protocol):
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
+    _trainflow_defaults: ClassVar[Mapping[str, Any]]
     is_in_train: bool
     current_flos: float
     current_gradient_accumulation_steps: int
@@ -275,18 +302,26 @@ class LoopHooks(Protocol):
     def _maybe_log_save_evaluate(
         self,
         tr_loss: torch.Tensor | None,
-        grad_norm: torch.Tensor | float | None,
+        grad_norm: Any,
         model: nn.Module,
         trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
+        epoch: Any,
+        ignore_keys_for_eval: Any = None,
+        start_time: float | None = None,
         learning_rate: Any = None,
     ) -> None:
         """Log, evaluate and save as asked for."""
 
-    def _finalize_training(self, trial: Any, run: TrainingRun) -> TrainOutput:
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """End a training."""
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[int, int, int, float, int, int | None, int]:
+        """How long a training is: epochs first, optimizer steps last."""
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Note the search's trial."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log an entry."""
@@ -297,7 +332,7 @@ class LoopHooks(Protocol):
     def store_flos(self) -> None:
         """Add counted operations to the state."""
 
-    def _track_num_input_tokens(self, samples: list[Any]) -> None:
+    def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count input tokens."""
 
     def is_local_process_zero(self) -> bool:

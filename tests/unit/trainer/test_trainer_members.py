@@ -15,7 +15,7 @@ from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, arguments, preempted_at, trainer
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.errors import ConfigError
-from trainer_lib.trainer.overrides import UNCALLED
+from trainer_lib.trainer.overrides import CALLABLE, UNCALLED
 
 ROWS = classification_rows(12)
 EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
@@ -161,7 +161,7 @@ def test_mixed_precision_says_which_number_format_the_arguments_ask_for() -> Non
 # ------------------------------------------------------------------------------------------------------------ overrides
 @pytest.mark.parametrize("name", sorted(UNCALLED))
 def test_an_override_that_nobody_would_call_is_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
-    assert not hasattr(Trainer, name)
+    assert hasattr(Trainer, name) == (name in CALLABLE)
     mixin = type("Mixin", (), {name: lambda self, *given: None})
     cls: Any = type("Mine", (mixin, Trainer), {})
     with pytest.raises(ConfigError) as caught:
@@ -191,8 +191,11 @@ def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) 
             self.told.append((step, sorted(metrics)[0]))
 
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer(tmp_path, ROWS, cls=Own, eval_dataset=ROWS, max_steps=1, **given).train()
-    assert Own.told == [(1, "epoch"), str(tmp_path / "checkpoint-1")]
+    trainer(tmp_path / "a", ROWS, cls=Own, eval_dataset=ROWS, max_steps=1, **given).train()
+    assert Own.told == [(1, "epoch")]  # nothing is pushed
+    given |= {"push_to_hub": True, "hub_model_id": (tmp_path / "hub").as_uri()}
+    trainer(tmp_path / "b", ROWS, cls=Own, eval_dataset=ROWS, max_steps=1, **given).train()
+    assert Own.told[1:] == [(1, "epoch"), str(tmp_path / "b" / "checkpoint-1")]
 
 
 def test_the_trainers_of_tensorflow_are_gone(tmp_path: Path) -> None:
