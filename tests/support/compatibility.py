@@ -33,7 +33,10 @@ CLIENTS = ("TRL", "sentence-transformers", "scripts")
 ATTRIBUTES = (
     *("model", "model_wrapped", "is_model_parallel", "place_model_on_device", "is_in_train", "args", "state"),
     *("control", "optimizer", "lr_scheduler", "accelerator", "label_names", "current_gradient_accumulation_steps"),
-    *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled", "deepspeed"),
+    *("tokenizer", "hub_model_id", "is_fsdp_enabled", "is_deepspeed_enabled", "deepspeed", "gather_function"),
+    *("push_in_progress", "neftune_noise_alpha", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "is_tp_enabled"),
+    *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
+    "is_distributed_loading_by_transformers",
 )
 #: Public methods of the Trainer that serve other parts of the library, not its users.
 INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "spool_folder", "target_items"}

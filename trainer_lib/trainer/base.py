@@ -133,6 +133,18 @@ class TrainerBase:
         lambda self: self._trainflow.loop.loss_since_log(), "The sum of the losses since the last log, ``[]``."
     )
     _total_loss_scalar: _Derived[float] = _Derived(lambda self: 0.0, "An override that logs by itself adds up here.")
+    _initial_global_step: _Derived[int] = _Derived(
+        lambda self: 0 if self._trainflow.run is None else self._trainflow.run.first_step,
+        "The step at which this call of `train` took over.",
+    )
+    _initial_num_input_tokens_seen: _Derived[int] = _Derived(
+        lambda self: 0 if self._trainflow.run is None else self._trainflow.run.first_tokens,
+        "The tokens that were counted before this call of `train`.",
+    )
+    _loss_shifts_labels: _Derived[bool] = _Derived(
+        lambda self: self._trainflow.facts.forward.shifts_labels,
+        "Whether the model's loss compares position t with label t + 1.",
+    )
     _created_lr_scheduler: _Derived[bool] = _Derived(
         lambda self: self.lr_scheduler is not None and self._trainflow.engine.given_optimizers[1] is None,
         "Whether the schedule was made for the training, and not given.",
