@@ -86,7 +86,8 @@ def test_nothing_is_pushed_and_nothing_is_waited_for(tmp_path: Path) -> None:
     assert one.push_in_progress is None
     one._finish_current_push()
     one.train()
-    assert one.push_in_progress is not None and one.push_in_progress.is_done()
+    pushes: Any = one.push_in_progress
+    assert pushes.is_done()
 
 
 @pytest.mark.parametrize("name", sorted({*VALUES, *INSIDE}))
