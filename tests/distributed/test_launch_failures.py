@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import tiny
-from tests.support.launched import Owner, request
+from tests.support.launched import Owner, patience_s, request
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
 from trainer_lib.errors import (
@@ -111,7 +111,8 @@ def test_a_hang_shows_the_stack_of_every_rank(tmp_path: Path) -> None:
     with pytest.raises(
         InfrastructureError, match=r"There was no progress for \d+ s, so all workers were ended"
     ) as caught:
-        config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=6.0)
+        limit = patience_s("trainer_lib.machines.agent", 6.0)
+        config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=limit)
         launch(asked, config, env={}, on_line=lambda line: None, on_event=lambda event: None)
     details = caught.value.details or ""
     first, second = details.partition("--- rank 1")[::2]

@@ -101,6 +101,17 @@ class Owner:
         self.process.wait()
 
 
+def patience_s(module: str, least: float, starts: int = 4) -> float:
+    """Seconds in which a process that imports `module` starts several times over, on this machine as busy as it is.
+
+    A limit on silence has to be longer than the start of the workers that it watches, or it ends them before they do
+    what the test is about.
+    """
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, check=True)
+    return max(least, starts * (time.monotonic() - begun))
+
+
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:
     """Poll until `condition` holds; AssertionError when it does not within `timeout` seconds."""
     deadline = time.monotonic() + timeout
