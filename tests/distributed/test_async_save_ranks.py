@@ -15,7 +15,7 @@ import pytest
 from tests.support.distributed import run_distributed
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
-from tests.support.training import assert_equal, final_state, trainer
+from tests.support.training import NoteSaves, assert_equal, final_state, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
@@ -35,20 +35,6 @@ GIVEN: dict[str, Any] = {
 }
 
 
-class Note(TrainerCallback):
-    """What `on_save` is told on this rank, and at which step training is then."""
-
-    def __init__(self) -> None:
-        self.saved: list[tuple[int, int]] = []
-        self.step = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step = state.global_step
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.saved.append((state.global_step, self.step))
-
-
 class Until(TrainerCallback):
     """Lets a gate open at the end of a step."""
 
@@ -65,7 +51,7 @@ def held_back(folder: str, save_async: bool, per_node: bool) -> dict[str, Any]:
     if per_node:
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         folder = f"{folder}/{os.environ['RANK']}"
-    note, later = Note(), Until(5)
+    note, later = NoteSaves(), Until(5)
     if save_async:
         Gate(pytest.MonkeyPatch(), lambda step: until(later.event)(step) if step == 3 else None)
     given = {**GIVEN, "save_async": save_async, "save_on_each_node": per_node}
@@ -98,7 +84,7 @@ def test_the_bytes_are_those_of_a_save_that_all_waited_for(per_node: bool, tmp_p
 
 def failing(folder: str, rank: int, allowed: int) -> dict[str, Any]:
     """A rank whose disk is full when step 3 is saved."""
-    note, write = Note(), writer._write_rank
+    note, write = NoteSaves(), writer._write_rank
 
     def full(store: Store, snapshot: Snapshot, own: int) -> Any:
         if snapshot.step == 3 and own == rank:

@@ -16,17 +16,11 @@ from tests.support.seq2seq import Copier, Tokens, seq2seq_trainer
 from tests.support.seq2seq import rows as sequences
 from tests.support.tiny_models import bert, tokenizer
 from tests.support.toys import Augmented, StatefulStream, Stream, TokenModel, classification_rows, token_rows
-from tests.support.training import StopAt, preempted_at, trainer
+from tests.support.training import TWICE, StopAt, preempted_at, trainer
 from trainer_lib import DataCollatorForLanguageModeling, Trainer
 from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(22)
-TWICE: dict[str, Any] = {
-    "num_train_epochs": 2,
-    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
 WORKERS: dict[str, dict[str, Any]] = {
     "none": {},
     "two": {"dataloader_num_workers": 2},

@@ -12,18 +12,12 @@ from torch import nn
 from tests.support.resuming import prove
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import StopAt, preempted_at, trainer
+from tests.support.training import TWICE, StopAt, preempted_at, trainer
 from trainer_lib import ExportableState, Trainer, TrainerCallback
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 ROWS = classification_rows(22)
-TWICE: dict[str, Any] = {
-    "num_train_epochs": 2,
-    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "lr_scheduler_type": "cosine",
-}
+COSINE: dict[str, Any] = {**TWICE, "lr_scheduler_type": "cosine"}
 
 
 class Normed(nn.Module):
@@ -76,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("stop", [2, 3])
 def test_models_and_losses(case: str, stop: int, tmp_path: Path) -> None:
-    given = {**TWICE, **MODELS[case]}
+    given = {**COSINE, **MODELS[case]}
     build = given.pop("model", Classifier)
     rows = ROWS
     if case == "weights_in_bf16":
@@ -92,7 +86,7 @@ def test_models_and_losses(case: str, stop: int, tmp_path: Path) -> None:
 def test_noise_on_embeddings(tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
         torch.manual_seed(0)
-        given = {**TWICE, "neftune_noise_alpha": 5.0}
+        given = {**COSINE, "neftune_noise_alpha": 5.0}
         return trainer(folder, token_rows(22), model=TokenModel(), callbacks=list(callbacks), **given)
 
     prove(make, tmp_path, 4)
@@ -111,7 +105,7 @@ REAL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", REAL)
 def test_models_of_transformers(case: str, tmp_path: Path) -> None:
-    given = {**TWICE, **REAL[case]}
+    given = {**COSINE, **REAL[case]}
     build, rows = given.pop("build"), given.pop("rows")
 
     def make(folder: Path, *callbacks: Any) -> Trainer:
@@ -127,7 +121,7 @@ def test_adapters_with_dropout(tmp_path: Path) -> None:
         base = llama()
         torch.manual_seed(1)
         config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.3, task_type="CAUSAL_LM")
-        return trainer(folder, lm_rows(12), model=get_peft_model(base, config), callbacks=list(callbacks), **TWICE)
+        return trainer(folder, lm_rows(12), model=get_peft_model(base, config), callbacks=list(callbacks), **COSINE)
 
     prove(make, tmp_path, 3)
 
@@ -142,7 +136,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", OPTIMIZERS)
 def test_optimizers(case: str, tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
-        return trainer(folder, ROWS, callbacks=list(callbacks), **{**TWICE, **OPTIMIZERS[case]})
+        return trainer(folder, ROWS, callbacks=list(callbacks), **{**COSINE, **OPTIMIZERS[case]})
 
     prove(make, tmp_path, 3)
 
@@ -168,7 +162,7 @@ class Average(TrainerCallback, ExportableState):
 @pytest.mark.parametrize("given", [{}, {"save_async": True}, {"restore_callback_states_from_checkpoint": True}])
 def test_an_average_of_the_weights_in_a_callback(given: dict[str, Any], tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
-        return trainer(folder, ROWS, callbacks=[Average(), *callbacks], **{**TWICE, "save_steps": 1, **given})
+        return trainer(folder, ROWS, callbacks=[Average(), *callbacks], **{**COSINE, "save_steps": 1, **given})
 
     whole, resumed = prove(make, tmp_path, 3)
     averages = [one.pop_callback(Average) for one in (whole, resumed)]
@@ -242,7 +236,7 @@ class ScheduleFree(torch.optim.Optimizer):
 @pytest.mark.parametrize("stop", [2, 3])
 def test_an_optimizer_with_two_sets_of_weights(stop: int, tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
-        given = {**TWICE, "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
+        given = {**COSINE, "lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": 2}
         given |= {"optimizer_cls_and_kwargs": (ScheduleFree, {"lr": 0.05}), "eval_dataset": ROWS[:7]}
         return trainer(folder, ROWS, callbacks=list(callbacks), **given)
 
@@ -262,7 +256,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stop", [2, 3])
 def test_schedules(name: str, stop: int, tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
-        given = {**TWICE, "lr_scheduler_type": name, **SCHEDULES[name]}
+        given = {**COSINE, "lr_scheduler_type": name, **SCHEDULES[name]}
         given |= {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "learning_rate": 0.3}
         return trainer(folder, ROWS, callbacks=list(callbacks), eval_dataset=ROWS[:7], **given)
 
@@ -281,6 +275,6 @@ def test_an_optimizer_and_a_schedule_of_the_users_own(tmp_path: Path) -> None:
         then = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [3])
         own: dict[str, Any] = {"optimizers": (optimizer, schedule), "callbacks": list(callbacks)}
-        return trainer(folder, ROWS, model=model, **own, **TWICE)
+        return trainer(folder, ROWS, model=model, **own, **COSINE)
 
     prove(make, tmp_path, 2)

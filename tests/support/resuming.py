@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at
-from trainer_lib import Trainer, TrainerCallback
+from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at
+from trainer_lib import Trainer
 
 Make = Callable[..., Trainer]
 """``make(folder, *more_callbacks)``: a fresh Trainer around fresh data and a fresh model."""
@@ -32,17 +32,9 @@ def prove(make: Make, folder: Path, stop: int, event: str = "on_step_end") -> tu
     assert stop <= reached <= stop + 1
     assert 0 < reached < whole.state.global_step, "there is nothing to resume"
     resumed = make(folder / "cut")
-    first: list[int] = []
-    resumed.add_callback(_Begun(first))
+    first = Note("on_train_begin", lambda state, **_: state.global_step)
+    resumed.add_callback(first)
     resumed.train(resume_from_checkpoint=True)
-    assert first == [reached]
+    assert first.kept == [reached]
     assert_equal(expected, everything(resumed))
     return whole, resumed
-
-
-class _Begun(TrainerCallback):
-    def __init__(self, at: list[int]) -> None:
-        self._at = at
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._at.append(state.global_step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import Preempted
 
 TIMES = ("runtime", "per_second")
+TWICE: dict[str, Any] = {
+    "num_train_epochs": 2,
+    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+}
+"""Two epochs whose last step is not full, each step logged; for 22 rows."""
 
 
 def arguments(folder: Path | str, **given: Any) -> TrainingArguments:
@@ -60,6 +68,37 @@ class StopAt(TrainerCallback):
         if state.global_step == self.step:
             self.step = -1
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Note(TrainerCallback):
+    """Keeps what `look` returns at every `event`; it gets the state, and what the event passes by name."""
+
+    def __init__(self, event: str, look: Callable[..., Any]) -> None:
+        self.kept: list[Any] = []
+        self._look = look
+        setattr(self, event, self._keep)
+
+    def _keep(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.kept.append(self._look(state, **kwargs))
+
+
+def note_heads() -> Note:
+    """Keeps a copy of the head's weights after every step."""
+    return Note("on_step_end", lambda state, model, **_: model.head.weight.detach().clone())
+
+
+class NoteSaves(TrainerCallback):
+    """Keeps (the step of a save, how far training is when it is announced)."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+        self.step = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append((state.global_step, self.step))
 
 
 def preempted_at(trainer: Trainer) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.support.faulty import Faults
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.staging import HostCopy
@@ -26,19 +27,13 @@ ROWS = classification_rows(24)
 ASYNC: dict[str, Any] = {"save_async": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 
 
-class Note(TrainerCallback):
-    """What `on_save` is told, and how far training is by then."""
+class Note(NoteSaves):
+    """Looks for the commit of every save that is announced."""
 
-    def __init__(self) -> None:
-        self.saved: list[tuple[int, int]] = []
-        self._step = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._step = state.global_step
-
+    @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "COMMIT.json").exists()
-        self.saved.append((state.global_step, self._step))
+        super().on_save(args, state, control, **kwargs)
 
 
 class At(TrainerCallback):

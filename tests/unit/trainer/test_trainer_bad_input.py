@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.support.toys import Classifier, Stream, classification_rows
-from tests.support.training import trainer
-from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from tests.support.training import note_heads, trainer
+from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, NonFiniteError, TrainflowError
 
 ROWS = classification_rows(8)
@@ -236,18 +236,13 @@ def rows_with_outliers(*numbers: int) -> list[dict[str, Any]]:
 def test_a_step_that_is_not_finite_is_never_taken_but_counted_and_shown(optim: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"optim": optim, "train_sampling_strategy": "sequential", "logging_strategy": "steps"}
     given |= {"logging_steps": 1, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
-    weights: list[torch.Tensor] = []
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            weights.append(kwargs["model"].head.weight.detach().clone())
-
-    one = trainer(tmp_path, rows_with_outliers(9), model=Exploding(), callbacks=[Note()], **given)
+    heads = note_heads()
+    one = trainer(tmp_path, rows_with_outliers(9), model=Exploding(), callbacks=[heads], **given)
     one.train()
     entries = [entry for entry in one.state.log_history if "loss" in entry]
     assert [entry.get("nonfinite_steps", 0) for entry in entries] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert math.isnan(entries[2]["loss"])  # nothing finite to show
-    assert [torch.equal(*pair) for pair in itertools.pairwise(weights)] == [False, True] + [False] * 7
+    assert [torch.equal(*pair) for pair in itertools.pairwise(heads.kept)] == [False, True] + [False] * 7
     assert one.state.global_step == 10
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import StopAt, preempted_at, trainer
+from tests.support.training import StopAt, note_heads, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, enable_full_determinism, set_seed
 from trainer_lib.errors import ConfigError, Preempted
 
@@ -25,18 +25,13 @@ EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 # -------------------------------------------------------------------------------------------------- best, early, limit
 def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     values = iter([0.5, 0.9, 0.7, 0.6])
-    weights: list[torch.Tensor] = []
-
-    class Note(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            weights.append(kwargs["model"].head.weight.detach().clone())
-
+    heads = note_heads()
     one = trainer(
         tmp_path,
         ROWS,
         eval_dataset=ROWS,
         compute_metrics=lambda p: {"accuracy": next(values)},
-        callbacks=[Note(), EarlyStoppingCallback(2)],
+        callbacks=[heads, EarlyStoppingCallback(2)],
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
@@ -51,7 +46,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     assert (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
     assert json.loads((tmp_path / "checkpoint-4" / "COMMIT.json").read_text())["meta"]["global_samples"] == 14
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert torch.equal(one.model.state_dict()["head.weight"], weights[1])
+    assert torch.equal(one.model.state_dict()["head.weight"], heads.kept[1])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import logged, trainer
+from tests.support.training import Note, logged, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.callbacks.base import EVENTS
 from trainer_lib.errors import ConfigError
@@ -139,18 +139,15 @@ def test_what_is_logged(tmp_path: Path) -> None:
 
 
 def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
-    norms: list[float] = []
+    def norm(state: Any, model: torch.nn.Module, **_: Any) -> float:
+        return float(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]).norm())
 
-    class Note(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            gradients = [p.grad.flatten() for p in kwargs["model"].parameters()]
-            norms.append(float(torch.cat(gradients).norm()))
-
+    norms = Note("on_pre_optimizer_step", norm)
     for limit in (0.01, 0.0):
-        one = trainer(tmp_path, ROWS, max_steps=1, callbacks=[Note()], max_grad_norm=limit, **EVERY_STEP)
+        one = trainer(tmp_path, ROWS, max_steps=1, callbacks=[norms], max_grad_norm=limit, **EVERY_STEP)
         one.train()
-    assert norms[0] == pytest.approx(0.01, rel=1e-3)
-    assert norms[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
+    assert norms.kept[0] == pytest.approx(0.01, rel=1e-3)
+    assert norms.kept[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}, {"optim": "sgd"}, {"optim": "adafactor"}, {}])

@@ -12,7 +12,7 @@ import torch
 
 import trainer_lib
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import StopAt, arguments, preempted_at, trainer
+from tests.support.training import Note, StopAt, arguments, preempted_at, trainer
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.overrides import CALLABLE, UNCALLED
@@ -207,11 +207,6 @@ def test_the_trainers_of_tensorflow_are_gone(tmp_path: Path) -> None:
 def test_resume_from_checkpoint_may_stand_in_the_arguments(tmp_path: Path) -> None:
     assert preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(2)], num_train_epochs=2)) == 2
     for asked in (True, "auto", str(tmp_path / "checkpoint-2")):
-        begun: list[int] = []
-
-        class Note(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, begun: Any = begun, **kwargs: Any) -> None:
-                begun.append(state.global_step)
-
-        trainer(tmp_path, ROWS, callbacks=[Note()], num_train_epochs=2, resume_from_checkpoint=asked).train()
-        assert begun == [2]
+        begun = Note("on_train_begin", lambda state, **_: state.global_step)
+        trainer(tmp_path, ROWS, callbacks=[begun], num_train_epochs=2, resume_from_checkpoint=asked).train()
+        assert begun.kept == [2]
