@@ -141,3 +141,35 @@ def _holds_no_gauss(words: bytes) -> bool:
             return False
         _without_gauss = words
     return True
+
+
+def parts_of_loader(loader: Any) -> list[Any]:
+    """What a DataLoader reads samples with: batch sampler, sampler, dataset, and the sampler of the batch sampler."""
+    parts = [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+    return [*parts, getattr(parts[0], "sampler", None)]
+
+
+class LoaderGenerators:
+    """The torch generators of a user's DataLoader, so that an epoch draws the same numbers in a resumed run.
+
+    A loader that restores itself (`state_dict`) restores its generators as well: they are left alone.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        restores_itself = callable(getattr(loader, "state_dict", None))
+        found = [getattr(part, "generator", None) for part in (loader, *parts_of_loader(loader))]
+        own = [] if restores_itself else [each for each in found if isinstance(each, torch.Generator)]
+        self._as_given = [(each, each.get_state()) for each in dict.fromkeys(own)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let epoch 0 draw from the generators as they were given, and epoch e from their seed + e."""
+        self.put_back()
+        if epoch > 0:
+            # Left alone, a generator would stand where the epochs before left it: a resumed run has not drawn those.
+            for generator, _ in self._as_given:
+                generator.manual_seed(generator.initial_seed() + epoch)
+
+    def put_back(self) -> None:
+        """Restore the state in which the generators were given."""
+        for generator, state in self._as_given:
+            generator.set_state(state)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.collators import seeds_of_samples
-from trainer_lib.data.generators import keep_generators, seed_generators
+from trainer_lib.data.generators import LoaderGenerators, keep_generators, parts_of_loader, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.order import derive, sample_seeds
 from trainer_lib.data.skipping import Skip, has_complete_state, with_own_position
@@ -319,10 +319,13 @@ class ForeignLoader:
         self._seed = seed
         self._drop_last = drop_last
         self._generator = torch.Generator()
+        self._generators = LoaderGenerators(loader)
         self._restored: dict[str, Any] | None = None
         batches = len(loader) if has_length(loader) else None
         self.steps_per_epoch = None if batches is None else self._steps(batches)
-        size = getattr(loader, "batch_size", None)
+        # With a batch sampler the loader has no size of its own.
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None)
         self.global_batch = size * accumulation * data_parallel_size if isinstance(size, int) else 0
         dataset = getattr(loader, "dataset", None)
         self.epoch_samples = len(dataset) if dataset is not None and has_length(dataset) else None
@@ -356,12 +359,12 @@ class ForeignLoader:
             yield Micro(turn[self._rank] if real else turn[0], real)
 
     def close(self) -> None:
-        """Do nothing: the user owns the loader's workers."""
+        """Put back the user's generators; the user owns the loader's workers."""
+        self._generators.put_back()
 
     def _set_epoch(self, epoch: int) -> None:
-        parts = [getattr(self.loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
-        parts.append(getattr(parts[0], "sampler", None))
-        for part in parts:
+        self._generators.set_epoch(epoch)
+        for part in parts_of_loader(self.loader):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(part, RandomSampler) and (part.generator is None or part.generator is self._generator):

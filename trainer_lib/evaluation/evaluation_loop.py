@@ -15,7 +15,7 @@ import torch
 
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, Micro
+from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested, objects
@@ -96,10 +96,14 @@ class EvaluationLoop:
             Predictions and labels as trees of arrays ``[samples, …]`` on rank 0 (None elsewhere, and where they are not
             kept); metrics and the number of samples on every rank.
 
+        A user's loader of length 0 gives neither predictions nor metrics: subclasses measure in another way then.
+
         Raises:
-            DataError: the loader has no samples.
+            DataError: the data has no samples.
         """
         hooks = self._hooks
+        if not isinstance(loader, EvalLoader | IterableLoader) and has_length(loader) and len(loader) == 0:
+            return EvalLoopOutput(None, None, {}, 0)
         model = hooks.evaluation_model()
         try:
             for micro, last in _mark_last(iterate_rounds(loader, self._comm)):

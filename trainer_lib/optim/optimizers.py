@@ -95,15 +95,16 @@ def build_optimizer(
     """
     cls, given = cls_and_kwargs or create_optimizer_cls_and_kwargs(args, model)
     kwargs = dict(given)
-    if "optimizer_dict" in kwargs:
+    if isinstance(kwargs.get("optimizer_dict"), Mapping):
         raise ConfigError(
             "One optimizer per parameter is not supported.",
             field="optimizer_cls_and_kwargs",
-            remedy="Give one optimizer.",
+            remedy="Give one optimizer; a list of parameter groups under `optimizer_dict` is taken.",
         )
     names = get_decay_parameter_names(model) if decay_names is None else decay_names
-    # A low-rank optimizer has made its own groups.
-    groups = kwargs.pop("params", None) or parameter_groups(model, args.weight_decay, names)
+    # A low-rank optimizer has made its own groups; overrides name theirs as the reference does.
+    own = kwargs.pop("params", None) or kwargs.pop("optimizer_dict", None)
+    groups = own or parameter_groups(model, args.weight_decay, names)
     if not groups:
         raise ConfigError(
             "The model has no trainable parameters.",

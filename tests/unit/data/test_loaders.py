@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from tests.support.loaders import ROWS, foreign, read, shuffled
 from tests.support.toys import Augmented, StatefulStream, Stream, classification_rows
 from trainer_lib.data.collators import default_data_collator
 from trainer_lib.data.fetch import is_pure
-from trainer_lib.data.iterable import ForeignLoader, IterableLoader
+from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from trainer_lib.data.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
-ROWS = classification_rows(23)
 MORE = classification_rows(24)
 
 
@@ -39,10 +39,6 @@ def train_loader(
         seed=1,
         options=LoaderOptions(num_workers=workers, **options),
     )
-
-
-def read(loader: Any, epoch: int = 0, step: int = 0) -> list[tuple[list[float], bool]]:
-    return [(micro.batch["x"].flatten().tolist(), micro.real) for micro in loader.micros(epoch, step)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -336,50 +332,3 @@ def test_a_stream_with_a_generator_is_reseeded_every_epoch() -> None:
     first, second = read(loader, epoch=0), read(loader, epoch=1)
     assert first != second
     assert read(iterable(Generated()), epoch=1) == second
-
-
-# ----------------------------------------------------------------------------------------------- the user's own loader
-def shuffled() -> DataLoader[Any]:
-    return DataLoader(ROWS, batch_size=2, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
-
-
-def foreign(loader: Any, world: int = 1, rank: int = 0) -> ForeignLoader:
-    return ForeignLoader(loader, accumulation=2, data_parallel_size=world, rank=rank, seed=1, drop_last=False)
-
-
-def test_a_loader_of_ones_own_is_dealt_out_to_ranks_in_one_order() -> None:
-    alone = [x for x, _ in read(foreign(shuffled()), epoch=1)]
-    ranks = [read(foreign(shuffled(), 2, rank), epoch=1) for rank in (0, 1)]
-    assert [x for pair in zip(*ranks, strict=True) for x, _ in pair] == alone
-    assert foreign(shuffled()).steps_per_epoch == 6
-    assert alone != [x for x, _ in read(foreign(shuffled()), epoch=0)]
-
-
-def test_a_loader_of_ones_own_is_read_up_to_the_position() -> None:
-    assert read(foreign(shuffled()), epoch=1, step=2) == read(foreign(shuffled()), epoch=1)[4:]
-
-
-def test_a_loader_with_state_is_put_back() -> None:
-    class Stateful:
-        def __init__(self) -> None:
-            self.at = 0
-            self.batch_size = 1
-
-        def __iter__(self) -> Any:
-            while self.at < 6:
-                self.at += 1
-                yield {"x": torch.tensor([float(self.at)])}
-            self.at = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
-    source = foreign(Stateful())
-    micros = source.micros(0, 0)
-    next(micros), next(micros)
-    resumed = foreign(Stateful())
-    resumed.load_state(source.state(), epoch=0, step=1)
-    assert [x for x, _ in read(resumed, step=1)] == [[3.0], [4.0], [5.0], [6.0]]

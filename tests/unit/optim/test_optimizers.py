@@ -206,6 +206,15 @@ def test_a_users_own_choice_is_taken() -> None:
         build_optimizer(_args(), Tiny(), cls_and_kwargs=(torch.optim.SGD, {"optimizer_dict": {}}))
 
 
+def test_parameter_groups_under_the_name_of_the_reference_are_taken() -> None:
+    model, outside = Tiny(), nn.Linear(2, 2)
+    groups = [{"params": list(model.parameters())}, {"params": list(outside.parameters()), "lr": 0.5}]
+    chosen = (torch.optim.SGD, {"lr": 0.1, "optimizer_dict": groups})
+    optimizer = build_optimizer(_args(), model, cls_and_kwargs=chosen)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*model.parameters()]) + 2
+
+
 # --------------------------------------------------------------------------------------- lion, muon
 def test_lion_follows_its_formula() -> None:
     parameter = nn.Parameter(torch.tensor([1.0, -2.0]))

@@ -193,6 +193,23 @@ def test_streams_and_loaders_of_ones_own_are_evaluated(tmp_path: Path) -> None:
     assert sorted(trainer(tmp_path, None, cls=Own).predict(ROWS).label_ids.tolist()) == sorted(LABELS)
 
 
+def test_a_loader_without_batches_leaves_the_measuring_to_the_subclass(tmp_path: Path) -> None:
+    class Measuring(Trainer):
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            nothing: Any = []
+            return torch.utils.data.DataLoader(nothing)
+
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().evaluation_loop(*args, **kwargs)
+            assert (output.num_samples, output.predictions) == (0, None)
+            return output._replace(metrics={**(output.metrics or {}), "eval_own": 1.0})
+
+    one = trainer(tmp_path, ROWS, eval_dataset="nothing", cls=Measuring, eval_strategy="steps", eval_steps=1)
+    assert one.evaluate()["eval_own"] == 1.0
+    one.train()
+    assert all("eval_loss" not in entry for entry in one.state.log_history)
+
+
 def test_the_whole_model_may_be_cast_for_evaluation_and_is_put_back(tmp_path: Path) -> None:
     seen: list[torch.dtype] = []
 
