@@ -26,6 +26,7 @@ from flows.server.embedded import SERVED_TAG
 from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import ConfigError
+from trainer_lib.launch.in_process import set_environment
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -171,16 +172,8 @@ def _environment(url: str) -> Iterator[None]:
     """Inside the block, set the variables that the process of each run inherits."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
-    before = {variable: os.environ.get(variable) for variable in own}
-    os.environ.update(own)
-    try:
+    with set_environment(own):
         yield
-    finally:
-        for variable, value in before.items():
-            if value is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = value
 
 
 def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bool, name: str | None) -> list[Text]:
