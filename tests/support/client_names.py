@@ -72,7 +72,7 @@ def uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _members(cls: ast.ClassDef) -> Iterator[tuple[int, str]]:
-    """Yield the methods of a trainer or callback, with every line of theirs, and the attributes of the trainer."""
+    """Yield the methods of a trainer or callback, with each of their lines, and the attributes of the trainer."""
     for method in (node for node in cls.body if isinstance(node, ast.FunctionDef)):
         yield from ((statement.lineno, f"override {method.name}") for statement in method.body)
     for node in ast.walk(cls):

@@ -27,7 +27,7 @@ _METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
 
 
 def follows_metric(schedule: Any) -> bool:
-    """Whether a schedule steps with the metric of an evaluation, whoever made it."""
+    """Whether a schedule steps with the metric of an evaluation: our own, or one that the user made."""
     return any(each.__name__ in _METRIC_SCHEDULES for each in type(schedule).__mro__)
 
 
