@@ -26,7 +26,7 @@ _any_collective = False
 
 
 def remember(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, of any shape, which is about to take part in a collective; the caller keeps no reference."""
+    """Return `tensor` `[...]`, which is about to take part in a collective; the caller keeps no reference to it."""
     global _any_collective
     _any_collective = True
     if tensor.nbytes <= _MAX_BYTES:
@@ -35,7 +35,7 @@ def remember(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a remembered tensor over the memory of `array`, of its shape."""
+    """Return a remembered tensor `[...]` over the memory of `array`, in its shape."""
     return remember(torch.from_numpy(array))
 
 
