@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -300,6 +299,8 @@ def check_rendezvous(config: LaunchConfig) -> None:
     Raises:
         ConfigError: another process listens there, or the host is unknown or belongs to another machine.
     """
+    import socket  # only the leading machine of several gets here, and every command reads launch settings
+
     host, port = config.endpoint
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
