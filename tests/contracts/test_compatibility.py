@@ -238,7 +238,8 @@ def test_the_attributes_are_there(tmp_path: Path) -> None:
     owners = dict(members)
     for row in rows():
         owner, _, name = row.name.partition(".")
-        assert not name or owner not in owners or hasattr(owners[owner], name), row.name
+        if row.status != "refused" and owner in owners:
+            assert hasattr(owners[owner], name), row.name
 
 
 # -------------------------------------------------------------------------------------------------- what is refused is

@@ -20,7 +20,7 @@ from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.validation import REPORTERS
-from trainer_lib.trainer.accelerator import AcceleratorFacade
+from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
 
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
 _ROW = re.compile(
@@ -100,7 +100,7 @@ def expected() -> dict[str, set[str]]:
         "Private hooks that subclasses override": {name for name in methods if re.match("_[^_]", name)},
         "Seq2SeqTrainer": {f"Seq2SeqTrainer.{name}" for name in SURFACE["Seq2SeqTrainer_methods"]},
         "Attributes": {f"trainer.{name}" for name in ATTRIBUTES}
-        | {f"accelerator.{name}" for name in dir(AcceleratorFacade) if not name.startswith("_")},
+        | {f"accelerator.{name}" for name in dir(TrainerAccelerator) if not name.startswith("_")},
         **{title: set(inspect.get_annotations(group)) for title, group in ARGUMENT_SECTIONS.items()},
         "accelerator_config": {f"accelerator_config.{key}" for key in ACCELERATOR_KEYS},
         "Members of the arguments": {

@@ -140,10 +140,10 @@ class EvaluationLoop:
         return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
 
     def _run_dummy_forward(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
-        """Take part in the collectives of the other ranks' forwards (sharded models gather parameters there)."""
-        if self._hooks.strategy.forward_communicates:
+        """Take part in the collectives of the other ranks' steps: forwards of sharded models, gathers of overrides."""
+        if self._hooks.steps_together:
             dummy = loader.dummy_batch() if isinstance(loader, EvalLoader) else batch
-            self._hooks.prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
+            self._hooks.dummy_prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
 
     def _gather(self, tree: Any, last: bool) -> None:
         """Keep outputs on the device for `eval_accumulation_steps` rounds, then send them to rank 0."""

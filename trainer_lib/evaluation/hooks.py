@@ -42,6 +42,15 @@ class EvaluationHooks(Protocol):
     ) -> tuple[Any, Any, Any]:
         """Loss ``[]`` or ``[batch]``, logits and labels (trees of ``[batch, …]``) of a batch; each may be None."""
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether every rank must predict equally many batches, because ranks communicate in a prediction step."""
+
+    def dummy_prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> None:
+        """Call `prediction_step` for the other ranks' sake; what it returns is dropped."""
+
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
         """The model in evaluation mode, on the device, in the dtype for evaluation.
 

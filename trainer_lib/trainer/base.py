@@ -19,10 +19,10 @@ from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.state import TrainerControl, TrainerState
-from trainer_lib.trainer.accelerator import AcceleratorFacade
 from trainer_lib.trainer.losses import LabelSmoother
 
 if TYPE_CHECKING:
+    from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from trainer_lib.trainer.internals import Internals
 
 
@@ -59,7 +59,6 @@ class TrainerBase:
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
 
     # What is made of it.
-    accelerator: AcceleratorFacade
     model: nn.Module
     model_wrapped: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -95,6 +94,10 @@ class TrainerBase:
         """Whether this is the main process of the whole job."""
         return self._trainflow.world.comm.rank == 0
 
+    accelerator: _Derived[TrainerAccelerator] = _Derived(
+        lambda self: self._trainflow.accelerator.get(),
+        "An `accelerate.Accelerator` around the Trainer's engine, for overrides; made at its first use.",
+    )
     is_fsdp_enabled: _Derived[bool] = _Derived(
         lambda self: self._trainflow.engine.strategy.name == "fsdp",
         "Whether FSDP shards the model: overridden methods check it before they gather parameters.",

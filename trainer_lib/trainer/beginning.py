@@ -101,6 +101,7 @@ def begin_run(
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
+    engine.unwrap_optimizers()
     engine.set_optimizer_mode("train")  # again: `prepare_to_train` found only an optimizer that was given
     engine.resolve()
     overflows = _OVERFLOWS if engine.precision.name == "fp16" else 0

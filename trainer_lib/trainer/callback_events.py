@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.trackers.callback import TrackingCallback
-from trainer_lib.trackers.vendors import reporters
+from trainer_lib.trackers.vendors import VendorCallback, reporters
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
@@ -55,6 +56,20 @@ class Events:
         trainer = self._trainer
         call = getattr(trainer.callback_handler, event)
         trainer.control = call(trainer.args, trainer.state if state is None else state, trainer.control, *more)
+
+    def report(self, values: dict[str, Any], step: int | None = None) -> None:
+        """Pass values to the trackers of `report_to` alone, on the main process; the log history has no entry of them.
+
+        Args:
+            values: numbers by name.
+            step: the step that they belong to; default: the Trainer's.
+        """
+        trainer = self._trainer
+        state = trainer.state if step is None else dataclasses.replace(trainer.state, global_step=step)
+        for callback in trainer.callback_handler.callbacks:
+            on_log = getattr(callback, "on_log", None)
+            if isinstance(callback, TrackingCallback | VendorCallback) and on_log is not None:
+                on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
 
     def use_state(self, state: TrainerState) -> None:
         """Make `state` the Trainer's."""

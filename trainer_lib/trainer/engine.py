@@ -14,6 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision
 from trainer_lib.strategies.base import Strategy
+from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.callback_events import Events
@@ -72,6 +73,7 @@ class Engine:
     Attributes:
         strategy: how the model is trained on the devices of the world.
         precision: how forward passes are computed, and how gradients are scaled.
+        last_norm: the gradients' norm ``[]`` at the newest step, before clipping; None before the first.
     """
 
     strategy: Strategy
@@ -86,6 +88,9 @@ class Engine:
         self._measures_norm = False
         self._others: list[nn.Parameter] = []
         self._held = -1
+        self._prepared: nn.Module | None = None  # wrapped before training, because the user asked for it
+        self._unscaled = False  # the gradients of the step under way are unscaled already
+        self.last_norm: torch.Tensor | None = None
 
     def set_up(self, args: TrainingArguments, world: World) -> None:
         """Choose strategy and precision."""
@@ -121,14 +126,33 @@ class Engine:
             return self.strategy.setup_model(compiled)
         return self.strategy.setup_model(model)
 
+    def prepare_model(self) -> nn.Module:
+        """Wrap the Trainer's model for training, once; for code that prepares it before `train`."""
+        trainer = self._trainer
+        wrapped = trainer.model_wrapped
+        is_wrapped = wrapped is not trainer.model and self.strategy.unwrap(wrapped) is trainer.model
+        if not trainer.is_in_train and not is_wrapped:
+            if trainer.place_model_on_device:
+                trainer._move_model_to_device(trainer.model, self.strategy.device)
+            wrapped = trainer._wrap_model(trainer.model, training=True)
+            self.use_wrapped(wrapped)
+        self._prepared = wrapped  # the next training keeps it
+        return wrapped
+
     def prepare_to_train(self) -> None:
         """Wrap the Trainer's model for training, and connect an optimizer that exists to it."""
         trainer = self._trainer
-        self.use_wrapped(trainer._wrap_model(trainer.model, training=True))
+        prepared, self._prepared = self._prepared, None
+        if prepared is None or self.strategy.unwrap(prepared) is not trainer.model:
+            self.use_wrapped(trainer._wrap_model(trainer.model, training=True))
         if trainer.optimizer is not None:
             self.strategy.adopt_optimizer(trainer.optimizer, trainer.model_wrapped)
         trainer.model_wrapped.train()
         self.set_optimizer_mode("train")
+
+    def unwrap_optimizers(self) -> None:
+        """Take optimizer and schedule out of what `accelerator.prepare` made of them."""
+        self.use_optimizers(unwrap_prepared(self._trainer.optimizer), unwrap_prepared(self._trainer.lr_scheduler))
 
     def resolve(self) -> None:
         """Turn the complete model and the complete optimizer into what the strategy trains with."""
@@ -166,7 +190,7 @@ class Engine:
         """The Trainer's schedule, made from the strategy or the arguments unless it exists."""
         trainer = self._trainer
         if trainer.lr_scheduler is None:
-            target = optimizer or trainer.optimizer
+            target = unwrap_prepared(optimizer or trainer.optimizer)
             if target is None:
                 raise ConfigError(
                     "A schedule needs an optimizer.", field="optimizer", remedy="Call create_optimizer before."
@@ -213,10 +237,11 @@ class Engine:
         trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
         optimizer = self.ready_optimizer()
         if scaler is not None:
-            scaler.unscale_(optimizer)  # `max_grad_norm` is meant for gradients without the loss scale
+            self.unscale_gradients()  # `max_grad_norm` is meant for gradients without the loss scale
         norm = trainer._clip_grad_norm(model)
         if self._measures_norm:  # an override may return None or a number
             norm = torch.as_tensor(trainer._get_grad_norm(model, grad_norm=norm), dtype=torch.float32)
+        self.last_norm = norm
         fire("on_pre_optimizer_step")
         self._step_if_finite(optimizer, norm)
         fire("on_optimizer_step")
@@ -230,6 +255,12 @@ class Engine:
         for other in self._others:
             other.grad = None
         return norm
+
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the loss scale, once per step; nothing without a scaler."""
+        if self.precision.scaler is not None and not self._unscaled:
+            self.precision.scaler.unscale_(self.ready_optimizer())
+            self._unscaled = True
 
     def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
         """Step the optimizer unless the gradients' norm is NaN or infinite.
@@ -254,6 +285,7 @@ class Engine:
         if self.precision.scaler is not None:
             # `scaler.step` is never called: `update` needs only the overflows that `unscale_` found.
             self.precision.scaler.update()
+            self._unscaled = False
 
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:
         """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""

@@ -20,6 +20,7 @@ from trainer_lib.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.precision import back_up_weights, full_eval_dtype
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
+from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -106,7 +107,7 @@ class Evaluator:
                 loop = EvaluationLoop(
                     self, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps_predictions
                 )
-                return loop.run(loader, prefix)
+                return loop.run(unwrap_prepared(loader), prefix)
         finally:
             if restore is not None:
                 restore()
@@ -209,6 +210,23 @@ class Evaluator:
     ) -> tuple[Any, Any, Any]:
         """(loss, logits, labels) of one batch, from the Trainer's `prediction_step`."""
         return self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether ranks communicate in a prediction step: a sharded model does, and an override may."""
+        own = self._internals.signatures.prediction_is_default
+        return self.strategy.forward_communicates or (self.comm.world_size > 1 and not own)
+
+    def dummy_prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> None:
+        """Call the Trainer's `prediction_step` with a dummy batch, of which `gather_for_metrics` takes nothing."""
+        accelerator = self._internals.accelerator
+        accelerator.in_dummy_batch = True
+        try:
+            self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        finally:
+            accelerator.in_dummy_batch = False
 
     def end_prediction_step(self) -> None:
         """Fire `on_prediction_step`; in training, stop here when all ranks have agreed to."""

@@ -12,7 +12,7 @@ Events        callbacks, state, control              Counters           tokens a
 TrainingRun   what lives as long as one training     TrainingLoop       the order of it all
 Checkpoints   saving (Snapshots: what)               Restore            resuming
 Publisher     the Hub                                TrialRunner        the trials of a search
-MicroBatchSearch   halving after out of memory
+MicroBatchSearch   halving after out of memory       AcceleratorSlot    `trainer.accelerator`
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from trainer_lib.distributed import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner
+from trainer_lib.trainer.accelerator.slot import AcceleratorSlot
 from trainer_lib.trainer.callback_events import Events
 from trainer_lib.trainer.checkpointing import Checkpoints
 from trainer_lib.trainer.counters import Counters
@@ -77,6 +78,7 @@ class Internals:
         self.loop = TrainingLoop(trainer, self)
         # A function, because `world` is set later.
         self.publisher = Publisher(trainer, comm=lambda: self.world.comm)
+        self.accelerator = AcceleratorSlot(trainer, self)
         self.trials = TrialRunner(trainer, self, takes_trial=takes_trial)
 
     def read_signatures(self) -> None:

@@ -23,6 +23,7 @@ from trainer_lib.data.order import (
     SequentialOrder,
 )
 from trainer_lib.errors import ConfigError
+from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.signatures import takes_positionals
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ class Loaders:
     def source_of(self, loader: Any) -> TrainSource:
         """A loader as the training loop reads it: our own, or any other behind an adapter."""
         args, world = self._trainer.args, self._internals.world
+        loader = unwrap_prepared(loader)
         if isinstance(loader, TrainLoader | IterableLoader):
             return loader
         if world.batching.split_batches:
@@ -364,8 +366,8 @@ class Loaders:
                 seed=self._trainer.args.seed,
                 drop_last=False,
                 options=self._options(training=False),
-                # A rank whose stream has ended still takes part in the forwards of the others.
-                dummy_batches=self._internals.engine.strategy.forward_communicates,
+                # A rank whose stream has ended still takes part in the steps of the others.
+                dummy_batches=self._internals.evaluator.steps_together,
             )
         sampler = _call_sampler(sampler_fn, dataset)
         if sampler is not None:

@@ -189,6 +189,7 @@ class TrainingLoop:
         syncs_last = not trainer.args.auto_find_batch_size
         syncs_each = syncs_last and internals.world.batching.sync_each_batch
         last, total = len(samples) - 1, None
+        weights.computing = True
         # `weights` is the loop's target: `training_step` and `accelerator.sync_gradients` read the micro-step there.
         for weights.micro_step, batch in enumerate(samples):
             if weights.needs_substitute():
@@ -205,6 +206,7 @@ class TrainingLoop:
             internals.counters.count_flos(batch)
             if weights.micro_step != last:
                 internals.events.fire("on_substep_end")
+        weights.computing = False
         return total if total is not None else torch.zeros((), device=internals.world.device)
 
     def _count_step(self, run: TrainingRun, loss: torch.Tensor, norm: torch.Tensor) -> None:

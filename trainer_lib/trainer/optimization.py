@@ -19,6 +19,8 @@ class OptimizationMethods(TrainerBase):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule, unless they were given."""
         self.create_optimizer()
+        # A schedule on a wrapper would not see that the optimizer in it steps.
+        self._trainflow.engine.unwrap_optimizers()
         takes_optimizer = self._trainflow.signatures.scheduler_takes_optimizer
         given = {"optimizer": self.optimizer} if takes_optimizer else {}
         self.create_scheduler(num_training_steps=num_training_steps, **given)

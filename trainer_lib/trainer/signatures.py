@@ -41,12 +41,17 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
     return first.default is first.empty or first.name == "trial"
 
 
+def _is_ours(trainer: TrainerHooks, name: str) -> bool:
+    return str(getattr(_function(trainer, name), "__module__", "")).startswith("trainer_lib.")
+
+
 @dataclass(frozen=True)
 class Signatures:
     """What the methods of one Trainer take, found once when it is built and not at every step.
 
     Attributes:
         overridden: the methods of the reference that are not the library's own, on the class or on the instance.
+        prediction_is_default: no subclass overrides `prediction_step` or `compute_loss`.
         compute_loss_takes_items: `compute_loss` takes `num_items_in_batch`.
         compute_loss_takes_outputs: `compute_loss` takes `return_outputs`.
         training_step_takes_items: `training_step` takes a third positional argument.
@@ -60,6 +65,7 @@ class Signatures:
     """
 
     overridden: frozenset[str]
+    prediction_is_default: bool
     compute_loss_takes_items: bool
     compute_loss_takes_outputs: bool
     training_step_takes_items: bool
@@ -77,6 +83,7 @@ class Signatures:
         func = trainer.compute_loss_func
         return cls(
             overridden=frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own),
+            prediction_is_default=all(_is_ours(trainer, name) for name in ("compute_loss", "prediction_step")),
             compute_loss_takes_items=takes(trainer.compute_loss, "num_items_in_batch"),
             compute_loss_takes_outputs=takes(trainer.compute_loss, "return_outputs"),
             training_step_takes_items=takes_positionals(trainer.training_step, 3),

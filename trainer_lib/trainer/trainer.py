@@ -22,7 +22,6 @@ from trainer_lib.outputs import BestRun, TrainOutput
 from trainer_lib.precision import apply_tf32
 from trainer_lib.search.base import SearchSettings, default_compute_objective, default_hp_space, parse_directions
 from trainer_lib.trainer import trainer_checks
-from trainer_lib.trainer.accelerator import AcceleratorFacade
 from trainer_lib.trainer.beginning import training_values
 from trainer_lib.trainer.data import DataMethods
 from trainer_lib.trainer.engine import resolve_arguments
@@ -127,7 +126,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         internals.model.set_up_smoothing(args)
         internals.micro_batches.forget()
         internals.loaders.forget()
-        self.accelerator = AcceleratorFacade(internals)
+        internals.accelerator.set_up()
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=world.device)
 
     def _trainflow_look_at_model(self) -> None:

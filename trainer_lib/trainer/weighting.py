@@ -147,6 +147,7 @@ class StepWeights:
         num_items: target items of the step, N.
         micro_step: the micro-batch under way, counted within the step.
         micro_steps: micro-batches of the step.
+        computing: a micro-batch is under way.
     """
 
     def __init__(self, *, data_parallel_size: int, over_ranks: bool) -> None:
@@ -156,6 +157,7 @@ class StepWeights:
         self.num_items: Any = None
         self.micro_step = 0
         self.micro_steps = 1
+        self.computing = False
 
     def open_epoch(self, batches: MicroBatches) -> MicroBatches:
         """Take the micro-batches of an epoch, to know which of them are dummies."""
@@ -179,6 +181,11 @@ class StepWeights:
     def syncs(self) -> bool:
         """Whether gradients are exchanged after the micro-batch under way: it is the last of its step."""
         return self.micro_step == self.micro_steps - 1
+
+    @property
+    def has_items(self) -> bool:
+        """Whether the micro-batch under way has items of this rank, and is not a dummy batch."""
+        return self.micro_step >= len(self.items) or self.items[self.micro_step] > 0
 
     def needs_substitute(self) -> bool:
         """Whether the micro-batch under way has no targets while the step has some, so its loss would be 0/0."""

@@ -50,7 +50,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
         lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
         files.append(store.write_bytes("metrics.json", lasting.encode()))
-    trainer.accelerator.wait_for_everyone()
+    trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return EvaluateResult(tuple(files), metrics)
 

@@ -36,7 +36,7 @@ def run(work: Work[PredictRequest]) -> PredictResult:
     gathered = trainer._trainflow.comm.gather_json([[part, to_record(entry)] for part, entry in parts.items()])
     pairs = sorted((pair for rank in gathered or [] for pair in rank), key=operator.itemgetter(0))
     files = tuple(from_record(FileEntry, entry) for _, entry in pairs)
-    trainer.accelerator.wait_for_everyone()
+    trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return PredictResult(files, len(split))
 

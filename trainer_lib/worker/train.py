@@ -44,7 +44,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
-    trainer.accelerator.wait_for_everyone()
+    trainer._trainflow.comm.barrier()
     result: TrainResult | None = None
     if work.rank == 0:
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
@@ -58,7 +58,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
         )
-    trainer.accelerator.wait_for_everyone()
+    trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return result
 

@@ -26,9 +26,7 @@ PREFIX = "_trainflow"
 
 #: Attribute of a Trainer -> the one class that writes it.
 OWNERS: dict[str, str] = {
-    **dict.fromkeys(
-        ("_trainflow", "args", "accelerator", "_memory_tracker", "model_init", "processing_class"), "Trainer"
-    ),
+    **dict.fromkeys(("_trainflow", "args", "_memory_tracker", "model_init", "processing_class"), "Trainer"),
     **dict.fromkeys(("train_dataset", "eval_dataset", "data_collator", "compute_loss_func"), "Trainer"),
     **dict.fromkeys(("compute_metrics", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics"), "Trainer"),
     **dict.fromkeys(("model", "label_names", "can_return_loss", "label_smoother"), "TrainedModel"),

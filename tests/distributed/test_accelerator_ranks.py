@@ -1,0 +1,212 @@
+"""`trainer.accelerator` on two ranks: what overrides gather, reduce, pad and prepare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.support.distributed import run_distributed
+from tests.support.toys import Classifier, classification_rows
+from tests.support.training import trainer
+from trainer_lib import Trainer
+from trainer_lib.errors import ConfigError
+
+ROWS = classification_rows(13)
+
+
+def exchanging(folder: str) -> dict[str, Any]:
+    """One call of everything that ranks do together, with values that differ between them."""
+    one = trainer(folder, ROWS)
+    helper, rank = one.accelerator, one.args.process_index
+    own = torch.arange(rank + 1) + 10 * rank
+    nested = {"a": own, "b": [torch.tensor(rank), (own.float().bfloat16(), own > 10)]}
+    gathered = helper.gather(nested)
+    assert isinstance(gathered["b"], list) and isinstance(gathered["b"][1], tuple)
+    texts = helper.gather_for_metrics({"id": rank, 3: ["x", (1.5, None)], "t": own})
+    padded = helper.pad_across_processes({"wide": torch.full((2, rank + 1), rank)}, dim=1, pad_index=-100)
+    first = helper.pad_across_processes(torch.ones(rank + 1), pad_first=True)
+    found: dict[str, Any] = {
+        "nested": (gathered["a"].tolist(), gathered["b"][0].tolist(), gathered["b"][1][0].tolist()),
+        "flags": gathered["b"][1][1].tolist(),
+        "dtype": str(gathered["b"][1][0].dtype),
+        "objects": [(each["id"], each[3], each["t"].tolist()) for each in texts],
+        "joined": helper.gather_for_metrics(["a"] * (rank + 1)),
+        "as objects": [each.tolist() for each in helper.gather_for_metrics([own], use_gather_object=True)],
+        "padded": padded["wide"].tolist(),
+        "first": first.tolist(),
+        "sum": helper.reduce(torch.tensor(rank + 1)).item(),
+        "mean": helper.reduce([torch.tensor(rank + 1.0)], "mean")[0].item(),
+        "max": helper.reduce(torch.tensor(rank + 1), "max").item(),
+        "none": helper.reduce(torch.tensor(rank + 1), reduction="none").item(),
+    }
+    with pytest.raises(ConfigError, match="differ between the processes"):
+        helper.gather(torch.zeros(2, rank + 1))
+    with pytest.raises(ConfigError, match="cannot be exchanged"):
+        helper.gather_for_metrics([object()])
+    with helper.split_between_processes(list("abc")) as share:
+        found["share"] = share
+    ran: list[int] = []
+    helper.on_main_process(lambda: ran.append(0))()
+    helper.on_last_process(lambda: ran.append(1))()
+    helper.on_process(lambda: ran.append(2), process_index=1)()
+    with helper.main_process_first(), helper.local_main_process_first():
+        helper.wait_for_everyone()
+    helper.set_trigger() if rank else None
+    found["trigger"] = (helper.check_trigger(), helper.check_trigger())
+    return found | {"ran": ran}
+
+
+def test_what_ranks_exchange(tmp_path: Path) -> None:
+    zero, one = run_distributed(exchanging, 2, str(tmp_path))
+    assert (zero.pop("share"), one.pop("share")) == (["a", "b"], ["c"])
+    assert (zero.pop("ran"), one.pop("ran")) == ([0], [1, 2])
+    assert (zero.pop("none"), one.pop("none")) == (1, 2)
+    assert (zero.pop("padded"), one.pop("padded")) == ([[0, -100]] * 2, [[1, 1]] * 2)
+    assert (zero.pop("first"), one.pop("first")) == ([0.0, 1.0], [1.0, 1.0])
+    assert zero == one
+    assert zero == {
+        "nested": ([0, 10, 11], [0, 1], [0.0, 10.0, 11.0]),
+        "flags": [False, False, True],
+        "dtype": "torch.bfloat16",
+        "objects": [(0, ["x", (1.5, None)], [0]), (1, ["x", (1.5, None)], [10, 11])],
+        "joined": ["a", "a", "a"],
+        "as objects": [[0], [10, 11]],
+        "sum": 3,
+        "mean": 1.5,
+        "max": 2,
+        "trigger": (True, False),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- dummy batches
+class Gathering(Trainer):
+    """Gathers in its loss, as TRL's trainers do."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.seen: dict[str, list[Any]] = {"train": [], "eval": []}
+        super().__init__(*given, **more)
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
+        mode = "train" if model.training else "eval"
+        labels = inputs["labels"]
+        rows = self.accelerator.gather_for_metrics(labels)
+        count = self.accelerator.gather_for_metrics(torch.tensor(len(labels)))
+        self.seen[mode].append((rows.tolist(), int(count.sum())))
+        return super().compute_loss(model, inputs, *given, **more)
+
+
+def gathering_steps(folder: str) -> dict[str, list[Any]]:
+    given: dict[str, Any] = {"train_sampling_strategy": "sequential", "per_device_train_batch_size": 2}
+    given |= {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "per_device_eval_batch_size": 4}
+    one: Any = trainer(folder, ROWS, cls=Gathering, eval_dataset=ROWS, **given)
+    one.train()
+    one.evaluate()
+    return dict(one.seen)
+
+
+def test_every_sample_is_gathered_once_although_a_rank_has_dummy_batches(tmp_path: Path) -> None:
+    zero, one = run_distributed(gathering_steps, 2, str(tmp_path))
+    assert zero == one
+    labels = [int(row["labels"]) for row in ROWS]
+    for mode in ("train", "eval"):
+        assert sorted(label for rows, _ in zero[mode] for label in rows) == sorted(labels)
+        assert sum(count for _, count in zero[mode]) == len(labels)
+        assert all(len(rows) == count for rows, count in zero[mode])
+
+
+# -------------------------------------------------------------------------------------------------------------- prepare
+class OwnLoaders(Trainer):
+    """Prepares its loaders, as sentence-transformers' trainers do."""
+
+    prepares = True
+
+    def _own(self, rows: Any) -> Any:
+        loader: Any = DataLoader(rows, batch_size=2)
+        if self.prepares:
+            loader = self.accelerator.prepare(loader)
+            assert isinstance(loader, DataLoader) and loader.dataset is rows
+        return loader
+
+    def get_train_dataloader(self) -> Any:
+        self.accelerator.even_batches = False
+        return self._own(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._own(eval_dataset or self.eval_dataset)
+
+
+class PlainLoaders(OwnLoaders):
+    prepares = False
+
+
+def with_own_loaders(folder: str, cls: type[Trainer]) -> tuple[list[float], float]:
+    one = trainer(folder, ROWS, cls=cls, model=Classifier(0.0), eval_dataset=ROWS, num_train_epochs=2)
+    one.train()
+    return [float(each.sum()) for each in one.model.parameters()], one.evaluate()["eval_loss"]
+
+
+def test_a_prepared_loader_trains_as_the_plain_one_and_is_divided_once(tmp_path: Path) -> None:
+    prepared = run_distributed(with_own_loaders, 2, str(tmp_path / "a"), OwnLoaders)
+    plain = run_distributed(with_own_loaders, 2, str(tmp_path / "b"), PlainLoaders)
+    assert prepared[0] == prepared[1] == plain[0]
+
+
+def preparing(folder: str) -> dict[str, Any]:
+    one = trainer(folder, ROWS, model=Classifier(0.0))
+    helper = one.accelerator
+    # A loop of the caller's own over a prepared loader, as TRL's DPO computes its reference values.
+    seen = []
+    for batch in helper.prepare(DataLoader(ROWS, batch_size=3)):
+        seen += helper.gather_for_metrics((batch["labels"], batch["x"]))[0].tolist()
+    # A second model that trains, and one that does not.
+    critic = nn.Linear(2, 1)
+    for value in critic.parameters():
+        nn.init.constant_(value, one.args.process_index + 1.0)
+    wrapped, optimizer = helper.prepare(critic, torch.optim.SGD(critic.parameters(), lr=1.0))
+    helper.backward(wrapped(torch.full((1, 2), one.args.process_index + 1.0)).sum())
+    helper.clip_grad_norm_(wrapped.parameters(), 100.0)
+    optimizer.step()
+    frozen = helper.prepare_model(nn.Linear(2, 1), evaluation_mode=True)
+    # The Trainer's own model is wrapped once, here, and trained as that.
+    own = helper.prepare(one.model)
+    one.train()
+    return {
+        "seen": seen,
+        "critic": [type(wrapped) is DistributedDataParallel, *(each.tolist() for each in critic.parameters())],
+        "frozen": type(frozen).__name__,
+        "own": one.model_wrapped is own and type(own) is DistributedDataParallel,
+        "unwrapped": helper.unwrap_model(own) is one.model and helper.unwrap_model(wrapped) is critic,
+        "again": helper.prepare(own) is own and helper.prepare_model(wrapped) is wrapped,
+    }
+
+
+def test_what_is_prepared_beside_the_trainers_own(tmp_path: Path) -> None:
+    zero, one = run_distributed(preparing, 2, str(tmp_path))
+    assert zero == one
+    assert zero["seen"] == [int(row["labels"]) for row in ROWS]
+    # Rank 0's values, minus the mean gradient of inputs 1 and 2.
+    assert zero["critic"] == [True, [[-0.5, -0.5]], [0.0]]
+    assert zero["frozen"] == "Linear" and zero["own"] and zero["unwrapped"] and zero["again"]
+
+
+def state_of_accelerate(folder: str) -> list[Any]:
+    from accelerate.state import AcceleratorState, PartialState
+
+    one = trainer(folder, ROWS)
+    partial, whole, helper = PartialState(), AcceleratorState(), one.accelerator
+    return [
+        [state.num_processes, state.process_index, state.local_process_index, str(state.device), state.use_distributed]
+        for state in (partial, whole, helper.state, helper)
+    ] + [str(partial.distributed_type), torch.get_num_threads()]
+
+
+def test_accelerates_own_state_has_the_trainers_ranks(tmp_path: Path) -> None:
+    zero, one = run_distributed(state_of_accelerate, 2, str(tmp_path))
+    assert zero == [[2, 0, 0, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
+    assert one == [[2, 1, 1, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]

@@ -1,0 +1,380 @@
+"""`trainer.accelerator` in one process: a real Accelerator that does nothing behind the Trainer's back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.support.toys import classification_rows
+from tests.support.training import trainer
+from trainer_lib import Trainer
+from trainer_lib.errors import ConfigError
+from trainer_lib.trainer.accelerator.trainer_accelerator import REFUSED, TrainerAccelerator
+
+accelerate: Any = pytest.importorskip("accelerate")
+
+ROWS = classification_rows(12)
+#: Public members whose own code, in accelerate, asks only for what the Trainer has filled in.
+INHERITED = {
+    *("deepspeed_plugin", "multi_device", "distributed_type", "num_processes", "process_index", "device"),
+    *("local_process_index", "is_last_process", "is_fsdp2", "is_composable_parallelism_enabled"),
+    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
+    *("use_stateful_dataloader", "project_dir", "logging_dir", "save_iteration", "parallelism_config"),
+    *("torch_device_mesh", "sync_gradients", "gradient_accumulation_steps", "split_between_processes"),
+    *("on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"),
+    *("trigger_sync_in_backward", "join_uneven_inputs", "print", "set_trigger", "check_trigger", "init_trackers"),
+    *("save", "free_memory", "clear", "maybe_context_parallel", "profile", "skip_first_batches"),
+    *("verify_device_map", "lomo_backward"),
+}
+
+
+def run_python(code: str) -> str:
+    """Run code in a new interpreter; its output."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _public(names: Any) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+# ---------------------------------------------------------------------------------------------------------- the census
+def test_every_public_member_of_accelerates_is_served_inherited_or_refused() -> None:
+    theirs = _public(dir(accelerate.Accelerator))
+    own = {name for cls in TrainerAccelerator.__mro__ if "trainer_lib" in cls.__module__ for name in _public(vars(cls))}
+    served = own & theirs - REFUSED.keys()
+    assert served | INHERITED | REFUSED.keys() == theirs
+    assert not served & INHERITED and not INHERITED & REFUSED.keys()
+
+
+def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tmp_path: Path) -> None:
+    plain = "import accelerate; print(*sorted(vars(accelerate.Accelerator(cpu=True))))"
+    names = run_python(plain).split()
+    helper = trainer(tmp_path, ROWS).accelerator
+    assert not [name for name in names if not hasattr(helper, name)]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_member_that_is_refused_names_the_way_out(name: str, tmp_path: Path) -> None:
+    helper = trainer(tmp_path, ROWS).accelerator
+    with pytest.raises(ConfigError) as caught:
+        getattr(helper, name)()
+    assert caught.value.field == f"accelerator.{name}" and caught.value.remedy == REFUSED[name]
+
+
+def test_the_state_that_is_filled_in_has_the_entries_that_accelerate_fills_in(tmp_path: Path) -> None:
+    plain = (
+        "import accelerate, accelerate.state as s; accelerate.Accelerator(cpu=True);"
+        "print(*sorted(s.PartialState._shared_state)); print(*sorted(s.AcceleratorState._shared_state))"
+    )
+    partial, whole = (line.split() for line in run_python(plain).splitlines())
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    helper = trainer(tmp_path, ROWS).accelerator
+    assert sorted(PartialState._shared_state) == partial
+    ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
+    assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
+    assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None
+
+
+# ------------------------------------------------------------------------------------------------- nothing behind us
+def test_training_without_the_accelerator_does_not_import_accelerate(tmp_path: Path) -> None:
+    run_python(
+        "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows;"
+        f"one = trainer({str(tmp_path)!r}, classification_rows(4), max_steps=1); one.train();"
+        "assert 'accelerate' not in sys.modules; one.accelerator; assert 'accelerate' in sys.modules"
+    )
+
+
+def test_making_the_accelerator_changes_nothing_in_the_process(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, bf16=True)
+    before = dict(os.environ), torch.get_num_threads(), torch.random.get_rng_state()
+    helper = one.accelerator
+    assert isinstance(helper, accelerate.Accelerator) and one.accelerator is helper
+    assert (dict(os.environ), torch.get_num_threads()) == before[:2]
+    assert torch.equal(torch.random.get_rng_state(), before[2])
+    assert not torch.distributed.is_initialized()
+    assert helper.mixed_precision == helper.state.mixed_precision == "bf16" and helper.scaler is None
+
+
+def test_two_trainers_of_one_process_have_their_own_precision(tmp_path: Path) -> None:
+    one, other = trainer(tmp_path, ROWS, bf16=True), trainer(tmp_path, ROWS)
+    assert (one.accelerator.mixed_precision, other.accelerator.mixed_precision) == ("bf16", "no")
+    assert (one.accelerator.state.mixed_precision, other.accelerator.state.mixed_precision) == ("bf16", "no")
+
+
+def test_an_accelerator_of_ones_own_keeps_its_state(tmp_path: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        own = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        helper = trainer(tmp_path, ROWS).accelerator
+        assert own.mixed_precision == "bf16" and helper.mixed_precision == "no"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_an_accelerator_that_a_subclass_sets_is_the_trainers(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            self.accelerator = "mine"  # type: ignore[assignment]
+            super().__init__(*given, **more)
+
+    one = trainer(tmp_path, ROWS, cls=Own, max_steps=1)
+    one.train()
+    assert one.accelerator == "mine"  # type: ignore[comparison-overlap]
+
+
+# -------------------------------------------------------------------------------------------------------------- prepare
+def test_prepare_returns_what_it_was_given_in_that_order(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper, other = one.accelerator, nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader: Any = DataLoader(ROWS, batch_size=5)  # type: ignore[arg-type]
+    prepared = helper.prepare(schedule, loader, "text", other, optimizer)
+    assert prepared[2:4] == ("text", other) and helper.prepare(other) is other
+    assert prepared[4].optimizer is optimizer and prepared[0].scheduler is schedule
+    assert [len(batch["labels"]) for batch in prepared[1]] == [5, 5, 2] and prepared[1].dataset is ROWS
+    assert helper.prepare() == () and helper.prepare(None) is None
+    assert helper.prepare(one.model) is one.model
+    with pytest.raises(ConfigError, match="2 objects to prepare"):
+        helper.prepare(1, 2, device_placement=[True])
+    helper.free_memory()
+    assert not helper._optimizers and not helper._models
+
+
+def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Path) -> None:
+    class Preparing(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = self.accelerator.prepare(torch.optim.SGD(self.model.parameters(), lr=0.1))
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = self.accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+            return self.lr_scheduler
+
+    one = trainer(tmp_path, ROWS, cls=Preparing, max_steps=3, save_strategy="steps", save_steps=1)
+    one.train()
+    assert type(one.optimizer) is torch.optim.SGD and one.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+    one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_trainers_own_loaders_optimizer_and_schedule_are_not_wrapped(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS, eval_dataset=ROWS, max_steps=1)
+    one.train()
+    loaders = [one.get_train_dataloader(), one.get_eval_dataloader(), one.get_test_dataloader(ROWS)]
+    mine = [*loaders, one.optimizer, one.lr_scheduler]
+    prepared = one.accelerator.prepare(*mine)
+    assert all(each is other for each, other in zip(mine, prepared, strict=True))
+
+
+def test_unwrap_model_goes_through_wrappers_of_strategies_and_of_the_compiler(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper, compiled = one.accelerator, torch.compile(one.model, backend="eager")
+    assert helper.unwrap_model(compiled) is one.model  # type: ignore[arg-type]
+    assert helper.unwrap_model(compiled, keep_torch_compile=True) is compiled  # type: ignore[arg-type, comparison-overlap]
+    assert helper.unwrap_model(nn.DataParallel(one.model)) is one.model
+    peft: Any = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
+    assert helper.unwrap_model(torch.compile(adapted, backend="eager")) is adapted
+
+
+def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) -> None:
+    helper, frozen = trainer(tmp_path, ROWS, bf16=True).accelerator, nn.Linear(2, 2)
+    x = torch.rand(3, 2)
+    plain = frozen(x)
+    prepared = helper.prepare_model(frozen, evaluation_mode=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = nn.functional.linear(x, frozen.weight, frozen.bias).float()
+    assert torch.equal(prepared(x), wanted) and prepared(x).dtype is torch.float32
+    restored = helper.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert torch.equal(restored(x), plain)
+
+
+def test_save_and_state_dict_of_models(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper = one.accelerator
+    state = helper.get_state_dict(one.model)
+    assert all(torch.equal(state[name], value) for name, value in one.model.state_dict().items())
+    helper.save_model(one.model, tmp_path / "saved")
+    helper.save({"x": torch.ones(1)}, tmp_path / "x.safetensors", safe_serialization=True)
+    assert (tmp_path / "saved" / "model.safetensors").is_file() and (tmp_path / "x.safetensors").is_file()
+
+
+# ------------------------------------------------------------------------------------------------------------- the step
+class Stepping(Trainer):
+    """Does in its step what subclasses do with the accelerator, and notes what it sees."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.noted: list[Any] = []
+        super().__init__(*given, **more)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        inputs, helper = self._prepare_inputs(inputs), self.accelerator
+        with helper.accumulate(model), self.compute_loss_context_manager():
+            loss: torch.Tensor = self.compute_loss(model, inputs)
+        self.noted.append((helper.sync_gradients, helper.gradient_state.sync_gradients))
+        helper.backward(loss / self.current_gradient_accumulation_steps, retain_graph=True)
+        return loss.detach() / self.current_gradient_accumulation_steps
+
+
+def test_the_accelerator_follows_the_accumulation_of_the_trainers_loop(tmp_path: Path) -> None:
+    one: Any = trainer(tmp_path, ROWS, cls=Stepping, max_steps=2, gradient_accumulation_steps=2)
+    one.train()
+    assert one.noted == [(False, False), (True, True), (True, True)]  # the epoch's second step has one micro-batch
+    assert one.accelerator.gradient_accumulation_steps == 1 and one.accelerator.sync_gradients
+    assert one.accelerator.optimizer_step_was_skipped is False
+
+
+def test_a_loop_of_ones_own_accumulates_through_the_accelerator(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper, steps = one.accelerator, []
+    helper.gradient_accumulation_steps = 2
+    other = nn.Linear(2, 1, bias=False)
+    model, optimizer = helper.prepare(other, torch.optim.SGD(other.parameters(), lr=1.0))
+    before = other.weight.detach().clone()
+    for _ in range(2):
+        with helper.accumulate(model):
+            helper.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(torch.equal(other.weight, before))
+    assert steps == [True, False] and torch.allclose(before - other.weight, torch.ones(1, 2))
+    helper.gradient_accumulation_steps = 1
+
+
+def test_norms_other_than_l2_and_values_are_clipped(tmp_path: Path) -> None:
+    helper, weight = trainer(tmp_path, ROWS).accelerator, nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, -4.0])
+    assert helper.clip_grad_norm_(weight, 1.0, norm_type=float("inf")) == 4.0
+    assert weight.grad.tolist() == pytest.approx([0.75, -1.0])
+    helper.clip_grad_value_([weight], 0.5)
+    assert weight.grad.tolist() == [0.5, -0.5]
+
+
+def test_a_skipped_step_is_reported(tmp_path: Path) -> None:
+    class Once(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
+            return super().compute_loss(model, inputs, *given, **more) * (float("nan") if self.state.global_step else 1)
+
+    one = trainer(tmp_path, ROWS, cls=Once, max_steps=1)
+    one.train()
+    assert not one.accelerator.optimizer_step_was_skipped
+    one = trainer(tmp_path, ROWS, cls=Once, max_steps=2)
+    one.train()
+    assert one.accelerator.optimizer_step_was_skipped
+
+
+def test_autocast_can_be_switched_off(tmp_path: Path) -> None:
+    from accelerate.utils import AutocastKwargs
+
+    helper = trainer(tmp_path, ROWS, bf16=True).accelerator
+    with helper.autocast():
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
+        with helper.autocast(AutocastKwargs(enabled=False)):
+            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+def test_one_process_gathers_its_own(tmp_path: Path) -> None:
+    helper, data = trainer(tmp_path, ROWS).accelerator, {"a": torch.ones(2), "b": (torch.tensor(1.0),)}
+    assert helper.gather(data) is helper.gather_for_metrics(data) is helper.pad_across_processes(data) is data
+    assert helper.gather_for_metrics(["text", {}]) == ["text", {}]
+    assert helper.reduce(data, "mean")["b"][0] == 1.0
+    with helper.split_between_processes([1, 2]) as share, helper.local_main_process_first():
+        assert share == [1, 2]
+    ran: list[int] = []
+    for decorate in (helper.on_main_process, helper.on_local_main_process, helper.on_last_process):
+        decorate(lambda: ran.append(1))()
+    helper.on_process(lambda: ran.append(1), process_index=0)()
+    helper.on_local_process(lambda: ran.append(1), local_process_index=0)()
+    assert len(ran) == 5 and helper.is_last_process and not helper.use_distributed and not helper.multi_device
+    helper.set_trigger()
+    assert (helper.check_trigger(), helper.check_trigger()) == (True, False)
+    with pytest.raises(ConfigError, match="reduction = min: The reduction is unknown"):
+        helper.reduce(torch.ones(1), "min")
+    with pytest.raises(ConfigError, match="Multiply what reduce returns"):
+        helper.reduce(torch.ones(1), scale=2.0)
+
+
+def test_print_profile_and_skipped_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper = one.accelerator
+    helper.print("once", end="")
+    assert capsys.readouterr().out == "once"
+    loader: Any = DataLoader(ROWS, batch_size=5)  # type: ignore[arg-type]
+    rest = helper.skip_first_batches(helper.prepare(loader), 1)
+    assert [len(batch["labels"]) for batch in rest] == [5, 2]
+    with helper.profile() as profiler:
+        torch.ones(2) + 1
+    assert profiler.key_averages()
+    with helper.join_uneven_inputs([one.model]), helper.maybe_context_parallel():
+        pass
+    with helper.trigger_sync_in_backward(one.model):
+        pass
+    assert not helper.verify_device_map(one.model)
+
+
+def test_what_is_logged_reaches_the_trackers_of_report_to(tmp_path: Path) -> None:
+    import json
+
+    class Logging(Trainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log(logs, start_time)
+            self.accelerator.log({"mine": 1.5}, step=7)
+
+    one = trainer(tmp_path, ROWS, cls=Logging, report_to="jsonl", max_steps=1)
+    one.train()
+    one.accelerator.end_training()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "mine" in line] == [7]
+    assert not [entry for entry in one.state.log_history if "mine" in entry]
+    with pytest.raises(ConfigError, match="init_trackers"):
+        one.accelerator.get_tracker("wandb")
+
+
+def test_trackers_of_ones_own_are_logged_to(tmp_path: Path) -> None:
+    from accelerate.tracking import GeneralTracker
+
+    class Own(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory = "own", False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: list[Any] = []
+
+        @property
+        def tracker(self) -> list[Any]:
+            return self.values
+
+        def store_init_configuration(self, values: Any) -> None:
+            self.values.append(values)
+
+        def log(self, values: Any, step: Any = None, **_: Any) -> None:
+            self.values.append((values, step))
+
+    helper = trainer(tmp_path, ROWS).accelerator
+    helper.log_with = [Own()]
+    helper.init_trackers("project", config={"a": 1})
+    helper.log({"b": 2.0}, step=3)
+    assert helper.get_tracker("own", unwrap=True) == [{"a": 1}, ({"b": 2.0}, 3)]
+    helper.end_training()
+
+
+def test_a_trial_of_a_search_refreshes_the_accelerator(tmp_path: Path) -> None:
+    one = trainer(tmp_path, ROWS)
+    helper = one.accelerator
+    one._trainflow_set_up(trainer(tmp_path, ROWS, bf16=True).args)
+    assert one.accelerator is helper and helper.mixed_precision == "bf16"

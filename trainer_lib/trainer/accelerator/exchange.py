@@ -1,0 +1,251 @@
+"""Trees of tensors and of objects between ranks, for code that calls the accelerator. Nothing is pickled.
+
+Shapes travel first, as one small message between the hosts that no device waits for. So tensors may differ in their
+first dimension, and a difference that cannot be gathered is the same error on every rank instead of a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
+
+from trainer_lib.data.items import MAPPINGS
+from trainer_lib.distributed import Communicator
+from trainer_lib.errors import ConfigError
+
+_MOST_DIMENSIONS = 8
+_DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+_ROW = 3 + _MOST_DIMENSIONS  # of the table of shapes: whether there are rows, dtype, number of dimensions, dimensions
+_OBJECTS = "Gather tensors, texts, numbers, and lists or mappings of them."
+
+
+def leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
+    """The tensors of a tree of lists, tuples and mappings, in order.
+
+    Raises:
+        ConfigError: a leaf is not a tensor.
+    """
+    found: list[torch.Tensor] = []
+    replace_leaves(tree, lambda leaf: found.append(leaf) or leaf, field=field)  # type: ignore[func-returns-value]
+    return found
+
+
+def has_tensors_only(tree: Any) -> bool:
+    """Whether every leaf of a tree of lists, tuples and mappings is a tensor."""
+    try:
+        recursively_apply(lambda leaf: leaf, tree, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field: str) -> Any:
+    """The tree with `function` of every tensor in its place; lists, tuples and mappings keep their types.
+
+    Raises:
+        ConfigError: a leaf is not a tensor.
+    """
+    try:
+        return recursively_apply(function, tree, error_on_other_type=True)
+    except TypeError as error:
+        raise ConfigError(
+            "Only tensors, and lists, tuples and mappings of tensors, can be exchanged.",
+            field=field,
+            value=type(tree).__name__,
+            remedy="Use gather_for_metrics for other objects.",
+        ) from error
+
+
+class Exchange:
+    """Collectives over all ranks. Every rank calls them in the same order, with trees of one form."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def gather(self, tree: Any, *, contributes: bool = True, field: str = "gather") -> Any:
+        """Every rank's tensors ``[batch, ...]``, joined along their first dimension in the order of the ranks.
+
+        Args:
+            tree: tensors of equal shapes beyond their first dimension; a scalar ``[]`` counts as one row.
+            contributes: whether this rank's rows are part of the result.
+            field: the method that the caller used, for errors.
+
+        Raises:
+            ConfigError: shapes or dtypes differ between ranks.
+        """
+        leaves = leaves_of(tree, field=field)
+        table = self._shapes(leaves, contributes=contributes)
+        gathered = iter([self._gather_one(leaf, table[:, place], field) for place, leaf in enumerate(leaves)])
+        return replace_leaves(tree, lambda _: next(gathered), field=field)
+
+    def pad(self, tree: Any, dim: int, value: Any, *, first: bool) -> Any:
+        """Tensors padded with `value` along `dim` to the longest of all ranks, at the end or, with `first`, before."""
+        leaves = leaves_of(tree, field="pad_across_processes")
+        table = self._shapes(leaves, contributes=True)
+        padded = iter([_pad_one(leaf, table[:, place], dim, value, first) for place, leaf in enumerate(leaves)])
+        return replace_leaves(tree, lambda _: next(padded), field="pad_across_processes")
+
+    def reduce(self, tree: Any, reduction: str) -> Any:
+        """The sum, mean or max over ranks of every tensor ``[...]``; with "none", copies of this rank's own."""
+        operations = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "none": None}
+        if reduction not in operations:
+            raise ConfigError(
+                "The reduction is unknown.", field="reduction", value=reduction, remedy="Use sum, mean, max or none."
+            )
+        operation = operations[reduction]
+
+        def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
+            result = leaf.clone()
+            if operation is not None and self._comm.world_size > 1:
+                dist.all_reduce(result, op=operation)
+            return result / self._comm.world_size if reduction == "mean" else result
+
+        return replace_leaves(tree, reduce_one, field="reduce")
+
+    def _shapes(self, leaves: list[torch.Tensor], *, contributes: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The table of every rank's shapes, ``[ranks, leaves, _ROW]``."""
+        table = np.zeros((self._comm.world_size, len(leaves), _ROW), dtype=np.int64)
+        for row, leaf in zip(table[self._comm.rank], leaves, strict=True):
+            if leaf.ndim > _MOST_DIMENSIONS:
+                raise ConfigError(
+                    f"A tensor of more than {_MOST_DIMENSIONS} dimensions cannot be exchanged.",
+                    field="tensor",
+                    value=tuple(leaf.shape),
+                    remedy="Reshape it before.",
+                )
+            row[:3] = contributes, _DTYPES.index(leaf.dtype), leaf.ndim
+            row[3 : 3 + leaf.ndim] = leaf.shape
+        # A sum of one rank's own rows and of zeros.
+        return np.array(self._comm.sum_ints(table.ravel().tolist()), dtype=np.int64).reshape(table.shape)
+
+    def _gather_one(self, leaf: torch.Tensor, rows: Any, field: str) -> torch.Tensor:
+        """The tensors of the ranks that contribute, joined ``[rows of all ranks, ...]``."""
+        present = [row for row in rows if row[0]] or [rows[self._comm.rank]]
+        shapes = [tuple(int(size) for size in row[3 : 3 + row[2]]) for row in present]
+        if len({(int(row[1]), shape[1:], len(shape)) for row, shape in zip(present, shapes, strict=True)}) > 1:
+            raise ConfigError(
+                f"The tensors differ between the processes: {', '.join(map(str, shapes))}.",
+                field=field,
+                value=tuple(leaf.shape),
+                remedy="Call pad_across_processes on the dimensions that differ before.",
+            )
+        dtype, trailing = _DTYPES[int(present[0][1])], shapes[0][1:]
+        per_row = math.prod(trailing) * dtype.itemsize
+        counts = [int(row[3] if row[2] else 1) if row[0] else 0 for row in rows]
+        # As bytes: gloo does not know every dtype.
+        sent = torch.zeros(max(counts) * per_row, dtype=torch.uint8, device=leaf.device)
+        if counts[self._comm.rank]:
+            own = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+            sent[: own.numel()] = own
+        received = [torch.empty_like(sent) for _ in counts]
+        if sent.numel():
+            dist.all_gather(received, sent)
+        parts = [part[: count * per_row] for part, count in zip(received, counts, strict=True)]
+        return torch.cat(parts).view(dtype).reshape(sum(counts), *trailing)
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def gather_objects(self, tree: Any, *, contributes: bool = True) -> list[Any]:
+        """Every rank's objects: lists and tuples joined, any other object as one entry per rank.
+
+        Raises:
+            ConfigError: an object is not a tensor, array, text, number, or a list or mapping of them.
+        """
+        own = pack_objects(tree) if contributes else b""
+        sizes = [0] * self._comm.world_size
+        sizes[self._comm.rank] = len(own)
+        sizes = self._comm.sum_ints(sizes)
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(own)] = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
+        received = [torch.empty_like(sent) for _ in sizes]
+        if sent.numel():
+            dist.all_gather(received, sent)
+        joined: list[Any] = []
+        for data, size in zip(received, sizes, strict=True):
+            if size:
+                one = unpack_objects(data[:size].numpy().tobytes())
+                joined.extend(one if isinstance(one, list | tuple) else [one])
+        return joined
+
+
+def _pad_one(leaf: torch.Tensor, rows: Any, dim: int, value: Any, first: bool) -> torch.Tensor:
+    if not -leaf.ndim <= dim < leaf.ndim:
+        return leaf
+    longest = int(rows[:, 3 + dim % leaf.ndim].max())
+    own = leaf.shape[dim]
+    if longest == own:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = longest
+    padded = leaf.new_full(shape, value)
+    padded.narrow(dim, longest - own if first else 0, own).copy_(leaf)
+    return padded
+
+
+def pack_objects(tree: Any) -> bytes:
+    """A tree of objects as bytes: its form as JSON with the tensors numbered, then the tensors' bytes."""
+    tensors: list[torch.Tensor] = []
+    form = _describe(tree, tensors)
+    shapes = [[str(each.dtype), list(each.shape)] for each in tensors]
+    header = json.dumps({"form": form, "tensors": shapes}).encode()
+    data = [each.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
+    return b"".join([len(header).to_bytes(8, "little"), header, *data])
+
+
+def unpack_objects(data: bytes) -> Any:
+    """The tree that `pack_objects` packed, with its tensors on the CPU."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    dtypes = {str(each): each for each in _DTYPES}
+    tensors = []
+    for name, shape in header["tensors"]:
+        dtype = dtypes[name]
+        size = math.prod(shape) * dtype.itemsize
+        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8, count=size, offset=end).copy())
+        tensors.append(flat.view(dtype).reshape(shape))
+        end += size
+    return _rebuild(header["form"], tensors)
+
+
+def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"value": tree}
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree.detach().cpu())
+        return {"tensor": len(tensors) - 1}
+    if isinstance(tree, np.ndarray | np.generic):
+        tensors.append(torch.from_numpy(np.array(tree)))
+        return {"array": len(tensors) - 1, "scalar": not isinstance(tree, np.ndarray)}
+    if isinstance(tree, MAPPINGS):
+        return {"dict": [[_describe(name, tensors), _describe(part, tensors)] for name, part in tree.items()]}
+    if isinstance(tree, list | tuple):
+        return {"list" if isinstance(tree, list) else "tuple": [_describe(part, tensors) for part in tree]}
+    raise ConfigError(
+        "An object of this type cannot be exchanged between processes.",
+        field="gather_for_metrics",
+        value=type(tree).__name__,
+        remedy=_OBJECTS,
+    )
+
+
+def _rebuild(form: Mapping[str, Any], tensors: list[torch.Tensor]) -> Any:
+    if "value" in form:
+        return form["value"]
+    if "tensor" in form:
+        return tensors[form["tensor"]]
+    if "array" in form:
+        array = tensors[form["array"]].numpy()
+        return array[()] if form["scalar"] else array
+    if "dict" in form:
+        return {_rebuild(name, tensors): _rebuild(part, tensors) for name, part in form["dict"]}
+    parts = [_rebuild(part, tensors) for part in form.get("list", form.get("tuple", ()))]
+    return parts if "list" in form else tuple(parts)

@@ -1,0 +1,66 @@
+"""`AcceleratorSlot`: the place of `trainer.accelerator`. The import of accelerate takes long, so it waits for a use."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_ACCELERATE = "accelerate"
+
+
+def unwrap_prepared(prepared: Any) -> Any:
+    """What was given to `accelerator.prepare` for this loader, optimizer or schedule; anything else as it is.
+
+    Raises:
+        ConfigError: an Accelerator other than the Trainer's has divided the loader among the processes.
+    """
+    if _ACCELERATE not in sys.modules:
+        return prepared
+    from trainer_lib.trainer.accelerator import shared_state
+
+    return shared_state.unwrap(prepared)
+
+
+class AcceleratorSlot:
+    """Makes the Trainer's accelerator at its first use.
+
+    Attributes:
+        in_dummy_batch: an evaluation computes a dummy batch, which this rank has instead of samples.
+    """
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._made: TrainerAccelerator | None = None
+        self.in_dummy_batch = False
+
+    def set_up(self) -> None:
+        """Take over the world and the engine that follow from new arguments."""
+        if _ACCELERATE not in sys.modules:
+            return
+        # Libraries read accelerate's state by themselves, and would otherwise find out the ranks in their own way.
+        from trainer_lib.trainer.accelerator import shared_state
+
+        shared_state.publish_state(self._internals.world, self._internals.engine)
+        if self._made is not None:
+            self._made._refresh()
+
+    def get(self) -> TrainerAccelerator:
+        """The accelerator of this Trainer."""
+        if self._made is None:
+            from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
+
+            self._made = TrainerAccelerator(self._trainer, self._internals)
+        return self._made
+
+    def has_own_batch(self) -> bool:
+        """Whether the batch that is computed now holds samples of this rank's own, and is not a dummy batch."""
+        run = self._internals.run
+        if run is not None and run.weights.computing:
+            return run.weights.has_items
+        return not self.in_dummy_batch

@@ -1,0 +1,380 @@
+"""`TrainerAccelerator`: an `accelerate.Accelerator` whose work the Trainer's engine does.
+
+Libraries that subclass the Trainer call it and check its type. Nothing of accelerate acts behind the Trainer: it forms
+no process group, wraps no model a second time, makes no second loss scaler, and makes the host wait for the device only
+where its caller asks for a number. Our own loop does not go through it. Every public member of accelerate's is served
+here, inherited because its own code does no more than that (`INHERITED`), or refused by name (`REFUSED`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils.dataclasses import FP8BackendType
+from torch import nn
+from typing_extensions import override
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.trainer.accelerator import shared_state
+from trainer_lib.trainer.accelerator.exchange import Exchange, has_tensors_only, leaves_of, replace_leaves
+from trainer_lib.trainer.accelerator.preparing import PreparingAccelerator
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+
+_CHECKPOINT = "Set control.should_save in a callback, or call trainer.save_model."
+_STATE = "Keep the state in a callback that is an ExportableState: checkpoints hold it."
+_PARALLEL = "Remove it: processes differ in their share of the data only."
+#: Member of accelerate's -> what to do instead.
+REFUSED: Mapping[str, str] = {
+    "save_state": _CHECKPOINT,
+    "load_state": "Call trainer.train(resume_from_checkpoint=...).",
+    "register_for_checkpointing": _STATE,
+    "register_save_state_pre_hook": "Override _save_checkpoint, or use a callback's on_save.",
+    "register_load_state_pre_hook": "Override _load_from_checkpoint.",
+    "deepspeed_ulysses_dl_adapter": _PARALLEL,
+    "tensor_parallel_rank": _PARALLEL,
+    "pipeline_parallel_rank": _PARALLEL,
+    "context_parallel_rank": _PARALLEL,
+    "data_parallel_rank": "Read process_index.",
+    "data_parallel_shard_rank": "Read process_index.",
+}
+
+
+class TrainerAccelerator(PreparingAccelerator):
+    """The Trainer's accelerator."""
+
+    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+        # Without `super().__init__()`, which would find out ranks, device and precision by itself.
+        self._trainer, self._internals = trainer, internals
+        args, batching = trainer.args, internals.world.batching
+        self.project_configuration = ProjectConfiguration(project_dir=args.output_dir)
+        self.dataloader_config = DataLoaderConfiguration(
+            split_batches=batching.split_batches,
+            dispatch_batches=False,
+            even_batches=True,
+            use_seedable_sampler=True,
+            data_seed=args.seed if args.data_seed is None else args.data_seed,
+            non_blocking=batching.non_blocking,
+        )
+        self.gradient_state = shared_state.LiveGradientState(
+            lambda: None if internals.run is None else internals.run.weights
+        )
+        self.gradient_state.plugin_kwargs = {"sync_each_batch": True} if batching.sync_each_batch else {}
+        self.device_placement, self.step_scheduler_with_optimizer = True, True
+        self.trackers: list[Any] = []
+        self.log_with: list[Any] = []
+        self.rng_types = ["generator"]
+        self.flag_tensor: torch.Tensor | None = None
+        self.step = 0
+        self.ddp_handler = self.scaler_handler = self.init_handler = self.autocast_handler = None
+        self.fp8_recipe_handler = self.ao_recipe_handler = self.te_recipe_handler = None
+        self.msamp_recipe_handler = self.profile_handler = None
+        self.has_lomo_optimizer = self.has_fp8_handler = self.fp8_enabled = self.delayed_fp8_autocast = False
+        self._optimizers: list[Any] = []
+        self._models: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
+        self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
+        self._refresh()
+
+    @property
+    def _exchange(self) -> Exchange:
+        return Exchange(self._internals.world.comm)
+
+    # -- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self._internals.world.comm.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self._internals.world.comm.local_rank == 0
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several ranks."""
+        return self._internals.world.comm.world_size > 1
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of forward passes: "no", "bf16" or "fp16"."""
+        name = self._internals.engine.precision.name
+        return "no" if name == "fp32" else name
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes are computed in mixed precision."""
+        return self._internals.engine.precision.dtype is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler of the Trainer, the only one there is; None unless fp16."""
+        return self._internals.engine.precision.scaler
+
+    @property
+    def fp8_backend(self) -> Any:
+        """accelerate's value for no fp8."""
+        return FP8BackendType.NO
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank writes models: the first of its machine."""
+        return self.is_local_main_process
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @override
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backpropagate a loss ``[]``, which is divided by `gradient_accumulation_steps` if that was set here.
+
+        Args:
+            loss: scaling it for the Trainer's accumulation is up to the caller, as in the newest Trainer.
+            kwargs: passed to `Tensor.backward`; `learning_rate` and `scale_wrt_gas`, which the reference passes for
+                some engines, have no meaning here.
+
+        Raises:
+            ConfigError: DeepSpeed trains, whose backward takes no such argument.
+        """
+        engine, steps = self._internals.engine, self.gradient_accumulation_steps
+        more = {name: value for name, value in kwargs.items() if name not in ("learning_rate", "scale_wrt_gas")}
+        loss, gradient = loss / steps if steps != 1 else loss, more.pop("gradient", None)
+        if not more:
+            engine.backward(loss, gradient)
+            return
+        if engine.strategy.name == "deepspeed":
+            raise ConfigError(
+                "DeepSpeed's backward does not take this argument.",
+                field="backward",
+                value=", ".join(more),
+                remedy="Remove it.",
+            )
+        scaler = engine.precision.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward(gradient, **more)  # type: ignore[no-untyped-call]
+
+    @override
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the loss scale, once per step; nothing without a scaler.
+
+        Args:
+            optimizer: one or several; the Trainer's when not given.
+        """
+        engine = self._internals.engine
+        given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in (shared_state.unwrap(one) for one in given):
+            if each is None or each is self._trainer.optimizer:
+                engine.unscale_gradients()
+            elif engine.precision.scaler is not None:
+                engine.precision.scaler.unscale_(each)
+
+    @override
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip gradients to a norm. Returns the norm before clipping, ``[]`` on the device.
+
+        Raises:
+            ConfigError: parameters are sharded, and the norm is not L2.
+        """
+        self.unscale_gradients()
+        given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        strategy = self._internals.engine.strategy
+        if norm_type == 2:
+            return strategy.clip_grad_norm(given, max_norm)
+        if strategy.places_model:
+            raise ConfigError(
+                "Gradients of sharded parameters have an L2 norm only.",
+                field="norm_type",
+                value=norm_type,
+                remedy="Remove it.",
+            )
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
+
+    @override
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every element of the gradients to [-clip_value, clip_value].
+
+        Raises:
+            ConfigError: DeepSpeed holds the gradients.
+        """
+        if self._internals.engine.strategy.name == "deepspeed":
+            raise ConfigError(
+                "DeepSpeed holds the gradients.", field="clip_grad_value_", remedy="Set max_grad_norm instead."
+            )
+        self.unscale_gradients()
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the newest step was left out because of a non-finite gradient. The host waits for the device."""
+        norm = self._internals.engine.last_norm
+        return (norm is not None and not bool(torch.isfinite(norm))) or super().optimizer_step_was_skipped
+
+    @override
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """The context of mixed precision; `autocast_handler` (AutocastKwargs) may switch it off."""
+        precision = self._internals.engine.precision
+        if autocast_handler is None or precision.dtype is None:
+            return precision.autocast()
+        given = {"enabled": autocast_handler.enabled, "cache_enabled": autocast_handler.cache_enabled}
+        return torch.autocast(self.device.type, dtype=precision.dtype, **given)
+
+    @override
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which gradients stay on their rank."""
+        if model is self._trainer.model_wrapped:
+            if model is self._trainer.model and not self._trainer.is_in_train:
+                return contextlib.nullcontext()  # the strategy has not wrapped it yet
+            return self._internals.engine.strategy.no_sync(model)
+        own: Any = getattr(model, "no_sync", contextlib.nullcontext)
+        context: AbstractContextManager[Any] = own()
+        return context
+
+    @override
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """A micro-step of a loop of the caller's; inside of the Trainer's loop, which accumulates itself, nothing."""
+        if self._internals.run is not None:
+            yield
+            return
+        with super().accumulate(*models):
+            yield
+
+    # -- other ranks --------------------------------------------------------------------------------------------------
+
+    @override
+    def gather(self, tensor: Any) -> Any:
+        """Every rank's tensors ``[batch, ...]``, joined to ``[sum of batches, ...]``; a scalar is one row.
+
+        Args:
+            tensor: a tensor, or lists, tuples and mappings of them. First dimensions may differ between ranks.
+
+        Raises:
+            ConfigError: other dimensions or dtypes differ between ranks.
+        """
+        return tensor if self.num_processes == 1 else self._exchange.gather(tensor)
+
+    @override
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what metrics are computed from: a dummy batch's rows and repeated samples are left out.
+
+        Args:
+            input_data: tensors ``[batch, ...]`` in any structure, or other objects.
+            use_gather_object: send tensors as objects: their shapes may differ, and the result is a list.
+
+        Raises:
+            ConfigError: shapes differ between ranks, or an object cannot be sent.
+        """
+        if self.num_processes == 1:
+            return input_data
+        contributes, state = self._internals.accelerator.has_own_batch(), self.gradient_state
+        # In the last round of a prepared loader, samples are repeated to fill up the batches.
+        keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        if use_gather_object or not has_tensors_only(input_data):
+            return self._exchange.gather_objects(input_data, contributes=contributes)[:keep]
+        field = "gather_for_metrics"
+        scalars = iter([leaf.ndim == 0 for leaf in leaves_of(input_data, field=field)])
+        gathered = self._exchange.gather(input_data, contributes=contributes, field=field)
+        return replace_leaves(gathered, lambda leaf: leaf if next(scalars) else leaf[:keep], field=field)
+
+    @override
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or max over ranks of tensors ``[...]`` in any structure, as new tensors.
+
+        Raises:
+            ConfigError: the reduction is unknown, or `scale` is not 1, which accelerate uses on XLA only.
+        """
+        if scale != 1.0:
+            raise ConfigError(
+                "A scale is not supported.", field="scale", value=scale, remedy="Multiply what reduce returns."
+            )
+        return self._exchange.reduce(tensor, reduction)
+
+    @override
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: Any = 0, pad_first: bool = False) -> Any:
+        """Tensors ``[...]`` in any structure, padded along `dim` to the longest of all ranks."""
+        return tensor if self.num_processes == 1 else self._exchange.pad(tensor, dim, pad_index, first=pad_first)
+
+    @override
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here."""
+        self._internals.world.comm.barrier()
+
+    @override
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A context that rank 0 runs before the other ranks."""
+        return self._ordered(is_first=self.is_main_process)
+
+    @override
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A context that the first rank of every machine runs before its other ranks."""
+        return self._ordered(is_first=self.is_local_main_process)
+
+    @contextlib.contextmanager
+    def _ordered(self, *, is_first: bool) -> Iterator[None]:
+        if not is_first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.wait_for_everyone()
+
+    # -- trackers -----------------------------------------------------------------------------------------------------
+
+    @override
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Pass values to the trackers of `init_trackers` or, if that was not called, to those of `report_to`."""
+        if self.trackers:
+            super().log(values, step=step, log_kwargs=log_kwargs)
+        else:
+            self._internals.events.report(values, step)
+
+    @override
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker that `init_trackers` made; on other processes than the main one, one that does nothing.
+
+        Raises:
+            ConfigError: `init_trackers` was not called.
+        """
+        if self.is_main_process and not self.trackers:
+            raise ConfigError(
+                "No tracker was made with init_trackers.",
+                field="get_tracker",
+                value=name,
+                remedy="Call accelerator.log, which reaches the trackers of report_to.",
+            )
+        return super().get_tracker(name, unwrap)
+
+    @override
+    def end_training(self) -> None:
+        """Finish the trackers. The process group stays: it ends with the program."""
+        for tracker in self.trackers:
+            tracker.finish()
+        self._internals.events.close_trackers("FINISHED")
+
+
+def _refused_member(name: str) -> Any:
+    def refuse(self: TrainerAccelerator, *_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            "The Trainer's accelerator does not have this.", field=f"accelerator.{name}", remedy=REFUSED[name]
+        )
+
+    refuse.__name__, refuse.__doc__ = name, f"Raise ConfigError: {REFUSED[name]}"
+    return property(refuse) if name.endswith("_rank") else refuse
+
+
+for _name in REFUSED:
+    setattr(TrainerAccelerator, _name, _refused_member(_name))
