@@ -129,7 +129,7 @@ class OwnLoaders(Trainer):
     def _own(self, rows: Any) -> Any:
         loader: Any = DataLoader(rows, batch_size=2)
         if self.prepares:
-            loader = self.accelerator.prepare(loader)
+            loader = self.accelerator.prepare_data_loader(loader)
             assert isinstance(loader, DataLoader) and loader.dataset is rows
         return loader
 
@@ -162,7 +162,8 @@ def preparing(folder: str) -> dict[str, Any]:
     helper = one.accelerator
     # A loop of the caller's own over a prepared loader, as TRL's DPO computes its reference values.
     seen = []
-    for batch in helper.prepare(DataLoader(ROWS, batch_size=3)):
+    loader: Any = DataLoader(ROWS, batch_size=3)  # type: ignore[arg-type]
+    for batch in helper.prepare(loader):
         seen += helper.gather_for_metrics((batch["labels"], batch["x"]))[0].tolist()
     # A second model that trains, and one that does not.
     critic = nn.Linear(2, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.distributed.test_fsdp import LOGGED, ROWS, TOKENS, Deep
 from tests.support.distributed import run_distributed
@@ -113,7 +114,12 @@ def saving(folder: str) -> dict[str, Any]:
     one = trainer(folder, TOKENS, model=Deep(), max_steps=3, save_strategy="steps", save_steps=1, **SHARDED)
     plugin = one.accelerator.state.fsdp_plugin
     assert one.is_fsdp_enabled and plugin.state_dict_type == "SHARDED_STATE_DICT"
-    assert one.accelerator.state.deepspeed_plugin is None
+    helper = one.accelerator
+    assert helper.state.deepspeed_plugin is None and helper.is_fsdp2 and helper.is_composable_parallelism_enabled
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.ignored_modules) == (2, True, None)
+    with pytest.raises(ConfigError, match="cannot train a second one"):
+        helper.prepare(nn.Linear(1, 1))
+    assert type(helper.prepare_model(nn.Linear(1, 1), evaluation_mode=True)) is nn.Linear
 
     class Told(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -31,11 +31,11 @@ from typing_extensions import override
 
 from trainer_lib import distributed, sharding
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.fsdp.fsdp_config import FsdpArguments, FsdpSettings, read_settings
-from trainer_lib.arguments.fsdp.fsdp_keys import sharded_checkpoints
+from trainer_lib.arguments.fsdp.fsdp_config import FsdpArguments, read_settings
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
+from trainer_lib.strategies.fsdp.fsdp_plugin import FsdpPlugin
 from trainer_lib.strategies.fsdp.placing import (
     all_tensors,
     build_mesh,
@@ -53,26 +53,6 @@ _log = logging.getLogger(__name__)
 
 class _Settings(StrategySettings, FsdpArguments, Protocol):
     """The arguments that this strategy reads."""
-
-
-class FsdpPlugin:
-    """`trainer.accelerator.state.fsdp_plugin`. The next save reads it."""
-
-    def __init__(self, settings: FsdpSettings) -> None:
-        self.sharded_checkpoints = settings.sharded_checkpoints
-
-    @property
-    def state_dict_type(self) -> str:
-        """Return SHARDED_STATE_DICT or FULL_STATE_DICT."""
-        return "SHARDED_STATE_DICT" if self.sharded_checkpoints else "FULL_STATE_DICT"
-
-    def set_state_dict_type(self, state_dict_type: str = "FULL_STATE_DICT") -> None:
-        """Choose how checkpoints are written from now on. Call it with the same value on every process.
-
-        Raises:
-            ConfigError: the value is neither SHARDED_STATE_DICT nor FULL_STATE_DICT.
-        """
-        self.sharded_checkpoints = sharded_checkpoints(state_dict_type, field="state_dict_type")
 
 
 class FsdpStrategy(SingleStrategy):
@@ -97,7 +77,7 @@ class FsdpStrategy(SingleStrategy):
                 "No mode of sharding was given.", field="fsdp", value=args.fsdp, remedy="Give for example full_shard."
             )
         self.settings = settings
-        self._plugin = FsdpPlugin(settings)
+        self._plugin = FsdpPlugin(settings, device)
         self.plugins = {"fsdp_plugin": self._plugin}
         self._finds_unused = bool(args.ddp_find_unused_parameters)
         # One process under torchrun has formed no group, and a mesh needs one.

@@ -55,7 +55,7 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         Raises:
             ConfigError: `device_placement` has another length, or the strategy cannot train one of the models.
         """
-        places = device_placement or [None] * len(args)
+        places: list[Any] = device_placement or [None] * len(args)
         if len(places) != len(args):
             raise ConfigError(
                 f"There are {len(args)} objects to prepare.",
@@ -65,11 +65,12 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
             )
         prepared = list(args)
         # A model changes an optimizer's parameters, and a schedule follows an optimizer.
-        for kind, prepare_one in (
+        kinds: list[tuple[type, Any]] = [
             (nn.Module, self.prepare_model),
             (torch.optim.Optimizer, self.prepare_optimizer),
             (DataLoader, self.prepare_data_loader),
-        ):
+        ]
+        for kind, prepare_one in kinds:
             for index, each in enumerate(args):
                 if isinstance(each, kind):
                     prepared[index] = prepare_one(each, device_placement=places[index])
@@ -131,13 +132,14 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         precision = self._internals.engine.precision
         if precision.dtype is None:
             return
+        autocast: Any = precision.autocast()  # a decorator as well
         forward: Any = model.forward
         setattr(model, _ORIGINAL_FORWARD, forward)
         function = getattr(forward, "__func__", None)
         if function is None:
-            model.forward = convert_outputs_to_fp32(precision.autocast()(forward))
+            model.forward = convert_outputs_to_fp32(autocast(forward))
         else:
-            model.forward = MethodType(convert_outputs_to_fp32(precision.autocast()(function)), model)
+            model.forward = MethodType(convert_outputs_to_fp32(autocast(function)), model)
 
     @override
     def unwrap_model(

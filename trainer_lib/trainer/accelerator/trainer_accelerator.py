@@ -162,7 +162,7 @@ class TrainerAccelerator(PreparingAccelerator):
                 remedy="Remove it.",
             )
         scaler = engine.precision.scaler
-        (loss if scaler is None else scaler.scale(loss)).backward(gradient, **more)  # type: ignore[no-untyped-call]
+        (loss if scaler is None else scaler.scale(loss)).backward(gradient, **more)
 
     @override
     def unscale_gradients(self, optimizer: Any = None) -> None:
