@@ -262,8 +262,7 @@ class Loaders:
 
     def source_of(self, loader: Any) -> TrainSource:
         """A loader as the training loop reads it: our own, or any other behind an adapter."""
-        args, world = self._trainer.args, self._internals.world
-        loader = unwrap_prepared(loader)
+        args, world, loader = self._trainer.args, self._internals.world, unwrap_prepared(loader)
         if isinstance(loader, TrainLoader | IterableLoader):
             return loader
         if world.batching.split_batches:
