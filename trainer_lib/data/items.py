@@ -5,7 +5,7 @@ For integer labels, items are target tokens (labels that are not -100). For all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from trainer_lib.data.collators import IGNORED
 
 # For isinstance: dict is tested first and fast; Mapping alone searches its registry, in 0.3 µs.
 MAPPINGS = (dict, Mapping)
+_ARRAYS = (torch.Tensor, np.ndarray)
 _FEW = 64  # up to so many labels, Python counts faster than NumPy
 
 
@@ -29,9 +30,43 @@ def batch_size_of(batch: Any) -> int | None:
     return None
 
 
-def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool) -> int:
-    """The number of target items of one micro-batch.
+def count_samples(batch: Any, given: int | None = None) -> int | None:
+    """Samples in a batch of any kind; None when nothing tells.
 
+    The rows of its tensors or arrays ``[batch, …]`` count; without any, the samples that the collator was `given`, else
+    the batch's length. Tensors inside a list of samples have other rows than the batch.
+    """
+    if (size := _rows(batch)) is not None:
+        return size
+    if given is not None:
+        return given
+    parts = list(batch.values()) if isinstance(batch, MAPPINGS) else batch if isinstance(batch, list | tuple) else None
+    if parts is None:
+        return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str | bytes) else None
+    is_list_of_samples = not isinstance(batch, MAPPINGS) and all(isinstance(part, MAPPINGS) for part in parts)
+    if not is_list_of_samples and (size := batch_size_of(batch)) is not None:
+        return size
+    if isinstance(batch, list | tuple):
+        columns = isinstance(batch, tuple) and batch and all(isinstance(part, list | tuple) for part in batch)
+        return len(batch[0]) if columns else len(batch)
+    return next((len(part) for part in parts if isinstance(part, list | tuple)), None)
+
+
+def _rows(batch: Any) -> int | None:
+    if isinstance(batch, _ARRAYS):
+        return int(batch.shape[0]) if batch.ndim else None
+    if isinstance(batch, MAPPINGS):
+        parts = batch.values()
+        return next((size for part in parts if not isinstance(part, list | tuple) and (size := _rows(part))), None)
+    if isinstance(batch, list | tuple) and batch and all(isinstance(part, _ARRAYS) for part in batch):
+        return _rows(batch[0])
+    return None
+
+
+def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool, samples: int | None = None) -> int | None:
+    """The number of target items of one micro-batch; None when its samples cannot be counted.
+
+    `samples`: what the collator was given, for batches that do not tell.
     Labels ``[batch]`` or ``[batch, sequence]`` on the CPU are counted without a torch call; for others the host waits
     for the device. A model that shifts its labels itself (`shifts`) never predicts the first one of a sequence. Labels
     under `shift_labels` are shifted already and counted whole.
@@ -42,7 +77,7 @@ def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool) -> int:
         labels = ready if ready is not None else next((batch[n] for n in label_names if n in batch), None)
         shifts = shifts and ready is None
     if not isinstance(labels, torch.Tensor) or labels.ndim == 0 or labels.is_floating_point():
-        return batch_size_of(batch) or 0
+        return count_samples(batch, samples)
     if shifts and labels.ndim > 1:
         labels = labels[..., 1:]
     if labels.ndim == 1 and len(labels) <= _FEW:

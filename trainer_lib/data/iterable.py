@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from trainer_lib.data.collators import seeds_of_samples
 from trainer_lib.data.generators import LoaderGenerators, keep_generators, parts_of_loader, seed_generators
+from trainer_lib.data.items import count_samples
 from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.order import derive, sample_seeds
 from trainer_lib.data.skipping import Skip, has_complete_state, with_own_position
@@ -29,11 +30,12 @@ _BLOCK = 4096  # rounds whose seeds are computed at once
 
 
 class _Part(NamedTuple):
-    """A collated share from a worker, and the number of samples in its whole round."""
+    """A collated share from a worker; the numbers of samples in its whole round and in the share."""
 
     batch: Any
     real: bool
     samples: int
+    share: int
 
 
 class Shares(IterableDataset[_Part]):
@@ -126,12 +128,12 @@ class Shares(IterableDataset[_Part]):
         first = self._rank * self._micro
         share = unit[first : first + self._micro]
         if not share and not self._dummy_batches:
-            return _Part(None, False, len(unit))
+            return _Part(None, False, len(unit), 0)
         # By the place in the round: otherwise every rank would mask the same tokens.
         places = np.arange(first, first + max(1, len(share)), dtype=np.int64)
         token = seeds_of_samples.set(sample_seeds(seed, self.epoch, places).tolist())
         try:
-            return _Part(self.collate(share or unit[:1]), bool(share), len(unit))
+            return _Part(self.collate(share or unit[:1]), bool(share), len(unit), len(share))
         finally:
             seeds_of_samples.reset(token)
 
@@ -229,14 +231,14 @@ class IterableLoader(DataLoader[Any]):
             if self._drop_last and sum(part.samples for part in step) < self.global_batch:
                 return
             for part in step:
-                yield Micro(part.batch, part.real)
+                yield Micro(part.batch, part.real, part.share)
 
     def rounds(self) -> Iterator[Micro]:
         """One pass for evaluation; a round in which this rank has no samples yields None or a dummy batch."""
         self.shares.first_round, self.shares.skip = 0, None
         self.set_epoch(0)
         for part in self._reader:
-            yield Micro(part.batch, part.real)
+            yield Micro(part.batch, part.real, part.share)
 
     def _iterate_parts(self, start_step: int) -> Iterator[_Part]:
         rounds = start_step * self._accumulation
@@ -302,6 +304,13 @@ class IterableLoader(DataLoader[Any]):
             )
 
 
+def count_samples_of(loader: Any, batch: Any) -> int | None:
+    """Samples in a batch of a user's loader: by the batch, else the loader's `batch_size`; None when neither tells."""
+    size = getattr(loader, "batch_size", None)
+    samples = count_samples(batch, size if isinstance(size, int) and not hasattr(batch, "__len__") else None)
+    return size if samples is None and isinstance(size, int) else samples
+
+
 class ForeignLoader:
     """A DataLoader of the user's own, whose batches go to the ranks in turn.
 
@@ -356,7 +365,8 @@ class ForeignLoader:
         # Batches go to the ranks in turn, so every rank has to read all of them.
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
-            yield Micro(turn[self._rank] if real else turn[0], real)
+            batch = turn[self._rank] if real else turn[0]
+            yield Micro(batch, real, count_samples_of(self.loader, batch))
 
     def close(self) -> None:
         """Put back the user's generators; the user owns the loader's workers."""

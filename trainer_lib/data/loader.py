@@ -29,10 +29,12 @@ class Micro(NamedTuple):
         batch: the collator's batch, a tree of tensors ``[micro-batch, …]``.
         real: False for a dummy batch: other ranks have samples in this micro-step and this one has none, so it computes
             one sample at weight zero to take part in the collectives.
+        samples: what the collator was given; None when unknown.
     """
 
     batch: Any
     real: bool
+    samples: int | None = None
 
 
 class TrainSource(Protocol):
@@ -208,11 +210,19 @@ class TrainLoader(_SeededLoader):
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch, from a step on."""
         self.set_epoch(epoch, start_step)
-        # With one rank every micro-batch has samples, and no share has to be computed.
+        # With one rank every micro-batch has samples, and all full steps are divided alike.
         if self.plan.data_parallel_size == 1:
-            return map(Micro, self, itertools.repeat(True))
+            return map(Micro, self, itertools.repeat(True), self._sizes(start_step))
         steps = range(start_step, self.plan.steps_per_epoch)
-        return map(Micro, self, (real for step in steps for _, _, real in self.keys.shares(step)))
+        shares = (share for step in steps for share in self.keys.shares(step))
+        return (Micro(batch, real, stop - start) for batch, (start, stop, real) in zip(self, shares, strict=True))
+
+    def _sizes(self, start_step: int) -> Iterator[int]:
+        """Samples of each micro-batch from a step on, with one rank."""
+        full, last = self.plan.num_samples // self.global_batch, self.plan.steps_per_epoch - 1
+        sizes = [[stop - start for start, stop, _ in self.keys.shares(step)] for step in (0, last)]
+        every = itertools.chain.from_iterable(itertools.repeat(sizes[0], max(0, full - start_step)))
+        return itertools.chain(every, sizes[1] if last >= max(full, start_step) else ())
 
     def state(self) -> dict[str, Any]:
         """The order's fingerprint and the global batch; the position itself is (epoch, step)."""

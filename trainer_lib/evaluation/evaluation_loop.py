@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trainer_lib.data.items import batch_size_of
-from trainer_lib.data.iterable import IterableLoader
+from trainer_lib.data.items import count_samples
+from trainer_lib.data.iterable import IterableLoader, count_samples_of
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
@@ -33,7 +33,9 @@ def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
     """
     if isinstance(loader, EvalLoader):
         batches = iter(loader)
-        return (Micro(batch, batch is not None) for batch in (next(batches, None) for _ in range(loader.rounds)))
+        sizes = [stop - start for start, stop in loader.slices]
+        every = itertools.zip_longest((next(batches, None) for _ in range(loader.rounds)), sizes, fillvalue=0)
+        return (Micro(batch, batch is not None, size) for batch, size in every)
     if isinstance(loader, IterableLoader):
         return loader.rounds()
     return _deal_batches(loader, comm)
@@ -45,7 +47,8 @@ def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
     while turn := list(itertools.islice(batches, share.size)):
         real = share.rank < len(turn)
         # Any batch of this round can serve as the dummy.
-        yield Micro(turn[share.rank if real else 0], real)
+        batch = turn[share.rank if real else 0]
+        yield Micro(batch, real, count_samples_of(loader, batch))
 
 
 def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
@@ -110,16 +113,16 @@ class EvaluationLoop:
                 if not micro.real:
                     self._run_dummy_forward(model, loader, micro.batch)
                 # No variable holds the outputs: it would keep them alive while the next batch is computed.
-                self._gather(self._predict(model, micro.batch) if micro.real else None, last)
+                self._gather(self._predict(model, micro.batch, micro.samples) if micro.real else None, last)
                 hooks.end_prediction_step()
             return self._finish(prefix)
         finally:
             self._spool.close()
 
-    def _predict(self, model: torch.nn.Module, batch: Any) -> Any:
+    def _predict(self, model: torch.nn.Module, batch: Any, given: int | None) -> Any:
         """The outputs of one batch as a tree of tensors ``[batch, …]``; adds its loss to the sum."""
         hooks = self._hooks
-        samples, items = batch_size_of(batch) or 0, hooks.target_items(batch)
+        items, samples = hooks.target_items(batch, given), count_samples(batch, given) or 0
         inputs = _read_main_input(model, batch) if "inputs" in self._include else None
         loss, logits, labels = hooks.prediction_step(model, batch, self._loss_only, ignore_keys=self._ignore_keys)
         self._samples += samples

@@ -58,8 +58,8 @@ class EvaluationHooks(Protocol):
             ConfigError: `alone`, and the model's forward needs the other ranks.
         """
 
-    def target_items(self, inputs: Any) -> int:
-        """Number of target items in a batch."""
+    def target_items(self, inputs: Any, samples: int | None = None) -> int:
+        """Number of target items in a batch; `samples`: what the collator was given."""
 
     def spool_folder(self) -> Path | None:
         """The folder for predictions that do not fit in memory; None for the temporary folder."""

@@ -238,9 +238,9 @@ class Evaluator:
         """A loader of rows [start, stop) for this process alone."""
         return self._internals.loaders.range_loader(dataset, start, stop)
 
-    def target_items(self, inputs: Any) -> int:
-        """Target items of a batch."""
-        return self._internals.forward.target_items(inputs)
+    def target_items(self, inputs: Any, samples: int | None = None) -> int:
+        """Target items of a batch; `samples`: what the collator was given."""
+        return self._internals.forward.target_items(inputs, samples)
 
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
         """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.

@@ -11,8 +11,9 @@ from torch import nn
 from trainer_lib.data.items import MAPPINGS, count_items
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
+from trainer_lib.trainer.loss_scale import LossRule
 from trainer_lib.trainer.losses import loss_of
-from trainer_lib.trainer.weighting import CountedItems, plain_items
+from trainer_lib.trainer.weighting import CountedItems, LossScale, plain_items
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -23,14 +24,16 @@ class Forward:
     """Calls the model and reads its loss.
 
     Attributes:
-        items_used: whether the newest loss was divided by `num_items_in_batch`.
+        rule: what losses are, as far as it is known before they are computed.
+        scale: what the newest loss is.
         past: with `past_index`, what the model remembers of the last batch, without its graph.
     """
 
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
-        self.items_used = False
+        self.rule = LossRule()
+        self.scale = LossScale.MEAN
         self.past: Any = None
 
     # -- inputs -------------------------------------------------------------------------------------------------------
@@ -80,29 +83,45 @@ class Forward:
             raise
         return outputs
 
-    def target_items(self, inputs: Any) -> int:
+    def target_items(self, inputs: Any, samples: int | None = None) -> int:
         """Target items of a batch: what its loss is a mean over.
 
         Labels ``[batch, sequence]`` that are not -100, shifted by one where the model's loss shifts them; else samples.
+
+        Args:
+            samples: what the collator was given.
+
+        Raises:
+            DataError: nothing tells how many samples the batch has.
         """
-        return count_items(inputs, self._trainer.label_names, shifts=self._internals.facts.forward.shifts_labels)
+        shifts = self._internals.facts.forward.shifts_labels
+        items = count_items(inputs, self._trainer.label_names, shifts=shifts, samples=samples)
+        if items is None:
+            raise DataError(
+                "The samples of the batch cannot be counted, so its loss would have no weight.",
+                field="data_collator",
+                value=type(inputs).__name__,
+                remedy="Give the batch a __len__ that counts its samples, or its DataLoader a batch_size.",
+            )
+        return items
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 
     def training_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
-        """The loss ``[]`` from the Trainer's `compute_loss`; `items_used` is whether it was divided by the count."""
-        trainer, signatures = self._trainer, self._internals.signatures
+        """The loss ``[]`` from the Trainer's `compute_loss`; notes in `scale` what it is."""
+        trainer, signatures, rule = self._trainer, self._internals.signatures, self.rule
         loss: torch.Tensor
-        self.items_used = False
-        if num_items is None or not signatures.compute_loss_takes_items:
+        self.scale = rule.undivided
+        if num_items is None or not signatures.compute_loss_takes_items or not rule.passes_items:
             loss = trainer.compute_loss(model, inputs)
         elif "compute_loss" not in signatures.overridden:
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         else:
             items = CountedItems.of(num_items, self._internals.world.device)
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=items)
-            # `items.used` misses a compiled model, which gets a plain copy: `_call_with_items` has set `items_used`.
-            self.items_used = items.used or self.items_used
+            # The default body has noted a division of its own, also in a compiled model, which gets a plain copy.
+            if items.used and self.scale is not LossScale.SHARE:
+                self.scale = rule.divided
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> tuple[Any, Any]:
@@ -114,7 +133,8 @@ class Forward:
             if labels is not None and self._drops_labels(inputs):
                 inputs = {name: value for name, value in inputs.items() if name not in trainer.label_names}
         own = func is None and (smoother is None or labels is None)
-        if own and num_items is not None and forward.uses_num_items and isinstance(inputs, MAPPINGS):
+        takes_items = forward.uses_num_items or self.rule.model_takes_items
+        if own and num_items is not None and takes_items and isinstance(inputs, MAPPINGS):
             outputs = self._call_with_items(model, inputs, num_items)
         else:
             outputs = self.call(model, inputs)
@@ -127,14 +147,16 @@ class Forward:
         return loss_of(outputs, inputs), outputs
 
     def _call_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:
-        """The outputs of a model that may divide its loss by the count; notes in `items_used` whether it did."""
+        """The outputs of a model that may divide its loss by the count; notes in `scale` if it did."""
         device = self._internals.world.device
         if self._trainer.args.torch_compile:  # a compiled graph takes a plain tensor, so trust what its source says
-            self.items_used = self._internals.facts.forward.divides_by_items
+            if self._internals.facts.forward.divides_by_items:
+                self.scale = LossScale.SHARE
             return self.call(model, {**inputs, "num_items_in_batch": plain_items(num_items, device)})
         items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, device)
         outputs = self.call(model, {**inputs, "num_items_in_batch": items})
-        self.items_used = items.used
+        if items.used:
+            self.scale = LossScale.SHARE
         return outputs
 
     def _call_loss_func(self, outputs: Any, labels: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
@@ -148,7 +170,8 @@ class Forward:
         device = self._internals.world.device
         items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, device)
         loss = func(outputs, labels, num_items_in_batch=items)
-        self.items_used = items.used
+        if items.used:
+            self.scale = LossScale.SHARE
         return loss
 
     def _labels(self, inputs: Mapping[str, Any]) -> Any:

@@ -69,7 +69,7 @@ _LOOP = "_inner_training_loop"
 
 def refuse_uncalled(cls: type) -> None:
     """Raise ConfigError for a class that overrides a method which is never called, or replaces the training loop."""
-    for each in _own_classes(cls):
+    for each in own_classes(cls):
         for name in UNCALLED.keys() & vars(each).keys():
             raise ConfigError(
                 "The class overrides a method that this Trainer does not call.",
@@ -92,6 +92,7 @@ def _may_read(function: Any, attribute: str) -> bool:
     return code is None or attribute in code.co_names or bool(code.co_freevars and "__class__" not in code.co_freevars)
 
 
-def _own_classes(cls: type) -> Iterable[type]:
+def own_classes(cls: type) -> Iterable[type]:
+    """The classes of a Trainer that are not the library's, the most derived first."""
     # Mixins in between are the user's as well.
     return (each for each in cls.__mro__ if each is not object and not each.__module__.startswith("trainer_lib."))

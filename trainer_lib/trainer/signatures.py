@@ -81,6 +81,7 @@ class Signatures:
     def of(cls, trainer: TrainerHooks, defaults: Mapping[str, Any]) -> Signatures:
         """Read the signatures of a Trainer; `defaults`: the library's own functions by name."""
         func = trainer.compute_loss_func
+        func = getattr(func, "forward", func)  # a module's `__call__` takes anything
         return cls(
             overridden=frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own),
             prediction_is_default=all(_is_ours(trainer, name) for name in ("compute_loss", "prediction_step")),

@@ -71,7 +71,7 @@ class StepMethods(TrainerBase):
         if loss.dtype in (torch.float16, torch.bfloat16):
             loss = loss.float()  # a weight such as 1/3 has too few digits in 16 bits
         run = internals.run
-        weight = 1.0 if run is None else run.weights.weight(internals.forward.items_used)
+        weight = 1.0 if run is None else run.weights.weight(internals.forward.scale)
         detached = loss.detach()
         # A non-finite loss must not leave finite gradients: NaN flows back to every parameter, on every rank.
         gradient = torch.full_like(detached, weight).add_(detached, alpha=0)

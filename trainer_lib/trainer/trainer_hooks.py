@@ -94,6 +94,11 @@ class StepHooks(Protocol):
     label_smoother: LabelSmoother | None
     can_return_loss: bool
     neftune_noise_alpha: Any
+    loss_is_scaled_for_ga: bool | None
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model's forward takes `num_items_in_batch`."""
 
     def _prepare_input(self, data: Any) -> Any:
         """Tensors on the device."""

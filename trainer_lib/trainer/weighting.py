@@ -22,9 +22,12 @@ What is computed
     - A loss that was divided by N already (`num_items_in_batch` was used) is n · l / N, so it weighs R.
     - If N counts the items of this rank alone (`average_tokens_across_devices` is off), each rank has its own mean
       and R drops out: the weights are n / N and 1.
+    - A loss that its author scaled for the step (`loss_scale`) is a part of the rank's own objective, and weighs 1.
+    - A loss whose author declared it a mean over its micro-batch, all of which count alike, weighs 1/M of a step's M.
     - A dummy batch, which a rank computes because the others wait for it, has no items and weighs 0.
     - A micro-batch without targets has no mean loss (0/0 = NaN, and 0 · NaN = NaN). Where no other rank waits it is
-      skipped; else the rank computes a micro-batch with targets in its place, at weight 0.
+      skipped; else the rank computes a micro-batch with targets in its place, at weight 0. If no micro-batch of a
+      step has targets, or N is not known, no weight can follow from them: each weighs 1/M.
 
     Summed over micro-batches and averaged over ranks, w · l is L itself, which is what is logged. None of this needs
     the host to wait for the device: n and N are counted on the host, before the batches go to the device.
@@ -37,11 +40,28 @@ How it is known whether a loss was divided by N
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
 
 from trainer_lib.data.loader import TrainSource
+
+
+class LossScale(Enum):
+    """What the loss of a micro-batch is.
+
+    Attributes:
+        MEAN: a mean over its own target items.
+        SHARE: a sum over its target items, divided by those of the global batch.
+        STEP: scaled for the step by its author, and used as it is.
+        BATCH: a mean over its micro-batch; all micro-batches of the step count alike.
+    """
+
+    MEAN = "mean"
+    SHARE = "share"
+    STEP = "step"
+    BATCH = "batch"
 
 
 def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -118,25 +138,25 @@ def _plain(argument: Any, notes: list[list[bool]]) -> Any:
 
 
 class MicroBatches:
-    """This rank's micro-batches of an epoch as plain batches; it remembers which of them were dummies."""
+    """This rank's micro-batches of an epoch as plain batches; it remembers their samples, and which were dummies."""
 
     def __init__(self, source: TrainSource, epoch: int, start_step: int) -> None:
         self._micros = source.micros(epoch, start_step)
-        self._flags: list[bool] = []
+        self._samples: list[int | None] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         micro = next(self._micros)
-        self._flags.append(micro.real)
+        self._samples.append(micro.samples if micro.real else 0)
         return micro.batch
 
-    def take_flags(self, count: int) -> list[bool]:
-        """Whether each of the last `count` batches was real; the flags of earlier ones are dropped."""
-        # An override may drop batches that it drew: the flags of the newest ones count.
-        flags, self._flags = self._flags[len(self._flags) - count :], []
-        return flags
+    def take_samples(self, count: int) -> list[int | None]:
+        """Samples of each of the last `count` batches: 0 for a dummy, None for unknown. Earlier ones are dropped."""
+        # An override may drop batches that it drew: the newest ones count.
+        samples, self._samples = self._samples[len(self._samples) - count :], []
+        return samples
 
 
 class StepWeights:
@@ -144,6 +164,7 @@ class StepWeights:
 
     Attributes:
         items: target items of each micro-batch, n(r, m); 0 for a dummy batch.
+        samples: samples of each micro-batch; 0 for a dummy batch, None for unknown.
         num_items: target items of the step, N.
         micro_step: the micro-batch under way, counted within the step.
         micro_steps: micro-batches of the step.
@@ -154,6 +175,7 @@ class StepWeights:
         self._scale = float(data_parallel_size) if over_ranks else 1.0
         self._batches: MicroBatches | None = None
         self.items: list[int] = []
+        self.samples: list[int | None] = []
         self.num_items: Any = None
         self.micro_step = 0
         self.micro_steps = 1
@@ -164,18 +186,31 @@ class StepWeights:
         self._batches = batches
         return batches
 
-    def count(self, batches: list[Any], count_items: Callable[[Any], int]) -> int:
-        """Count the target items of a step's micro-batches, as they come from `open_epoch`; their sum on this rank."""
-        flags = self._batches.take_flags(len(batches)) if self._batches is not None else [True] * len(batches)
-        self.items = [count_items(batch) if real else 0 for batch, real in zip(batches, flags, strict=True)]
+    def count(self, batches: list[Any], count_items: Callable[[Any, int | None], int]) -> int:
+        """Count the target items of a step's micro-batches, as they come from `open_epoch`; their sum on this rank.
+
+        Args:
+            count_items: (batch, samples that the collator was given) -> target items.
+        """
+        known: list[int | None] = [None] * len(batches)
+        self.samples = known if self._batches is None else self._batches.take_samples(len(batches))
+        pairs = zip(batches, self.samples, strict=True)
+        self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
         return sum(self.items)
 
-    def weight(self, divided: bool) -> float:
-        """w(r, m) of the micro-batch under way; `divided`: its loss was divided by `num_items` already."""
-        items = self.items[self.micro_step] if self.micro_step < len(self.items) else 1
-        if items == 0:
-            return 0.0
-        return self._scale if divided or not self.num_items else self._scale * items / float(self.num_items)
+    def weight(self, scale: LossScale) -> float:
+        """w(r, m) of the micro-batch under way."""
+        place = self.micro_step
+        items = self.items[place] if place < len(self.items) else 1
+        if items == 0 and (self.num_items or self.samples[place] == 0):
+            return 0.0  # a substitute, or a dummy
+        if scale is LossScale.SHARE:
+            return self._scale
+        if scale is LossScale.STEP:
+            return 1.0
+        if scale is LossScale.BATCH or not self.num_items:
+            return 1.0 / self.micro_steps
+        return self._scale * items / float(self.num_items)
 
     @property
     def syncs(self) -> bool:

@@ -1,0 +1,333 @@
+"""A loss that its author scales for the step is not scaled again: its gradients are those of transformers' Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_lib
+from tests.support.gradients import assert_close, gradients
+from tests.support.toys import TokenModel, token_rows
+from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.errors import ConfigError, DataError
+
+ROWS = [{"x": torch.tensor([0.1 * place, 1.0 - place]), "labels": place % 3} for place in range(16)]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"logits": logits} if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction=reduction)
+
+
+def _states_that_it_is_scaled(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return 3 * model(**inputs)["loss"]
+
+    return One
+
+
+def _states_that_it_is_not(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    return One
+
+
+def _says_that_the_model_scales(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = True
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return 7 * model(**inputs)["loss"]
+
+    return One
+
+
+def _says_that_the_model_does_not(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            assert num_items_in_batch is None
+            return 7 * model(**inputs)["loss"]
+
+    return One
+
+
+def _divides_by_the_micro_batches(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, compute_loss_func="anything, to switch scaling off", **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return self._scaled(model(**inputs)["loss"])
+
+        def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+            return loss / self.current_gradient_accumulation_steps
+
+    return One
+
+
+def _switches_scaling_off(base: Any) -> Any:
+    class One(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, compute_loss_func="anything", **kwargs)
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"], "sum") / 100
+
+    return One
+
+
+def _default(base: Any) -> Any:
+    return base
+
+
+def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, times: int = 1) -> torch.Tensor:
+    return times * cross_entropy(outputs["logits"], labels, "sum") / num_items_in_batch
+
+
+class LossModule(nn.Module):
+    def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return divided(outputs, labels, num_items_in_batch)
+
+
+class LossObject:
+    def __call__(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return cross_entropy(outputs["logits"], labels, "sum") / int(num_items_in_batch)
+
+
+def by_the_arguments(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return cross_entropy(outputs["logits"], labels) / settings.gradient_accumulation_steps
+
+
+class settings:  # stands for the arguments that a script keeps in a global
+    gradient_accumulation_steps = 4
+
+
+def _first_gradients(library: Any, make: Callable[[Any], Any], func: Any) -> tuple[dict[str, torch.Tensor], float]:
+    found: dict[str, torch.Tensor] = {}
+
+    class Watching(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found.update({name: each.grad.clone() for name, each in kwargs["model"].named_parameters()})
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = library.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+            max_steps=1,
+            max_grad_norm=0.0,
+            logging_steps=1,
+            train_sampling_strategy="sequential",
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        given = {} if func is None else {"compute_loss_func": func}
+        one = make(library.Trainer)(Model(), args, train_dataset=ROWS, callbacks=[Watching()], **given)
+        one.train()
+        return found, next(entry["loss"] for entry in one.state.log_history if "loss" in entry)
+
+
+VARIANTS = [
+    *((make, None) for make in (_states_that_it_is_scaled, _states_that_it_is_not, _says_that_the_model_scales)),
+    *((make, None) for make in (_says_that_the_model_does_not, _divides_by_the_micro_batches, _switches_scaling_off)),
+    *((_default, func) for func in (divided, partial(divided, times=2), LossModule(), LossObject(), by_the_arguments)),
+]
+
+
+@pytest.mark.parametrize(("make", "func"), VARIANTS)
+def test_gradients_and_loss_are_those_of_transformers(make: Any, func: Any) -> None:
+    import transformers
+
+    theirs, ours = _first_gradients(transformers, make, func), _first_gradients(trainer_lib, make, func)
+    assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_loss_function_that_cannot_be_called_is_refused_unless_it_is_never_called() -> None:
+    with pytest.raises(ConfigError, match="compute_loss_func"):
+        _first_gradients(trainer_lib, _default, "not a function")
+
+
+class OverRanks(Trainer):
+    """Divides by the count, and takes back the mean over ranks by itself, as the reference needs it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"], "sum") / num_items_in_batch
+        return loss * self.accelerator.num_processes
+
+
+def test_a_loss_that_was_scaled_for_all_ranks_is_not_scaled_for_them_again() -> None:
+    from trainer_lib.trainer.loss_scale import LossRule
+    from trainer_lib.trainer.weighting import LossScale, StepWeights
+
+    with tempfile.TemporaryDirectory() as folder:
+        one = OverRanks(Model(), trainer_lib.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
+        assert LossRule.of(one, computes_own=True).divided is LossScale.STEP
+    weights = StepWeights(data_parallel_size=4, over_ranks=True)
+    weights.items, weights.samples, weights.num_items = [2], [2], 8
+    assert [weights.weight(scale) for scale in LossScale] == [1.0, 4.0, 1.0, 1.0]
+
+
+def test_a_step_whose_items_are_not_known_is_the_mean_of_its_micro_batches() -> None:
+    class Unknown(Trainer):
+        def get_batch_samples(self, *args: Any) -> Any:
+            return super().get_batch_samples(*args)[0], None
+
+    rows = [row for row in token_rows(24) if int((row["labels"] != -100).sum()) == 3][:4]
+    whole = gradients(rows, micro=len(rows), batch=len(rows), model=TokenModel)
+    assert_close(gradients(rows, micro=2, batch=len(rows), model=TokenModel, cls=Unknown), whole)
+
+
+# -- batches without a tensor ------------------------------------------------------------------------------------------
+
+TEXTS = [{"text": "ab" * (place % 4 + 1), "y": place % 3} for place in range(14)]
+
+
+class Texts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(256, 3)
+
+    def forward(self, texts: list[str]) -> torch.Tensor:
+        return torch.stack([self.table(torch.tensor(list(text.encode()))).mean(0) for text in texts])
+
+
+class Bag:
+    """A batch of the user's own, without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+
+def _as_columns(rows: list[Any]) -> dict[str, Any]:
+    return {"text": [row["text"] for row in rows], "y": [row["y"] for row in rows]}
+
+
+def _with_tensors_of_other_rows(rows: list[Any]) -> list[Any]:
+    return [{**row, "tokens": torch.zeros(7)} for row in rows]
+
+
+def _rows_of(batch: Any) -> list[Any]:
+    if isinstance(batch, dict):
+        return [{"text": text, "y": y} for text, y in zip(batch["text"], batch["y"], strict=True)]
+    return batch.rows if isinstance(batch, Bag) else list(batch)
+
+
+class OfTexts(Trainer):
+    loader: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        rows = _rows_of(inputs)
+        return cross_entropy(model([row["text"] for row in rows]), torch.tensor([row["y"] for row in rows]))
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.compute_loss(model, inputs), None, None
+
+    def get_train_dataloader(self) -> Any:
+        return self.loader or super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.loader or super().get_eval_dataloader(eval_dataset)
+
+
+def _train_on_texts(collate: Any, *, micro: int, loader: Any = None, rows: Any = TEXTS) -> tuple[Any, ...]:
+    found: dict[str, torch.Tensor] = {}
+
+    class Watching(OfTexts):
+        def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+            found.update({name: each.grad.clone() for name, each in self.model.named_parameters()})
+            return torch.ones(())
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = trainer_lib.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=micro,
+            per_device_eval_batch_size=4,
+            gradient_accumulation_steps=-(-14 // micro),
+            max_steps=1,
+            logging_steps=1,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        one = Watching(Texts(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+        one.loader = loader
+        one.train()
+        return (found, one.state.log_history[0]["loss"]), one.evaluate()["eval_loss"], one
+
+
+KINDS = [lambda rows: rows, tuple, Bag, _as_columns, _with_tensors_of_other_rows]
+
+
+@pytest.mark.parametrize("collate", KINDS)
+@pytest.mark.parametrize("streams", [False, True])
+def test_batches_without_a_tensor_weigh_as_their_samples(collate: Any, streams: bool) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(TEXTS)
+
+    rows: Any = Stream() if streams else TEXTS
+    whole, loss, _ = _train_on_texts(lambda rows: rows, micro=14)
+    found, evaluated, _ = _train_on_texts(collate, micro=4, rows=rows)
+    assert_close(found, whole, rtol=1e-5, atol=1e-7)
+    assert evaluated == pytest.approx(loss, rel=1e-5)
+    assert whole[1] > 0.5
+
+
+@pytest.mark.parametrize("collate", [lambda rows: rows, _as_columns, _with_tensors_of_other_rows, Bag])
+def test_a_loader_of_ones_own_may_give_batches_without_a_tensor(collate: Any) -> None:
+    loader = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    whole, _, _ = _train_on_texts(lambda rows: rows, micro=12, rows=TEXTS[:12])
+    found, _, _ = _train_on_texts(collate, micro=4, rows=TEXTS[:12], loader=loader)
+    assert_close(found, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_a_batch_whose_samples_nothing_tells_is_refused() -> None:
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(TEXTS), 4, drop_last=False)
+    loader = torch.utils.data.DataLoader(TEXTS, batch_sampler=sampler, collate_fn=Bag)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="__len__") as refused:
+        _train_on_texts(Bag, micro=4, loader=loader)
+    assert refused.value.field == "data_collator"
