@@ -53,7 +53,8 @@ class LossRule:
         Raises:
             ConfigError: the loss function that would be called cannot be called.
         """
-        func, stated = trainer.compute_loss_func, trainer.loss_is_scaled_for_ga
+        func: Any = trainer.compute_loss_func  # some subclasses give text, to switch scaling off
+        stated = trainer.loss_is_scaled_for_ga
         accepts = trainer.model_accepts_loss_kwargs if _is_set(trainer, "model_accepts_loss_kwargs") else None
         passes = func is not None or accepts is not False
         given: dict[str, Any] = {"passes_items": passes, "model_takes_items": accepts is True}
@@ -82,15 +83,15 @@ class LossRule:
         return cls(scale, divided, **given)
 
 
-def _is_set(trainer: object, name: str) -> bool:
+def _is_set(one: object, name: str) -> bool:
     """Whether a subclass gave an attribute of the Trainer a value."""
-    return name in vars(trainer) or any(name in vars(each) for each in own_classes(type(trainer)))
+    return name in vars(one) or any(name in vars(each) for each in own_classes(type(one)))
 
 
-def _overrides(trainer: object, name: str) -> list[Any]:
+def _overrides(one: object, name: str) -> list[Any]:
     """The versions of a method in subclasses, and the function that replaces it on this Trainer."""
-    versions = [vars(each)[name] for each in own_classes(type(trainer)) if name in vars(each)]
-    return [*versions, *([vars(trainer)[name]] if name in vars(trainer) else [])]
+    versions = [vars(each)[name] for each in own_classes(type(one)) if name in vars(each)]
+    return [*versions, *([vars(one)[name]] if name in vars(one) else [])]
 
 
 def _names_read(functions: list[Any], cls: type) -> Iterator[str]:

@@ -18,7 +18,7 @@ from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, TrainLoader
 from trainer_lib.distributed import DataParallel, SingleProcess
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds
-from trainer_lib.trainer.weighting import StepWeights
+from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 ROWS = classification_rows(24)
 
@@ -86,5 +86,5 @@ def test_a_stream_is_cut_into_shares(tmp_path: Path) -> None:
 def test_a_loss_is_weighted_by_the_data_parallel_size() -> None:
     weights = StepWeights(data_parallel_size=2, over_ranks=True)
     weights.items, weights.num_items = [3], 12
-    assert weights.weight(False) == pytest.approx(2 * 3 / 12)
-    assert weights.weight(True) == 2.0
+    assert weights.weight(LossScale.MEAN) == pytest.approx(2 * 3 / 12)
+    assert weights.weight(LossScale.SHARE) == 2.0

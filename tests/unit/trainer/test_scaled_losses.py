@@ -92,7 +92,8 @@ def _divides_by_the_micro_batches(base: Any) -> Any:
             return self._scaled(model(**inputs)["loss"])
 
         def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-            return loss / self.current_gradient_accumulation_steps
+            scaled: torch.Tensor = loss / self.current_gradient_accumulation_steps
+            return scaled
 
     return One
 
@@ -112,12 +113,12 @@ def _default(base: Any) -> Any:
     return base
 
 
-def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, times: int = 1) -> torch.Tensor:
+def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, times: int = 1) -> Any:
     return times * cross_entropy(outputs["logits"], labels, "sum") / num_items_in_batch
 
 
 class LossModule(nn.Module):
-    def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> Any:
         return divided(outputs, labels, num_items_in_batch)
 
 
@@ -252,7 +253,9 @@ def _rows_of(batch: Any) -> list[Any]:
 class OfTexts(Trainer):
     loader: Any = None
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         rows = _rows_of(inputs)
         return cross_entropy(model([row["text"] for row in rows]), torch.tensor([row["y"] for row in rows]))
 
@@ -275,7 +278,7 @@ def _train_on_texts(collate: Any, *, micro: int, loader: Any = None, rows: Any =
 
     class Watching(OfTexts):
         def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-            found.update({name: each.grad.clone() for name, each in self.model.named_parameters()})
+            found.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
             return torch.ones(())
 
     with tempfile.TemporaryDirectory() as folder:
@@ -299,7 +302,7 @@ def _train_on_texts(collate: Any, *, micro: int, loader: Any = None, rows: Any =
         return (found, one.state.log_history[0]["loss"]), one.evaluate()["eval_loss"], one
 
 
-KINDS = [lambda rows: rows, tuple, Bag, _as_columns, _with_tensors_of_other_rows]
+KINDS: list[Any] = [lambda rows: rows, tuple, Bag, _as_columns, _with_tensors_of_other_rows]
 
 
 @pytest.mark.parametrize("collate", KINDS)
@@ -319,7 +322,7 @@ def test_batches_without_a_tensor_weigh_as_their_samples(collate: Any, streams: 
 
 @pytest.mark.parametrize("collate", [lambda rows: rows, _as_columns, _with_tensors_of_other_rows, Bag])
 def test_a_loader_of_ones_own_may_give_batches_without_a_tensor(collate: Any) -> None:
-    loader = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     whole, _, _ = _train_on_texts(lambda rows: rows, micro=12, rows=TEXTS[:12])
     found, _, _ = _train_on_texts(collate, micro=4, rows=TEXTS[:12], loader=loader)
     assert_close(found, whole, rtol=1e-5, atol=1e-7)
@@ -327,7 +330,7 @@ def test_a_loader_of_ones_own_may_give_batches_without_a_tensor(collate: Any) ->
 
 def test_a_batch_whose_samples_nothing_tells_is_refused() -> None:
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(TEXTS), 4, drop_last=False)
-    loader = torch.utils.data.DataLoader(TEXTS, batch_sampler=sampler, collate_fn=Bag)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(TEXTS, batch_sampler=sampler, collate_fn=Bag)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="__len__") as refused:
         _train_on_texts(Bag, micro=4, loader=loader)
     assert refused.value.field == "data_collator"
