@@ -13,7 +13,6 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.trainer.loss_scale import LossRule
 from trainer_lib.trainer.output_dir import claim_output_dir
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.weighting import StepWeights
@@ -99,8 +98,7 @@ def begin_run(
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
         internals.restore.load_model(loaded.url)
-    computes_own = "compute_loss" in internals.signatures.overridden
-    internals.forward.rule = LossRule.of(trainer, computes_own=computes_own)
+    internals.forward.find_rule()
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)

@@ -36,6 +36,11 @@ class Forward:
         self.scale = LossScale.MEAN
         self.past: Any = None
 
+    def find_rule(self) -> None:
+        """Find what losses are, before a training."""
+        computes_own = "compute_loss" in self._internals.signatures.overridden
+        self.rule = LossRule.of(self._trainer, computes_own=computes_own)
+
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, inputs: Any) -> Any:
