@@ -118,14 +118,7 @@ def begin_run(
     )
     internals.loop.use_run(run)
     internals.checkpoints.open()
-    state = internals.restore.load_state(run, loaded) if loaded is not None else TrainerState()
-    internals.events.use_state(state)
-    # If the next best checkpoint cannot be saved, this is the best again.
-    run.kept_best = (state.best_metric, state.best_global_step)
-    state.is_hyper_param_search = internals.trials.is_trial_running
-    state.train_batch_size = trainer._train_batch_size
-    state.compute_steps(args, max_steps)
-    state.init_training_references(trainer, max_steps, min(num_epochs, max_steps), trial)
+    _begin_state(trainer, internals, run, loaded)
     internals.events.show_parts()
     _log.info(
         "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
@@ -135,6 +128,18 @@ def begin_run(
         f", from {url}" if url else "",
     )
     return run, loaded
+
+
+def _begin_state(trainer: TrainerHooks, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
+    """Make the Trainer's state: a new one, or the checkpoint's, with all else that the checkpoint restores."""
+    state = internals.restore.load_state(run, loaded) if loaded is not None else TrainerState()
+    internals.events.use_state(state)
+    # If the next best checkpoint cannot be saved, this is the best again.
+    run.kept_best = (state.best_metric, state.best_global_step)
+    state.is_hyper_param_search = internals.trials.is_trial_running
+    state.train_batch_size = trainer._train_batch_size
+    state.compute_steps(trainer.args, run.max_steps)
+    state.init_training_references(trainer, run.max_steps, min(run.num_epochs, run.max_steps), run.trial)
 
 
 def _claimed_checkpoint(internals: Internals, args: TrainingArguments, url: str | None) -> Checkpoint | None:
