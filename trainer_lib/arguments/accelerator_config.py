@@ -26,6 +26,12 @@ ACCELERATOR_KEYS = (
     *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
     *("gradient_accumulation_kwargs", "use_configured_state"),
 )
+#: What each setting means when it is not given.
+_USUAL: Mapping[str, Any] = {
+    **dict.fromkeys(("split_batches", "use_configured_state"), False),
+    **dict.fromkeys(("dispatch_batches", "gradient_accumulation_kwargs"), None),
+    **dict.fromkeys(("even_batches", "use_seedable_sampler", "non_blocking"), True),
+}
 _FIELD = "accelerator_config"
 _ACCUMULATION = "gradient_accumulation_kwargs"
 # Settings that are supported with one value only: (that value, the reason, the alternative).
@@ -51,6 +57,25 @@ _ONLY: Mapping[str, tuple[bool, str, str]] = {
         "Remove it; dataloader_drop_last=True leaves an incomplete one out.",
     ),
 }
+
+
+class AcceleratorConfig(dict[str, Any]):
+    """The settings that were given; each setting is an attribute too, with its usual value when it was not given."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _USUAL:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.get(name, _USUAL[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _USUAL:
+            remedy = suggestion(name, ACCELERATOR_KEYS)
+            raise ConfigError("No setting has this name.", field=_FIELD, value=name, remedy=remedy)
+        self[name] = value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting, given or not."""
+        return {**_USUAL, **self}
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,8 @@ def _sequence(value: Any, kind: type, hint: Any, field: str, secret: bool) -> An
 def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
     if isinstance(value, str) and value.strip().startswith("{"):
         value = _json(value.strip(), field, secret)
+    if isinstance(value, dict) and type(value) is not dict:
+        return value  # a class of its own, which code may hold on to: `args.accelerator_config.split_batches = True`
     if isinstance(value, Mapping):
         return dict(value)
     convert = getattr(value, "to_dict", None)
@@ -230,6 +232,29 @@ def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
     raise _refused(
         f"This is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field, secret
     )
+
+
+def read_json_mapping(text: str, *, field: str, secret: bool = False) -> dict[str, Any]:
+    """Return a mapping written as JSON on a command line, with texts that are numbers or truth values as such.
+
+    Raises:
+        ConfigError: the text is not JSON.
+    """
+    found: dict[str, Any] = _json(text, field, secret)
+    return {key: _typed(value) for key, value in found.items()}
+
+
+def _typed(value: Any) -> Any:
+    """Quotes around everything are a habit of shells: "true" and "2" mean the truth value and the number."""
+    if isinstance(value, dict):
+        return {key: _typed(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    number = _number(word) if word.replace(".", "", 1).isdigit() else None
+    return value if number is None else number
 
 
 def _json(text: str, field: str, secret: bool) -> Any:

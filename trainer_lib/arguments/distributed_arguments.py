@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Accepts, arg
+
+if TYPE_CHECKING:
+    _Sharding = str | bool | list[str] | None
+else:
+    _Sharding = Annotated[str | None, Accepts(str | bool | list[str] | None)]
 
 
 @dataclass
@@ -13,7 +18,7 @@ class DistributedArguments:
     """The strategy that shares the work among processes, and its settings."""
 
     # Not in a key: where a parameter lies does not decide what is computed.
-    fsdp: str | bool | list[str] | None = arg(
+    fsdp: _Sharding = arg(
         "",
         "Shard the model over processes (FSDP): full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or "
         "no_shard, and optionally offload and auto_wrap, separated by spaces.",

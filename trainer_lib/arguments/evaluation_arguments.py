@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer_lib.arguments.enums import IntervalStrategy
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import OptionalSteps, Steps, arg
 
 
 @dataclass
@@ -13,14 +13,14 @@ class EvaluationArguments:
     """When to evaluate, what to keep, and which model is the best."""
 
     eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate during training.", affects="selection")
-    eval_steps: int | float | None = arg(
+    eval_steps: OptionalSteps = arg(
         None,
         "Steps between two evaluations; a number below 1 is a share of all steps; logging_steps when not given.",
         affects="selection",
         unit="steps, or a share",
         ge=0,
     )
-    eval_delay: int | float = arg(
+    eval_delay: Steps = arg(
         0,
         "Steps or epochs (as eval_strategy says) before the first evaluation.",
         affects="selection",

@@ -24,11 +24,70 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 Affects = Literal["weights", "outputs", "evaluation", "selection", "nothing"]
 
 _MISSING = dataclasses.MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepts:
+    """Marks an annotation: `Annotated[float, Accepts(int | float)]`.
+
+    The parsers of transformers and TRL convert a word to one type, and refuse a field with several. They read the first
+    one, and we read the other.
+    """
+
+    hint: Any
+
+
+if TYPE_CHECKING:
+    Steps = int | float
+    OptionalSteps = int | float | None
+    Words = str | list[str] | None
+    Settings = dict[str, Any] | None
+else:
+    Steps = Annotated[float, Accepts(int | float)]
+    OptionalSteps = Annotated[float | None, Accepts(int | float | None)]
+    Words = Annotated[str | None, Accepts(str | list[str] | None)]
+    Settings = Annotated[str | None, Accepts(dict[str, Any] | None)]  # a word on a command line is JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What is known of an argument beyond its type and its default.
+
+    Attributes:
+        affects: see the module's docstring; a field that a subclass adds without `arg` can change everything.
+        unit: the unit of a number; None where there is none.
+        choices: the allowed texts; None for all.
+        bounds: "ge", "gt", "le", "lt" and their numbers.
+        secret: never shown in errors, reprs or dumps.
+        ours: whether `arg` declared it, or a field that it overrides.
+    """
+
+    affects: Affects = "weights"
+    unit: str | None = None
+    choices: tuple[Any, ...] | None = None
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    secret: bool = False
+    ours: bool = False
+
+
+class _Help(str):
+    """The help text of an argument, which carries its declaration.
+
+    Metadata holds nothing else: the parsers of transformers and TRL pass every key of it to argparse.
+    """
+
+    declaration: Declaration
+
+    @classmethod
+    def of(cls, text: str, declaration: Declaration) -> Self:
+        made = cls(text)
+        made.declaration = declaration
+        return made
 
 
 def arg(
@@ -57,18 +116,36 @@ def arg(
         secret: never shown in errors, reprs or dumps.
     """
     bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
-    metadata = {
-        "help": help,
-        "unit": unit,
-        "affects": affects,
-        "choices": None if choices is None else tuple(choices),
-        "bounds": bounds,
-        "secret": secret,
-    }
+    known = Declaration(affects, unit, None if choices is None else tuple(choices), bounds, secret, ours=True)
+    metadata = {"help": _Help.of(help, known)}
     # A repr gets into logs and tracebacks, so it leaves secrets out.
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
+
+
+@functools.cache
+def declarations(cls: type[Any]) -> Mapping[str, Declaration]:
+    """Return the declaration of every field of a dataclass, by name.
+
+    A field that a subclass declares again, for another default say, keeps what its base declared: unit, bounds and what
+    it affects.
+    """
+    found: dict[str, Declaration] = {}
+    for base in reversed(cls.__mro__):
+        own = vars(base).get("__dataclass_fields__", {})
+        for name in inspect.get_annotations(base):
+            if name in own:
+                found[name] = _declaration(own[name], found.get(name, Declaration()))
+    return found
+
+
+def _declaration(field: dataclasses.Field[Any], inherited: Declaration) -> Declaration:
+    text = field.metadata.get("help")
+    if isinstance(text, _Help):
+        return text.declaration
+    choices = field.metadata.get("choices")
+    return inherited if choices is None else dataclasses.replace(inherited, choices=tuple(choices))
 
 
 def field_map(cls: Any) -> dict[str, dataclasses.Field[Any]]:
@@ -87,7 +164,13 @@ def field_hints(cls: type[Any]) -> Mapping[str, Any]:
             # One at a time: typing gives up on all annotations of a class when one cannot be resolved.
             holder = types.SimpleNamespace(__annotations__={name: annotation})
             try:
-                hints.update(typing.get_type_hints(holder, globalns=vars(module) if module else {}))
+                found = typing.get_type_hints(holder, globalns=vars(module) if module else {}, include_extras=True)
+                hints[name] = _accepted(found[name])
             except (NameError, TypeError, AttributeError):
                 hints[name] = Any
     return hints
+
+
+def _accepted(hint: Any) -> Any:
+    marks = [each.hint for each in getattr(hint, "__metadata__", ()) if isinstance(each, Accepts)]
+    return marks[0] if marks else hint

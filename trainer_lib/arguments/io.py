@@ -8,17 +8,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import declarations, field_map
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import is_secret, mask, mask_value
 
 
 def to_dict(args: Any) -> dict[str, Any]:
-    """Return every argument as plain JSON values: enums by value, secrets as `<NAME>`."""
+    """Return every argument as plain JSON values: enums by value, dtypes by name, secrets as `<NAME>`."""
     out: dict[str, Any] = {}
+    declared_as = declarations(args.__class__)
     for name, field in field_map(args).items():
+        if not field.init:  # the constructor, which reads this back, does not take it
+            continue
         value = getattr(args, name)
-        declared = field.metadata.get("secret") and value is not None
+        declared = declared_as[name].secret and value is not None
         # A subclass's field may hold a secret without declaring it, so its name counts too.
         named = not isinstance(value, Mapping) and is_secret(name, value)
         out[name] = f"<{name.upper()}>" if declared or named else plain(value)
@@ -36,7 +39,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     convert = getattr(value, "to_dict", None)
-    return plain(convert()) if callable(convert) and not isinstance(value, type) else str(value)
+    if callable(convert) and not isinstance(value, type):
+        return plain(convert())
+    # "float32", as transformers writes it and `torch_dtype=` reads it; torch itself prints "torch.float32".
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype else str(value)
 
 
 def to_json_string(args: Any) -> str:

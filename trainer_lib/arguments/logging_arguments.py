@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from trainer_lib.arguments.enums import IntervalStrategy
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Accepts, Steps, Words, arg
 
 # The reference's names; `detail` and `passive` exist only there.
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+
+
+if TYPE_CHECKING:
+    _Counting = str | bool
+    _Space = str | Literal[False] | None
+else:
+    _Counting = Annotated[str, Accepts(str | bool)]
+    _Space = Annotated[str | None, Accepts(str | Literal[False] | None)]
 
 
 @dataclass
@@ -17,7 +25,7 @@ class LoggingArguments:
     """How often, how much, and to which trackers a run reports."""
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When metrics are logged.", affects="nothing")
-    logging_steps: int | float = arg(
+    logging_steps: Steps = arg(
         500,
         "Steps between two logs; a number below 1 is a share of all steps.",
         affects="nothing",
@@ -30,7 +38,7 @@ class LoggingArguments:
         "Leave non-finite losses out of the displayed mean. They are counted and logged, and cause no optimizer step.",
         affects="nothing",
     )
-    include_num_input_tokens_seen: str | bool = arg(
+    include_num_input_tokens_seen: _Counting = arg(
         "no",
         'Count the input tokens seen: "all", "non_padding", or "no".',
         affects="nothing",
@@ -50,7 +58,7 @@ class LoggingArguments:
         None, "Show no progress bar. When not given, a terminal shows a bar and a file plain lines.", affects="nothing"
     )
     # "none" is the reference's default since its version 5; before, it was "all".
-    report_to: str | list[str] | None = arg(
+    report_to: Words = arg(
         "none",
         'Trackers to report to: "jsonl", "mlflow", …, "all" = every installed one, or "none".',
         affects="nothing",
@@ -60,6 +68,6 @@ class LoggingArguments:
     )
     trackio_space_id: str | None = arg(None, "Space that Trackio reports to.", affects="nothing")
     trackio_bucket_id: str | None = arg(None, "Bucket that Trackio stores in.", affects="nothing")
-    trackio_static_space_id: str | Literal[False] | None = arg(
+    trackio_static_space_id: _Space = arg(
         None, "Static space that Trackio publishes to at the end; false = none.", affects="nothing"
     )

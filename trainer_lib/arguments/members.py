@@ -15,8 +15,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer_lib.arguments import environment
+from trainer_lib.arguments.deepspeed import deepspeed_config
 from trainer_lib.arguments.enums import ParallelMode
+from trainer_lib.arguments.fsdp import fsdp_config
 from trainer_lib.arguments.groups import ArgumentGroups
+from trainer_lib.arguments.process_state import ProcessState
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +38,15 @@ class ArgumentMembers(ArgumentGroups):
     """Values that follow from the arguments and the environment; none of them is stored."""
 
     default_optim: ClassVar[str] = "adamw_torch_fused"
+    #: Fields that a command line may give as JSON; a subclass adds its own.
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        "accelerator_config",
+        "fsdp_config",
+        "deepspeed",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    ]
 
     @property
     def world_size(self) -> int:
@@ -58,6 +70,31 @@ class ArgumentMembers(ArgumentGroups):
         """The device that this process trains on."""
         chosen: torch.device = _distributed().choose_device(use_cpu=self.use_cpu)
         return chosen
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        """The device, by the name that transformers' own Trainer reads."""
+        return self.device
+
+    @property
+    def distributed_state(self) -> ProcessState:
+        """This process among the others, by the names of `accelerate.PartialState`. Reading it starts nothing."""
+        return ProcessState(self)
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The resolved configuration of DeepSpeed, by the names of accelerate's plugin; None without `deepspeed`."""
+        if self.deepspeed is None:
+            return None
+        plugin = importlib.import_module("trainer_lib.strategies.deepspeed.zero_plugin")
+        planned = deepspeed_config.plan(self)
+        return plugin.ZeroPlugin(planned, lambda: deepspeed_config.read(self.deepspeed))
+
+    @property
+    def fsdp_plugin_args(self) -> dict[str, Any] | None:
+        """The settings of accelerate's FSDP plugin that mean what `fsdp` and `fsdp_config` do; None without `fsdp`."""
+        settings = fsdp_config.read_settings(self)
+        return None if settings is None else fsdp_config.as_plugin_settings(settings)
 
     @property
     def n_gpu(self) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.arguments.deepspeed.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import Affects, field_map
+from trainer_lib.arguments.fields import Affects, declarations, field_map
 from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.io import plain
 
@@ -60,11 +60,12 @@ def evaluation_fields(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _affecting(args: TrainingArguments, *wanted: Affects) -> dict[str, Any]:
-    """The arguments that affect one of `wanted`; a field that a subclass declares its own way affects the weights."""
+    """The arguments that affect one of `wanted`; a field that a subclass adds in its own way affects the weights."""
+    declared = declarations(type(args))
     out = {
         name: plain(getattr(args, name))
-        for name, field in field_map(args).items()
-        if field.metadata.get("affects", "weights") in wanted and name not in _BATCH_FIELDS
+        for name in field_map(args)
+        if declared[name].affects in wanted and name not in _BATCH_FIELDS
     }
     if isinstance(args.deepspeed, str) and Path(args.deepspeed).expanduser().is_file():
         out["deepspeed"] = read(args.deepspeed)  # what the file says counts, not its name

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainer_lib.arguments.enums import OptimizerNames, SchedulerType
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Settings, Steps, Words, arg
 
 
 @dataclass
@@ -24,10 +23,10 @@ class OptimisationArguments:
     lr_scheduler_type: SchedulerType | str = arg(
         "linear", "How the learning rate changes over training.", affects="weights"
     )
-    lr_scheduler_kwargs: dict[str, Any] | None = arg(
+    lr_scheduler_kwargs: Settings = arg(
         None, 'Further settings of the schedule, such as {"num_cycles": 2}.', affects="weights"
     )
-    warmup_steps: int | float = arg(
+    warmup_steps: Steps = arg(
         0,
         "Steps over which the learning rate rises from 0; a number below 1 is a share of all steps.",
         affects="weights",
@@ -38,7 +37,7 @@ class OptimisationArguments:
     optim_args: str | None = arg(
         None, 'Further settings of the optimizer, as "name=value,name=value".', affects="weights"
     )
-    optim_target_modules: str | list[str] | None = arg(
+    optim_target_modules: Words = arg(
         None,
         'Modules whose matrices a low-rank optimizer (GaLore, APOLLO) projects: names, a pattern, or "all-linear".',
         affects="weights",

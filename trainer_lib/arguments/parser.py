@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from trainer_lib.arguments import compat, io
+from trainer_lib.arguments.checked_fields import check_bounds
 from trainer_lib.arguments.coerce import NONE_WORDS, coerce
-from trainer_lib.arguments.fields import field_hints
+from trainer_lib.arguments.fields import Declaration, declarations, field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
-from trainer_lib.arguments.validation import check_bounds
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
@@ -69,9 +69,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def _add_fields(self, cls: type) -> None:
         group = self.add_argument_group(cls.__name__, (cls.__doc__ or "").strip().split("\n")[0] or None)
-        hints = field_hints(cls)
+        hints, declared = field_hints(cls), declarations(cls)
         for field in _init_fields(cls):
-            _add_field(group, field, hints.get(field.name, Any))
+            _add_field(group, field, hints.get(field.name, Any), declared[field.name])
         if not issubclass(cls, TrainingArguments):
             return
         hidden: dict[str, Any] = {
@@ -174,10 +174,10 @@ class ArgumentParser(argparse.ArgumentParser):
             fields = {field.name: field for field in _init_fields(cls)}
             old = set(compat.OLD_NAMES) if issubclass(cls, TrainingArguments) else set()
             given = {name: unused.pop(name) for name in args if name in fields or name in old}
-            hints = field_hints(cls)
+            hints, declared = field_hints(cls), declarations(cls)
             for name, value in given.items():
                 if name in fields:
-                    given[name] = _checked(fields[name], hints.get(name, Any), value)
+                    given[name] = _checked(name, hints.get(name, Any), declared[name], value)
             _demand_all(cls, given)
             outputs.append(cls(**given))
         if unused and not allow_extra_keys:
@@ -205,18 +205,18 @@ def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if field.init]
 
 
-def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
+def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: Declaration) -> None:
     options = [f"--{field.name}", *([f"--{field.name.replace('_', '-')}"] if "_" in field.name else [])]
     # `aliases` is how transformers' HfArg writes them.
     aliases = field.metadata.get("aliases") or []
     options += [aliases] if isinstance(aliases, str) else aliases
     default = _default(field)
-    settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, default)}
+    settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, declared, default)}
     settings["default"] = argparse.SUPPRESS  # the dataclass itself fills what is not given
     # As in the reference: a flag without a default is false when it is not given.
     settings["required"] = default is dataclasses.MISSING and hint is not bool
     kinds = _kinds(hint)
-    parse = _parser(field, hint)
+    parse = _parser(field.name, hint, declared)
     if kinds == [bool]:
         group.add_argument(*options, nargs="?", const=True, type=parse, metavar="BOOL", **settings)
         if default is True:
@@ -231,7 +231,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any) -> None:
     if "nargs" in settings:
         group._group_actions[-1].convert = parse
         # A list of ours may be one word with commas; an item of a user's list of texts may contain commas.
-        group._group_actions[-1].splits = "affects" in field.metadata or not _lists_texts(kinds)
+        group._group_actions[-1].splits = declared.ours or not _lists_texts(kinds)
 
 
 class _Refused(argparse.ArgumentTypeError):
@@ -271,25 +271,27 @@ def _is_list_or_none(word: str) -> bool:
         return False
 
 
-def _parser(field: dataclasses.Field[Any], hint: Any) -> Callable[[Any], Any]:
+def _parser(name: str, hint: Any, declared: Declaration) -> Callable[[Any], Any]:
     def parse(value: Any) -> Any:
         try:
-            return _checked(field, hint, value)
+            return _checked(name, hint, declared, value)
         except ConfigError as error:
             raise _Refused(error) from None
 
-    parse.__name__ = field.name  # argparse shows it in its own messages
+    parse.__name__ = name  # argparse shows it in its own messages
     return parse
 
 
-def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
-    out = coerce(value, hint, field=field.name, secret=bool(field.metadata.get("secret")))
-    check_bounds(field.name, out, field.metadata)
-    choices = field.metadata.get("choices")
+def _checked(name: str, hint: Any, declared: Declaration, value: Any) -> Any:
+    out = coerce(value, hint, field=name, secret=declared.secret)
+    check_bounds(name, out, declared)
     for each in out if isinstance(out, list | tuple | set) else [out]:
-        if choices and each is not None and each not in choices:
+        if declared.choices and each is not None and each not in declared.choices:
             raise ConfigError(
-                "This is not one of the choices.", field=field.name, value=each, remedy=suggestion(str(each), choices)
+                "This is not one of the choices.",
+                field=name,
+                value=each,
+                remedy=suggestion(str(each), [str(choice) for choice in declared.choices]),
             )
     return out
 
@@ -319,8 +321,8 @@ def _kinds(hint: Any) -> list[Any]:
     return [hint]
 
 
-def _choices(field: dataclasses.Field[Any], hint: Any) -> list[str]:
-    choices = [str(choice) for choice in field.metadata.get("choices") or ()]
+def _choices(declared: Declaration, hint: Any) -> list[str]:
+    choices = [str(choice) for choice in declared.choices or ()]
     for kind in _kinds(hint):
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices += [str(member.value) for member in kind]
@@ -329,13 +331,13 @@ def _choices(field: dataclasses.Field[Any], hint: Any) -> list[str]:
     return choices
 
 
-def _help(field: dataclasses.Field[Any], hint: Any, default: Any) -> str:
+def _help(field: dataclasses.Field[Any], hint: Any, declared: Declaration, default: Any) -> str:
     parts = [str(field.metadata.get("help") or "")]
-    choices = _choices(field, hint)
+    choices = _choices(declared, hint)
     if choices:
         parts.append("One of: " + ", ".join(choices) + ".")
-    notes = [f"unit: {field.metadata['unit']}"] if field.metadata.get("unit") else []
-    if default is not dataclasses.MISSING and not field.metadata.get("secret"):
+    notes = [f"unit: {declared.unit}"] if declared.unit else []
+    if default is not dataclasses.MISSING and not declared.secret:
         shown = default.value if isinstance(default, Enum) else default
         notes.append(f"default: {'none' if shown is None else repr(shown) if shown == '' else shown}")
     parts.append(f"[{'; '.join(notes)}]" if notes else "[required]" if default is dataclasses.MISSING else "")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Settings, arg
 
 
 @dataclass
@@ -30,12 +29,12 @@ class PrecisionArguments:
         "Recompute activations in the backward pass instead of keeping them; this saves memory and costs time.",
         affects="nothing",
     )
-    gradient_checkpointing_kwargs: dict[str, Any] | None = arg(
+    gradient_checkpointing_kwargs: Settings = arg(
         None, 'Settings of gradient_checkpointing, such as {"use_reentrant": false}.', affects="nothing"
     )
     # The newer name of the two; `validation` keeps them equal.
     activation_checkpointing: bool | None = arg(None, "Another name of gradient_checkpointing.", affects="nothing")
-    activation_checkpointing_kwargs: dict[str, Any] | None = arg(
+    activation_checkpointing_kwargs: Settings = arg(
         None, "Another name of gradient_checkpointing_kwargs.", affects="nothing"
     )
     torch_compile: bool = arg(False, "Compile the model with torch.compile.", affects="outputs")

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Accepts, Words, arg
+
+if TYPE_CHECKING:
+    _Checkpoint = bool | str | None
+else:
+    _Checkpoint = Annotated[str | None, Accepts(bool | str | None)]
 
 
 @dataclass
@@ -36,7 +42,7 @@ class RunArguments:
     do_predict: bool = arg(
         False, "For your own script: whether to predict. The Trainer does not read it.", affects="nothing"
     )
-    resume_from_checkpoint: bool | str | None = arg(
+    resume_from_checkpoint: _Checkpoint = arg(
         None,
         'Checkpoint to continue from: a URL; true = the newest in output_dir, an error if there is none; "auto" = the '
         "newest, or a new start.",
@@ -58,7 +64,7 @@ class RunArguments:
         "Use deterministic algorithms only; slower, and an error for an operation that has none.",
         affects="outputs",
     )
-    debug: str | list[str] | None = arg(
+    debug: Words = arg(
         "",
         "Diagnostics, separated by spaces: underflow_overflow reports the first non-finite value by module; "
         "tpu_metrics_debug.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Steps, arg
 
 
 @dataclass
@@ -14,7 +14,7 @@ class SavingArguments:
 
     # "selection": a save decides nothing by itself, but with `best` it follows the evaluations.
     save_strategy: SaveStrategy | str = arg("steps", "When a checkpoint is written.", affects="selection")
-    save_steps: int | float = arg(
+    save_steps: Steps = arg(
         500,
         "Steps between two checkpoints; a number below 1 is a share of all steps.",
         affects="selection",

@@ -54,7 +54,9 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 
 def _joined(present: Any, changed: Any) -> Any:
-    return {**present, **changed} if isinstance(present, dict) and isinstance(changed, dict) else changed
+    if isinstance(present, dict) and isinstance(changed, dict):
+        return type(present)({**present, **changed})
+    return changed
 
 
 @dataclass

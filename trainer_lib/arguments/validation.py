@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
+from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
+from trainer_lib.arguments.checked_fields import coerce_fields
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import field_hints, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
-from trainer_lib.secrets import may_be_secret_name
 from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -36,12 +36,6 @@ _FREE_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _TRUTH_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-_SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
-    "ge": ("at least", lambda value, bound: value >= bound),
-    "gt": ("above", lambda value, bound: value > bound),
-    "le": ("at most", lambda value, bound: value <= bound),
-    "lt": ("below", lambda value, bound: value < bound),
-}
 
 
 def validate(args: ArgumentGroups) -> None:
@@ -54,38 +48,6 @@ def validate(args: ArgumentGroups) -> None:
         check(args)
 
 
-def coerce_fields(args: Any) -> None:
-    """Convert every field of a dataclass to its declared type. Raises ConfigError for one that does not fit."""
-    cls: type = type(args)
-    hints = field_hints(cls)
-    for name, field in field_map(args).items():
-        secret = bool(field.metadata.get("secret"))
-        value = coerce(getattr(args, name), hints.get(name, Any), field=name, secret=secret)
-        if isinstance(value, str) and value == f"<{name.upper()}>" and (secret or may_be_secret_name(name)):
-            value = None  # `to_dict` writes this in place of a secret
-        object.__setattr__(args, name, value)
-        check_bounds(name, value, field.metadata)
-
-
-def check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a number outside of its bounds, or a text that is not among its choices."""
-    for sign, bound in (metadata.get("bounds") or {}).items():
-        words, holds = _SIGNS[sign]
-        if isinstance(value, (int, float)) and not holds(value, bound):
-            raise ConfigError(
-                f"The number must be {words} {bound}.",
-                field=name,
-                value=value,
-                remedy=f"Give a number {words} {bound}.",
-            )
-    choices = metadata.get("choices")
-    for word in value if isinstance(value, list) else [value]:
-        if choices and isinstance(word, str) and word not in choices:
-            raise ConfigError(
-                "This is not one of the choices.", field=name, value=word, remedy=suggestion(word, choices)
-            )
-
-
 def normalise(args: ArgumentGroups) -> None:
     """Convert arguments that may be written in several forms to one form."""
     # Older versions have a truth value for it.
@@ -93,6 +55,9 @@ def normalise(args: ArgumentGroups) -> None:
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
     for name in _FREE_MAPPINGS:
         setattr(args, name, _with_truth_values(getattr(args, name)))
+    args.output_dir, args.logging_dir = _expanded(args.output_dir), _expanded(args.logging_dir)
+    if not isinstance(args.accelerator_config, str | AcceleratorConfig):
+        args.accelerator_config = AcceleratorConfig(args.accelerator_config or {})
     args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
     if args.fsdp is True:
         args.fsdp = FSDPOption.FULL_SHARD.value
@@ -111,6 +76,12 @@ def normalise(args: ArgumentGroups) -> None:
             setattr(args, name, int(value))
     if isinstance(args.warmup_steps, float) and args.warmup_steps >= 1:
         args.warmup_steps = coerce(args.warmup_steps, int, field="warmup_steps")
+
+
+def _expanded(folder: str | None) -> str | None:
+    """Return a folder with the home folder in place of "~", which a store would take for a name."""
+    in_home = folder is not None and (folder == "~" or folder.startswith("~/"))
+    return str(Path(folder).expanduser()) if folder is not None and in_home else folder
 
 
 def _with_truth_values(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:

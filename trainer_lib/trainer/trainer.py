@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
+from trainer_lib.arguments.foreign_arguments import adopt_arguments
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.memory import MemoryTracker
@@ -42,7 +43,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     Args:
         model: the module; its forward returns a tuple, a dict or a `ModelOutput` with the loss first (or under "loss")
             when labels are given. Or `model_init`, which makes a new one for every training.
-        args: the arguments; a basic set with output_dir "tmp_trainer" when not given.
+        args: the arguments; a basic set with output_dir "tmp_trainer" when not given. Those of transformers are
+            converted: `trainer.args` are ours then.
         data_collator: list of samples -> batch; `DataCollatorWithPadding` when the processing class can pad, else
             `default_data_collator`.
         train_dataset: map-style or iterable.
@@ -84,7 +86,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         # First: it needs nothing, and what follows may join a process group.
         refuse_uncalled(type(self))
         self._trainflow = internals = Internals(self)
-        self._trainflow_set_up(self._trainflow_arguments_class(output_dir="tmp_trainer") if args is None else args)
+        given = self._trainflow_arguments_class(output_dir="tmp_trainer") if args is None else adopt_arguments(args)
+        self._trainflow_set_up(given)
         internals.loop.set_up()
         distributed.mention_idle_gpus(internals.world.device, internals.world.comm.world_size)
         self.model_init = model_init

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.arguments import OptimizerNames, Seq2SeqTrainingArguments, TrainingArguments
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import declarations
 from trainer_lib.errors import ConfigError
 
 Given = dict[str, Any]
@@ -110,12 +110,10 @@ def test_a_refusal_names_field_value_and_remedy(given: Given, field: str, value:
     assert value in str(error)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, field in field_map(TrainingArguments).items() if field.metadata["bounds"]]
-)
+@pytest.mark.parametrize("name", [name for name, known in declarations(TrainingArguments).items() if known.bounds])
 def test_every_bound_is_kept(name: str) -> None:
-    for sign, bound in field_map(TrainingArguments)[name].metadata["bounds"].items():
-        beyond = {"ge": bound - 1, "gt": bound, "le": bound + 1, "lt": bound}[sign]
+    for sign, bound in declarations(TrainingArguments)[name].bounds.items():
+        beyond: Any = {"ge": bound - 1, "gt": bound, "le": bound + 1, "lt": bound}[sign]
         with pytest.raises(ConfigError) as caught:
             TrainingArguments("out", **{name: beyond})
         assert caught.value.field == name

@@ -17,7 +17,7 @@ from trainer_lib.arguments import (
     numeric_fields,
     total_batch_size,
 )
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import declarations, field_map
 
 
 def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_each_argument_is_part_of_the_keys_that_its_declaration_says(name: str) 
     args = Seq2SeqTrainingArguments("out")
     changed = copy.copy(args)
     object.__setattr__(changed, name, {"fp16": {"enabled": True}} if name == "deepspeed" else 77)
-    affects = field_map(args)[name].metadata["affects"]
+    affects = declarations(type(args))[name].affects
     trained = [numeric_fields(each, data_parallel_size=1) for each in (args, changed)]
     measured = [evaluation_fields(each) for each in (args, changed)]
     decides = name in ("load_best_model_at_end", "metric_for_best_model")  # changed so, evaluations choose the weights

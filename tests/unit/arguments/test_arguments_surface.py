@@ -21,7 +21,7 @@ from trainer_lib.arguments import (
     TrainingArguments,
 )
 from trainer_lib.arguments.compat import OLD_NAMES
-from trainer_lib.arguments.fields import Affects, field_hints, field_map
+from trainer_lib.arguments.fields import Affects, declarations, field_hints, field_map
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError
@@ -91,16 +91,17 @@ def test_groups_are_small_and_every_field_says_what_it_means() -> None:
         assert len(own) <= 20, group.__name__
         for field in own:
             assert field.metadata["help"].rstrip().endswith((".", "…")), field.name
-            assert field.metadata["affects"] in typing.get_args(Affects), field.name
+            assert declarations(group)[field.name].affects in typing.get_args(Affects), field.name
+            assert set(field.metadata) == {"help"}, field.name  # argparse gets every other key too
 
 
 def test_every_number_has_a_unit() -> None:
     for cls in (TrainingArguments, Seq2SeqTrainingArguments):
         hints = field_hints(cls)
-        for name, field in field_map(cls).items():
+        for name in field_map(cls):
             kinds = typing.get_args(hints[name]) or (hints[name],)
             if int in kinds or float in kinds:
-                assert field.metadata["unit"], name
+                assert declarations(cls)[name].unit, name
 
 
 def test_output_dir_comes_first() -> None:

@@ -14,7 +14,7 @@ from typing import Any, List, Literal, Optional, Union  # noqa: UP035 - as older
 import pytest
 
 from trainer_lib import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import declarations
 from trainer_lib.errors import ConfigError
 
 
@@ -168,13 +168,13 @@ def test_defaults_set_on_the_parser_count() -> None:
 def test_help_says_meaning_default_and_unit_of_every_argument(cls: Any) -> None:
     parser = HfArgumentParser(cls)
     actions = {action.dest: action for action in parser._actions if action.help not in (None, "==SUPPRESS==")}
-    for name, each in field_map(cls).items():
+    for name, each in declarations(cls).items():
         shown = str(actions[name].help)
         assert len(shown.split("[")[0]) > 15, name
-        if not each.metadata["secret"]:
+        if not each.secret:
             assert "default: " in shown, name
-        if each.metadata["unit"]:
-            assert f"unit: {each.metadata['unit']}" in shown, name
+        if each.unit:
+            assert f"unit: {each.unit}" in shown, name
     parser.format_help()
 
 

@@ -255,3 +255,23 @@ def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
             value=True,
             remedy="Add auto_wrap to fsdp, or give gradient_checkpointing instead.",
         )
+
+
+def as_plugin_settings(settings: FsdpSettings) -> dict[str, Any]:
+    """Return the settings by the names of accelerate's `FullyShardedDataParallelPlugin`, for code that builds one."""
+    policy = {"classes": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "whole": "NO_WRAP"}[settings.wrap]
+    named: dict[str, Any] = {
+        "fsdp_version": 2,
+        "reshard_after_forward": settings.reshards,
+        "auto_wrap_policy": policy,
+        "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
+        "state_dict_type": "SHARDED_STATE_DICT" if settings.sharded_checkpoints else "FULL_STATE_DICT",
+        "activation_checkpointing": settings.activation_checkpointing,
+    }
+    if settings.offload:
+        named["cpu_offload"] = True
+    if settings.wrap_classes:
+        named["transformer_cls_names_to_wrap"] = ",".join(settings.wrap_classes)
+    if settings.min_num_params:
+        named["min_num_params"] = settings.min_num_params
+    return named
