@@ -1,7 +1,8 @@
 """What a secret is: one vocabulary for specs, arguments, trackers, logs, checkpoints and errors.
 
-A secret is recognized by its name (``hub_token``, ``wandbApiKey``, ``db_password``), by the form of well-known tokens,
-or as the user part or a signature of a URL. Two questions are asked of a name:
+A secret is recognized by its name (``hub_token``, ``wandbApiKey``, ``PGPASSWORD``), by the form of well-known tokens,
+as the user part or a signature of a URL, after ``Bearer`` or ``password=``, or because it is the value of an
+environment variable with a secret's name. Two questions are asked of a name:
 
 * `is_secret_name`: surely a secret. A spec that holds one is refused.
 * `may_be_secret_name`: perhaps a secret. Its value is masked wherever it would be stored or shown.
@@ -11,9 +12,11 @@ A *text token* (``pad_token``, ``image_token``) and a number of tokens (``max_to
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MASK = "***"
@@ -43,18 +46,24 @@ _VARIABLES = {
     "access_key": "AWS_ACCESS_KEY_ID",
     "secret_key": "AWS_SECRET_ACCESS_KEY",
 }
-# The prefixes of tokens of Hugging Face, GitHub, GitLab, Slack and AWS.
+# Tokens by their prefixes: Hugging Face, GitHub, GitLab, Slack, AWS, OpenAI and Anthropic, Google, PyPI; signed JSON.
 _KNOWN_TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b)"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|sk-[\w-]{20,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|pypi-[\w-]{20,}"
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
+)
+# Connection strings: ``AccountKey=…`` of Azure, ``password=…`` of databases.
+_ASSIGNED = re.compile(
+    r"(?i)\b(accountkey|sharedaccesskey|sharedaccesssignature|(?:\w*_)?(?:passw(?:or)?d|pwd|secret|api_?key))=(?!\*\*\*)"
+    r"[^;,&\s'\"<>)}\]]{4,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_PASSWORD_IN_URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://[^/@\s]*:[^/@\s]+@")
+_PASSWORD_IN_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^/@\s:]*:(?!\*\*\*@)[^/@\s]+@")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"]+)")
 # Parameters of signed links, as object stores make them.
 _SIGNATURES = frozenset({"sig", "signature"})
-_AUTHORIZATION = re.compile(r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)[^\s'\",}]{8,}")
+_AUTHORIZATION = re.compile(r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)(?!\*\*\*)[^\s'\",}]{8,}")
 _PLACEHOLDER = re.compile(r"<\w+>")
 
 
@@ -68,6 +77,7 @@ def is_secret_name(name: str) -> bool:
     before = words[-2] if len(words) > 1 else ""
     return (
         words[-1] in _WORDS
+        or words[-1].endswith(("password", "passwd"))  # PGPASSWORD
         or (words[-1] == "key" and before in _KEYS | _VENDORS)
         or (words[-1] == "token" and (not before or before in _GRANTS))
     )
@@ -90,21 +100,45 @@ def variable_for(name: str) -> str:
     return _VARIABLES.get(name.lower(), name.upper())
 
 
-def holds_known_token(text: str) -> bool:
-    """Return whether `text` holds a private key or a token of well-known form."""
-    return bool(_KNOWN_TOKENS.search(text) or _PRIVATE_KEY.search(text))
+def holds_secret(text: str) -> bool:
+    """Return whether `text` surely holds a secret: a known token, a private key, a signature, a password in a URL.
+
+    A user name alone in a URL (``ssh://git@host``) is masked where it is shown, and is not a secret.
+    """
+    found = any(pattern.search(text) for pattern in (_KNOWN_TOKENS, _PRIVATE_KEY, _ASSIGNED, _PASSWORD_IN_URL))
+    return found or _mask_parts(text) != text
 
 
-def is_url_with_password(text: str) -> bool:
-    """Return whether `text` is a URL that carries a user and a password."""
-    return bool(_PASSWORD_IN_URL.match(text))
+def holds_password_in_url(text: str) -> bool:
+    """Return whether a URL anywhere in `text` carries a password."""
+    return bool(_PASSWORD_IN_URL.search(text))
 
 
 def mask(text: str) -> str:
     """Return `text` with `***` for each secret that can be recognized in it."""
     for pattern in (_PRIVATE_KEY, _USER_IN_URL, _KNOWN_TOKENS):
         text = pattern.sub(MASK, text)
+    text = _mask_parts(_ASSIGNED.sub(rf"\1={MASK}", text))
+    for value in _environment_secrets():
+        text = text.replace(value, MASK)
+    return text
+
+
+def _mask_parts(text: str) -> str:
     return _AUTHORIZATION.sub(rf"\1{MASK}", _QUERY.sub(_mask_parameter, text))
+
+
+def _environment_secrets() -> Iterator[str]:
+    """The secrets that this process was given: in no text that leaves it, in whatever form a server repeats them."""
+    for name, value in os.environ.items():
+        # A short value, or one that is a word, would be masked in texts that do not mean it.
+        if len(value) >= 8 and not value.isalpha() and _is_secret_variable(name):
+            yield value
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_secret_variable(name: str) -> bool:
+    return is_secret_name(name)
 
 
 def is_secret(name: str, value: Any) -> bool:

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from tasks.prefect_internals import set_up_logging
 from tasks.stage.progress import Event, describe, duration, measured
+from trainer_lib.secrets import mask
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
@@ -253,7 +254,7 @@ class _Warnings(logging.Handler):
             return
         # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
-            self._display.say(f"{record.levelname.lower()}: {record.getMessage()}")
+            self._display.say(mask(f"{record.levelname.lower()}: {record.getMessage()}"))
 
 
 @contextlib.contextmanager

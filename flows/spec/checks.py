@@ -38,18 +38,21 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
     for key, value in _leaves(raw, ""):
         if not isinstance(value, str) or not value:
             continue
-        name = key.rsplit(".", 1)[-1]
-        variable = secrets.variable_for(name) if secrets.is_secret_name(name) else None
-        if variable is None and secrets.holds_known_token(value):
+        around, _, name = key.rpartition(".")
+        # Variables are named by habit: MY_TOKEN is one of these, an option `deployment_token` may be anything.
+        surely = secrets.may_be_secret_name if around.endswith(".env") else secrets.is_secret_name
+        variable = secrets.variable_for(name) if surely(name) else None
+        in_url = secrets.holds_password_in_url(value)
+        if variable is None and not in_url and secrets.holds_secret(value):
             # A known token is refused under any name: `options.note=hf_...` leaks it just as well.
-            variable = "HF_TOKEN" if "hf_" in value else "the one its client reads"
+            variable = "HF_TOKEN" if "hf_" in value else "that its client reads"
         if variable is not None:
             raise ConfigError(
                 "A secret has no place in a spec: specs are stored and shown.",
                 field=key,
                 remedy=f"Remove it here and set the environment variable {variable}.",
             )
-        if secrets.is_url_with_password(value):
+        if in_url:
             raise ConfigError(
                 "A URL with a password has no place in a spec: specs are stored and shown.",
                 field=key,

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import OutOfMemoryError, Preempted, TrainflowError
+from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Ledger:
             record["error"] = error.to_record()
             record["error"]["details"] = (error.details or "")[-_DETAILS_CHARS:] or None
         elif error is not None:
-            record["error"] = {"class": type(error).__name__, "message": str(error)}
+            record["error"] = {"class": type(error).__name__, "message": mask(str(error))}
         self.store.create(f"{number:04d}.end.json", _json(record))
 
     def used(self) -> int:

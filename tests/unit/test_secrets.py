@@ -8,9 +8,9 @@ import pytest
 
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.secrets import (
-    holds_known_token,
+    holds_password_in_url,
+    holds_secret,
     is_secret_name,
-    is_url_with_password,
     mask,
     mask_value,
     may_be_secret_name,
@@ -103,5 +103,64 @@ def test_errors_mask_what_they_are_given() -> None:
 
 def test_secrets_are_named_by_their_variable_and_recognized_by_their_form() -> None:
     assert [variable_for(name) for name in ("hub_token", "wandb_api_key")] == ["HF_TOKEN", "WANDB_API_KEY"]
-    assert holds_known_token("x AKIA" + "A" * 16) and not holds_known_token("hf_model")
-    assert is_url_with_password("s3://me:pw@bucket") and not is_url_with_password("s3://bucket/a:b@c")
+    assert holds_password_in_url("s3://me:pw@bucket") and not holds_password_in_url("s3://bucket/a:b@c")
+
+
+SECRETS = [
+    "x AKIA" + "A" * 16,
+    "glpat-" + "a1B2" * 6,
+    "sk-" + "a1B2" * 8,
+    "sk-ant-api03-" + "a1B2" * 8,
+    "AIza" + "a1B2c" * 7,
+    "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+    "send it with Bearer abcdef123456",
+    "https://store/x?X-Amz-Signature=abcdef0123456789",
+    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=bXlrZXk0NTY3ODk=;EndpointSuffix=core",
+    "host=db user=me password=hunter22",
+    "see postgresql://me:hunter22@db/x for more",
+    "-----BEGIN PRIVATE KEY-----\nMII\n",
+]
+
+
+@pytest.mark.parametrize("text", SECRETS)
+def test_a_secret_anywhere_in_a_text_is_found_and_masked(text: str) -> None:
+    assert holds_secret(text)
+    assert not holds_secret(mask(text))
+    assert mask(mask(text)) == mask(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "hf_model",
+            "sk-learn",
+            "AIza",
+            "risk-adjusted-return-on-capital",
+            "ssh://git@host/repo",
+            "s3://bucket/a:b@c",
+        ),
+        *(
+            "password=",
+            "token=abcdefgh",
+            "bearer of news",
+            "https://h/x?part=2",
+            "eyJ is a prefix",
+            "api_key=<API_KEY>",
+        ),
+    ],
+)
+def test_a_text_that_only_looks_like_a_secret_is_not_one(text: str) -> None:
+    assert not holds_secret(text)
+
+
+def test_names_of_variables_are_recognized_without_underscores() -> None:
+    assert is_secret_name("PGPASSWORD") and is_secret_name("MYSQL_PASSWD")
+
+
+def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct-horse-7")
+    monkeypatch.setenv("PGPASSWORD", "password")  # a word: it stays in sentences that mean the word
+    assert mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"

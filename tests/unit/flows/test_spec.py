@@ -217,6 +217,10 @@ def test_an_endless_expansion_of_aliases_is_refused(tmp_path: Path) -> None:
         ("prepare.options.db_password=abc", "DB_PASSWORD"),
         ("train.model.name=hf_" + "a" * 34, "HF_TOKEN"),
         ("train.launch.env={WANDB_API_KEY: abc}", "WANDB_API_KEY"),
+        ("train.launch.env={MY_TOKEN: abc}", "MY_TOKEN"),
+        ("train.launch.env={PGPASSWORD: abc}", "PGPASSWORD"),
+        ("prepare.options.note=glpat-" + "a1B2" * 6, "that its client reads"),
+        ("prepare.options.dsn='host=db password=hunter22'", "that its client reads"),
     ],
 )
 def test_a_secret_is_refused_without_being_repeated(spec_file: Path, override: str, variable: str) -> None:
@@ -226,8 +230,11 @@ def test_a_secret_is_refused_without_being_repeated(spec_file: Path, override: s
     assert secret not in str(error)
 
 
-def test_a_password_in_a_url_is_refused_without_being_repeated(spec_file: Path) -> None:
-    error = refused(spec_file, "tracking.uri=http://me:pass123@host/")
+@pytest.mark.parametrize(
+    "override", ["tracking.uri=http://me:pass123@host/", "prepare.options.note=read http://me:pass123@host/ first"]
+)
+def test_a_password_in_a_url_is_refused_without_being_repeated(spec_file: Path, override: str) -> None:
+    error = refused(spec_file, override)
     assert "pass123" not in str(error)
 
 
