@@ -174,9 +174,11 @@ class IterableLoader(DataLoader[Any]):
         self._drop_last = drop_last
         self.epoch_samples: int | None = len(dataset) if has_length(dataset) else None
         self.steps_per_epoch: int | None = None
+        self.micros_per_epoch: int | None = None
         if self.epoch_samples is not None:
             count = self.epoch_samples
             self.steps_per_epoch = count // global_batch if drop_last else -(-count // global_batch)
+            self.micros_per_epoch = self.steps_per_epoch * self._accumulation if drop_last else -(-count // unit)
         self._restored: dict[str, Any] | None = None
         # Persistent workers keep their copy of `shares`: they read the position from shared memory.
         if options.num_workers > 0 and options.persistent_workers:
@@ -332,6 +334,7 @@ class ForeignLoader:
         self._restored: dict[str, Any] | None = None
         batches = len(loader) if has_length(loader) else None
         self.steps_per_epoch = None if batches is None else self._steps(batches)
+        self.micros_per_epoch = None if batches is None else -(-batches // data_parallel_size)
         # With a batch sampler the loader has no size of its own.
         batch_sampler = getattr(loader, "batch_sampler", None)
         size = getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None)

@@ -44,10 +44,12 @@ class TrainSource(Protocol):
         global_batch: samples of a full step over all ranks; 0 when unknown.
         steps_per_epoch: optimizer steps per epoch; None when unknown before the data ends.
         epoch_samples: samples of one epoch over all ranks; None when unknown.
+        micros_per_epoch: micro-batches of one epoch on this rank, dummy batches included; None when unknown.
     """
 
     global_batch: int
     steps_per_epoch: int | None
+    micros_per_epoch: int | None
     epoch_samples: int | None
 
     def micro_steps(self, step: int) -> int:
@@ -193,6 +195,7 @@ class TrainLoader(_SeededLoader):
         self.global_batch = plan.global_batch
         self.steps_per_epoch: int | None = plan.steps_per_epoch
         self.epoch_samples: int | None = plan.num_samples
+        self.micros_per_epoch: int | None = len(self.keys)
         super().__init__(Fetch(dataset, collate, seed), self.keys, options)
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:

@@ -62,8 +62,7 @@ def training_values(
     samples = source.epoch_samples if source.epoch_samples is not None else step * max_steps
     steps = source.steps_per_epoch or max_steps
     trained = step * max_steps if args.max_steps > 0 else samples * args.num_train_epochs
-    micros = (steps - 1) * source.micro_steps(0) + source.micro_steps(steps - 1) if source.steps_per_epoch else None
-    return epochs, steps, samples, trained, step, micros, max_steps
+    return epochs, steps, samples, trained, step, source.micros_per_epoch, max_steps
 
 
 def _planned_length(trainer: TrainerHooks, source: TrainSource, loader: Any) -> tuple[int, int]:
@@ -113,6 +112,9 @@ def begin_run(
         stop=internals.stop,
         max_steps=max_steps,
         num_epochs=num_epochs,
+        micros_per_step=source.micro_steps(0),
+        # A stream without a length is one epoch of `max_steps` steps.
+        micros_per_epoch=source.micros_per_epoch or max_steps * source.micro_steps(0),
         trial=trial,
         ignore_keys=ignore_keys,
     )

@@ -9,6 +9,7 @@ Glossary
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,12 @@ class TrainingLoop:
         """The micro-batches of the next step, with their target items counted; none at the end of the epoch."""
         trainer, weights = self._trainer, run.weights
         weights.items = []
+        if run.step_in_epoch == run.source.steps_per_epoch:
+            # Not through an override, which may expect a batch. The data may be longer than it says.
+            extra = next(batches, None)
+            if extra is None:
+                return []
+            batches = itertools.chain((extra,), batches)
         count = run.source.micro_steps(run.step_in_epoch)
         place = (self._internals.world.device,) if self._internals.signatures.samples_take_device else ()
         samples, weights.num_items = trainer.get_batch_samples(batches, count, *place)
@@ -216,8 +223,9 @@ class TrainingLoop:
         run.samples += run.source.step_samples(run.step_in_epoch)
         run.step_in_epoch += 1
         state.global_step += 1
-        # A stream without a length is one epoch of `max_steps` steps.
-        state.epoch = run.epoch + run.step_in_epoch / (run.source.steps_per_epoch or run.max_steps)
+        # In micro-batches: the last step of an epoch may have fewer than the others.
+        done = run.step_in_epoch * run.micros_per_step
+        state.epoch = run.epoch + (done / run.micros_per_epoch if done < run.micros_per_epoch else 1.0)
         if history.full:
             history.collect(state.global_step)
         every = self._trainer.args.torch_empty_cache_steps

@@ -1,0 +1,146 @@
+"""One pattern of user code, run on transformers' Trainer and on ours; what both end with is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trainer_lib
+from tests.support.toys import Classifier, classification_rows
+
+ROWS = classification_rows(16)
+TOLERANCE = 1e-5
+#: What a clock measures, and what the reference adds for a model that it prepares.
+_UNEQUAL = ("runtime", "per_second", "preparation_time", "total_flos")
+#: A pattern: it defines its classes on `make.lib` (transformers or trainer_lib) and returns a Trainer.
+Pattern = Callable[["Make"], Any]
+
+
+class Small(Classifier):
+    """A classifier without dropout, with the configuration that the reference reads."""
+
+    def __init__(self, features: int = 6) -> None:
+        super().__init__(dropout=0.0, features=features)
+
+
+class Make:
+    """What a pattern builds its Trainer with: one of the libraries, and defaults for everything else."""
+
+    def __init__(self, lib: Any, folder: Path) -> None:
+        self.lib = lib
+        self.folder = folder
+
+    def args(self, cls: Any = None, **settings: Any) -> Any:
+        """Arguments of a short, quiet run in sequential order."""
+        given = {
+            "output_dir": str(self.folder),
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "train_sampling_strategy": "sequential",
+            **settings,
+        }
+        return (cls or self.lib.TrainingArguments)(**given)
+
+    def __call__(self, cls: Any, *, model: nn.Module | None = None, args: Any = None, **given: Any) -> Any:
+        """A Trainer of this class; keywords of its constructor are told from settings by their names."""
+        parts = {name: given.pop(name) for name in (*_PARTS, *getattr(cls, "takes", ())) if name in given}
+        parts.setdefault("train_dataset", ROWS)
+        torch.manual_seed(0)
+        return cls(model or Small(), args or self.args(**given), **parts)
+
+
+class Table(dict[str, Pattern]):
+    """Patterns by name."""
+
+    def add(self, pattern: Pattern) -> Pattern:
+        """Decorate a pattern."""
+        self[pattern.__name__] = pattern
+        return pattern
+
+
+_PARTS = (
+    *("train_dataset", "eval_dataset", "data_collator", "compute_metrics", "callbacks", "optimizers"),
+    *("compute_loss_func", "preprocess_logits_for_metrics", "processing_class", "optimizer_cls_and_kwargs"),
+)
+
+
+def outcome(pattern: Pattern, lib: Any, folder: Path) -> dict[str, Any]:
+    """Run a pattern: the weights it ends with, what it logged, and what it noted in `seen`."""
+    torch.manual_seed(0)
+    one = pattern(Make(lib, folder))
+    if one.state.global_step == 0:
+        one.train()
+    return {
+        "weights": {name: value.detach().clone() for name, value in one.model.state_dict().items()},
+        "logs": [_comparable(entry) for entry in one.state.log_history],
+        "seen": copy.copy(getattr(one, "seen", [])),
+        "step": one.state.global_step,
+    }
+
+
+def _comparable(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_UNEQUAL)}
+
+
+@contextlib.contextmanager
+def _in_a_hurry() -> Iterator[None]:
+    """One thread for tiny tensors; the reference collects garbage at every start, which is all of the test run here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        torch.set_num_threads(threads)
+
+
+def assert_same(pattern: Pattern, folder: Path, reference: Pattern | None = None) -> None:
+    """Run a pattern on both libraries and compare: weights and numbers to 1e-5, names and order exactly.
+
+    Args:
+        reference: what runs on the reference, for a pattern of an age that it does not serve any more.
+    """
+    transformers = pytest.importorskip("transformers")
+    with _in_a_hurry():
+        theirs = outcome(reference or pattern, transformers, folder / "theirs")
+        ours = outcome(pattern, trainer_lib, folder / "ours")
+    compare(ours, theirs)
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Assert that two outcomes are equal."""
+    assert ours["step"] == theirs["step"]
+    assert [sorted(entry) for entry in ours["logs"]] == [sorted(entry) for entry in theirs["logs"]]
+    for one, other in zip(ours["logs"], theirs["logs"], strict=True):
+        for name, value in other.items():
+            assert one[name] == pytest.approx(value, rel=1e-4, abs=TOLERANCE), f"{name}: {one} and {other}"
+    assert (
+        ours["seen"] == pytest.approx(theirs["seen"], abs=TOLERANCE)
+        if _numbers(theirs["seen"])
+        else (ours["seen"] == theirs["seen"])
+    )
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, value in theirs["weights"].items():
+        assert torch.allclose(ours["weights"][name], value, atol=TOLERANCE), name
+    assert all(math.isfinite(float(value.float().sum())) for value in theirs["weights"].values())
+
+
+def _numbers(seen: Any) -> bool:
+    return bool(seen) and all(isinstance(each, int | float) for each in seen)
