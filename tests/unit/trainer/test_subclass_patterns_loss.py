@@ -159,7 +159,7 @@ def adversarial_step(make: Make) -> Any:
 @PATTERNS.add
 def whole_step_under_accumulation(make: Make) -> Any:
     class Whole(make.lib.Trainer):  # type: ignore[name-defined,misc]
-        def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             model.train()
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
@@ -299,7 +299,7 @@ def replaced_on_the_class(make: Make) -> Any:
         self.seen = [*getattr(self, "seen", []), "step"]
         return original(self, model, inputs, num_items_in_batch)
 
-    Mine.training_step = twice  # type: ignore[method-assign]
+    Mine.training_step = twice
     return one
 
 
