@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.toys import classification_rows
 from trainer_lib.data.collators import default_data_collator
-from trainer_lib.data.iterable import ForeignLoader
+from trainer_lib.data.foreign import ForeignLoader
 
 ROWS = classification_rows(23)
 

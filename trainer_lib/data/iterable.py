@@ -1,4 +1,4 @@
-"""Iterable datasets, whose samples are divided among ranks by position, and DataLoaders that the user built.
+"""Iterable datasets, whose samples are divided among ranks by position.
 
 Every rank reads the same stream and keeps its share (positions as in `order`), so no sample is lost or used twice. A
 stream has no random access. To resume, a dataset with `state_dict` and `load_state_dict` is restored; any other is read
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data.collators import seeds_of_samples
-from trainer_lib.data.generators import LoaderGenerators, keep_generators, parts_of_loader, seed_generators
-from trainer_lib.data.items import count_samples
+from trainer_lib.data.generators import keep_generators, seed_generators
 from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.order import derive, sample_seeds
 from trainer_lib.data.skipping import Skip, has_complete_state, with_own_position
@@ -25,7 +24,6 @@ from trainer_lib.errors import ConfigError
 
 _DATASET = "The iterable dataset has no state to restore"
 _BUFFERED = "The iterable dataset's own state leaves out what its shuffle buffer holds"
-_LOADER = "The DataLoader has no state to restore"
 _BLOCK = 4096  # rounds whose seeds are computed at once
 
 
@@ -304,100 +302,3 @@ class IterableLoader(DataLoader[Any]):
                 value=self.num_workers,
                 remedy="Restore it, or set ignore_data_skip=True to read the epoch's data from the start.",
             )
-
-
-def count_samples_of(loader: Any, batch: Any) -> int | None:
-    """Samples in a batch of a user's loader: by the batch, else the loader's `batch_size`; None when neither tells."""
-    size = getattr(loader, "batch_size", None)
-    samples = count_samples(batch, size if isinstance(size, int) and not hasattr(batch, "__len__") else None)
-    return size if samples is None and isinstance(size, int) else samples
-
-
-class ForeignLoader:
-    """A DataLoader of the user's own, whose batches go to the ranks in turn.
-
-    A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored when training resumes.
-    Any other is read and discarded up to the position.
-    """
-
-    def __init__(
-        self, loader: Any, *, accumulation: int, data_parallel_size: int, rank: int, seed: int, drop_last: bool
-    ) -> None:
-        self.loader = loader
-        self._accumulation = accumulation
-        self._world = data_parallel_size
-        self._rank = rank
-        self._seed = seed
-        self._drop_last = drop_last
-        self._generator = torch.Generator()
-        self._generators = LoaderGenerators(loader)
-        self._restored: dict[str, Any] | None = None
-        batches = len(loader) if has_length(loader) else None
-        self.steps_per_epoch = None if batches is None else self._steps(batches)
-        self.micros_per_epoch = None if batches is None else -(-batches // data_parallel_size)
-        # With a batch sampler the loader has no size of its own.
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        size = getattr(loader, "batch_size", None) or getattr(batch_sampler, "batch_size", None)
-        self.global_batch = size * accumulation * data_parallel_size if isinstance(size, int) else 0
-        dataset = getattr(loader, "dataset", None)
-        self.epoch_samples = len(dataset) if dataset is not None and has_length(dataset) else None
-
-    def _steps(self, batches: int) -> int:
-        per_step = self._accumulation * self._world
-        return batches // per_step if self._drop_last else -(-batches // per_step)
-
-    def micro_steps(self, step: int) -> int:
-        """Micro-batches per full step."""
-        return self._accumulation
-
-    def step_samples(self, step: int) -> int:
-        """Samples per full step over all ranks; 0 when unknown."""
-        return self.global_batch
-
-    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
-        """This rank's batches of an epoch, from a step on; in an incomplete last round some are dummy batches."""
-        if self._restored is not None:
-            self.loader.load_state_dict(self._restored)
-            self._restored = None
-            start_step = 0
-        self._set_epoch(epoch)
-        with keep_generators():  # discarding batches must not change the restored generators
-            seed_generators(self._seed + epoch)
-            batches = iter(self.loader)
-            self._create_skip(start_step).discard_from(batches)
-        # Batches go to the ranks in turn, so every rank has to read all of them.
-        while turn := list(itertools.islice(batches, self._world)):
-            real = self._rank < len(turn)
-            batch = turn[self._rank] if real else turn[0]
-            yield Micro(batch, real, count_samples_of(self.loader, batch))
-
-    def close(self) -> None:
-        """Put back the user's generators; the user owns the loader's workers."""
-        self._generators.put_back()
-
-    def _set_epoch(self, epoch: int) -> None:
-        self._generators.set_epoch(epoch)
-        for part in parts_of_loader(self.loader):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-            if isinstance(part, RandomSampler) and (part.generator is None or part.generator is self._generator):
-                # Otherwise it would draw its seed from the global generator, which differs between ranks.
-                part.generator = self._generator.manual_seed(self._seed + epoch)
-
-    def state(self) -> dict[str, Any]:
-        """The global batch, and the loader's own state if it has one."""
-        state: dict[str, Any] = {"order": {"kind": "loader"}, "global_batch": self.global_batch}
-        if callable(read := getattr(self.loader, "state_dict", None)):
-            state["loader"] = read()
-        return state
-
-    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Restore the loader, or log that it will be read up to the position."""
-        refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
-        if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
-            self._restored = state["loader"]
-        else:
-            self._create_skip(step).announce()
-
-    def _create_skip(self, steps: int) -> Skip:
-        return Skip(steps * self._accumulation * self._world, _LOADER, logs=self._rank == 0)

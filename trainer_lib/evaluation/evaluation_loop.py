@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from trainer_lib.data.foreign import count_samples_of
 from trainer_lib.data.items import count_samples
-from trainer_lib.data.iterable import IterableLoader, count_samples_of
+from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError

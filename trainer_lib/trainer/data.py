@@ -10,7 +10,8 @@ from torch.utils.data import Sampler
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.global_batch import total_batch_size
-from trainer_lib.data.iterable import ForeignLoader, IterableLoader
+from trainer_lib.data.foreign import ForeignLoader
+from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import has_length
 from trainer_lib.trainer.base import TrainerBase
 

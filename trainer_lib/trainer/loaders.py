@@ -10,8 +10,9 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.fetch import is_pure_collator
+from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.generators import keep_generators
-from trainer_lib.data.iterable import ForeignLoader, IterableLoader
+from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
 from trainer_lib.data.order import (
     BatchPlan,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
-from trainer_lib.data.iterable import ForeignLoader
+from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import OutOfMemoryError, first_line, is_out_of_memory
 from trainer_lib.memory import empty_device_cache
