@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.iterable import IterableLoader
@@ -25,13 +23,13 @@ from trainer_lib.data.order import (
 )
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
+from trainer_lib.trainer.column_filters import WithoutColumn, WithoutColumns, no_column_left
 from trainer_lib.trainer.signatures import takes_positionals
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
-_log = logging.getLogger(__name__)
 _ALWAYS_KEPT = ("label", "label_ids", "labels")  # the default collator turns the first two into `labels`
 _STRETCH = 50  # global batches that are sorted by length together
 
@@ -41,57 +39,11 @@ def sorts_by_length(args: TrainingArguments) -> bool:
     return args.train_sampling_strategy == "group_by_length" or bool(getattr(args, "sortish_sampler", False))
 
 
-class _WithoutColumns:
-    """A collator that drops from each sample the columns that the model does not take."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], columns: set[str], described: str) -> None:
-        self.collate = collate
-        self.is_pure = is_pure_collator(collate)
-        self._columns = columns
-        self._described = described
-        self._logged = False
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if not isinstance(samples[0], Mapping) or samples[0].keys() <= self._columns:
-            return self.collate(samples)
-        kept = [{name: value for name, value in row.items() if name in self._columns} for row in samples]
-        if not kept[0]:
-            raise _no_column_left(samples[0], self._columns, self._described)
-        if not self._logged and len(kept[0]) < len(samples[0]):
-            self._logged = True
-            dropped = ", ".join(sorted(set(samples[0]) - self._columns))
-            _log.info("Columns of %s that the model's forward does not take are dropped: %s.", self._described, dropped)
-        return self.collate(kept)
-
-
-class _WithoutColumn:
-    """A collator that drops one column from each sample."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], column: str) -> None:
-        self.collate = collate
-        self.is_pure = is_pure_collator(collate)
-        self._column = column
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if isinstance(samples[0], Mapping) and self._column in samples[0]:
-            samples = [{name: value for name, value in row.items() if name != self._column} for row in samples]
-        return self.collate(samples)
-
-
 def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
     """The sampler of a dataset; overrides of older code take no dataset."""
     if sampler_fn is None:
         return None
     return sampler_fn(dataset) if takes_positionals(sampler_fn, 1) else sampler_fn()
-
-
-def _no_column_left(present: Any, columns: set[str], described: str) -> ConfigError:
-    return ConfigError(
-        f"No column of {described} is a parameter of the model's forward ({', '.join(sorted(columns))}).",
-        field="remove_unused_columns",
-        value=", ".join(map(str, present)),
-        remedy="Rename the columns, or set remove_unused_columns=False and give a data_collator.",
-    )
 
 
 class Loaders:
@@ -136,7 +88,7 @@ class Loaders:
         present = list(getattr(dataset, "column_names", None) or [])
         ignored = [name for name in present if name not in columns]
         if present and len(ignored) == len(present):
-            raise _no_column_left(present, columns, f"the {description or 'training'} data")
+            raise no_column_left(present, columns, f"the {description or 'training'} data")
         return dataset.remove_columns(ignored) if ignored else dataset
 
     def without_unused_columns(
@@ -148,7 +100,7 @@ class Loaders:
             return collate
         # `_kept_columns` keeps the length column for the sampler, which reads the dataset; batches do without it.
         columns -= {self._trainer.args.length_column_name} - set(self._trainer._signature_columns or ())
-        return _WithoutColumns(collate, columns, f"the {description or 'training'} data")
+        return WithoutColumns(collate, columns, f"the {description or 'training'} data")
 
     def _prepared(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """(dataset, collator) without the columns that the model does not take."""
@@ -161,7 +113,7 @@ class Loaders:
         # The column that samples are sorted by is not an input, not even of a model that takes any keyword.
         name = trainer.args.length_column_name
         if sorts_by_length(trainer.args) and name not in (self._internals.facts.forward.columns or ()):
-            collate = _WithoutColumn(collate, name)
+            collate = WithoutColumn(collate, name)
         return dataset, collate
 
     # -- training -----------------------------------------------------------------------------------------------------
