@@ -70,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "HF_HOME": str(home / ".cache" / "huggingface"),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
+            "KERAS_HOME": str(home / ".cache" / "keras"),
             "TORCHINDUCTOR_CACHE_DIR": str(home / ".cache" / "torchinductor"),  # made at an optimizer's first step
             "HYPOTHESIS_STORAGE_DIRECTORY": str(home / ".cache" / "hypothesis"),
             "PREFECT_HOME": str(home / ".prefect"),
@@ -141,6 +142,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "browser": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
+    "keras": lambda: importlib.util.find_spec("keras") is not None,
     "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
     "cgroup": memory_group.available,
     "namespaces": _has_namespaces,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         SaveStrategy,
         SchedulerType,
         Seq2SeqTrainingArguments,
+        TFTrainingArguments,
         TrainingArguments,
     )
     from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         default_data_collator,
     )
     from trainer_lib.installation import install, uninstall
+    from trainer_lib.keras_models.tf_trainer import TFTrainer
     from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
     from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
@@ -93,6 +95,8 @@ _NAMES = {
     "Seq2SeqTrainer": "trainer_lib.seq2seq",
     "Seq2SeqTrainingArguments": "trainer_lib.arguments",
     "SwanLabCallback": "trainer_lib.trackers.vendors",
+    "TFTrainer": "trainer_lib.keras_models.tf_trainer",
+    "TFTrainingArguments": "trainer_lib.arguments",
     "TensorBoardCallback": "trainer_lib.trackers.vendors",
     "TrackioCallback": "trainer_lib.trackers.vendors",
     "TrainOutput": "trainer_lib.outputs",
@@ -147,6 +151,8 @@ __all__ = [
     "Seq2SeqTrainer",
     "Seq2SeqTrainingArguments",
     "SwanLabCallback",
+    "TFTrainer",
+    "TFTrainingArguments",
     "TensorBoardCallback",
     "TrackioCallback",
     "TrainOutput",
@@ -169,14 +175,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its module and keep it (PEP 562).
 
     Raises:
-        ConfigError: the name belongs to TensorFlow.
         AttributeError: the name is not a public one.
     """
     module = _NAMES.get(name)
-    if name in ("TFTrainer", "TFTrainingArguments"):
-        errors = importlib.import_module("trainer_lib.errors")
-        remedy = f"Use {name[2:]} with a torch.nn.Module."
-        raise errors.ConfigError("TensorFlow is not supported.", field=name, remedy=remedy)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)

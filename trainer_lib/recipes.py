@@ -23,6 +23,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import traceback
@@ -284,6 +285,8 @@ def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRE
     if str(root) not in sys.path:
         # Appended, not inserted: the project must not hide our packages.
         sys.path.append(str(root))
+    # A recipe may import keras, whose default backend is TensorFlow.
+    os.environ.setdefault("KERAS_BACKEND", "torch")
     # By its path: two recipes called recipe.py must not share a module.
     name = f"_trainflow_recipe_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -30,6 +30,8 @@ ENV_ALLOWED = {
     "PREFECT__SERVER_WEBSERVER_ONLY": "set by Prefect for its own server process",
     "TORCHINDUCTOR_CACHE_DIR": "set by torch.compile's first call",
     "TRITON_CACHE_DIR": "set by torch.compile's first call",
+    "KERAS_BACKEND": "set by importing TFTrainer, and by loading a recipe, so that Keras runs on torch",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "set by Keras when it is imported",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "set by importing DeepSpeed, which transformers does when it loads weights",
 }
 # Threads of other people's libraries that live as long as the process, by the start of their name.

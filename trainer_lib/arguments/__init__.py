@@ -15,6 +15,7 @@ from trainer_lib.arguments.fields import arg
 from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.numeric import evaluation_fields, evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
+from trainer_lib.arguments.tf_arguments import TFTrainingArguments
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 from trainer_lib.suggestions import nearest, suggestion
 
@@ -31,6 +32,7 @@ __all__ = [
     "SaveStrategy",
     "SchedulerType",
     "Seq2SeqTrainingArguments",
+    "TFTrainingArguments",
     "TrainingArguments",
     "arg",
     "evaluation_fields",

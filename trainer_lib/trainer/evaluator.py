@@ -21,6 +21,7 @@ from trainer_lib.precision import back_up_weights, full_eval_dtype
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
+from trainer_lib.trainer.seed_states import keep_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -151,7 +152,8 @@ class Evaluator:
         device = self._internals.world.device
         # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []
-        with keep_generators(), torch.random.fork_rng(devices=devices, enabled=bool(devices)):
+        fork = torch.random.fork_rng(devices=devices, enabled=bool(devices))
+        with keep_generators(), fork, keep_seeds(self._trainer.model):
             yield
 
     def note_best(self, metrics: Mapping[str, float]) -> bool:

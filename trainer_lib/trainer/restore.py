@@ -30,6 +30,7 @@ from trainer_lib.trainer import batch_change, models
 from trainer_lib.trainer.extras import decoded
 from trainer_lib.trainer.node_view import newest_common
 from trainer_lib.trainer.output_dir import IMPORT
+from trainer_lib.trainer.seed_states import part_seeds, restore_seeds
 from trainer_lib.trainer.seeding import set_seed
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ class Restore:
         if loaded.has_rng(rank):
             state = loaded.read_rng(rank)
             restore_rng(state)
+            restore_seeds(self._trainer.model, state.get("seeds", {}))
             if run is not None:
                 self._load_past(run, loaded, state.get("past"))
             return
@@ -280,7 +282,9 @@ class Restore:
         """Let every rank but the first draw its own numbers: equal dropout masks on all ranks are half the noise."""
         share = self._internals.world.comm.data_parallel.rank
         if share > 0:
-            set_seed(int(derive(self._trainer.args.seed, self._trainer.state.global_step, share)[0]) & 0xFFFFFFFF)
+            numbers = (self._trainer.args.seed, self._trainer.state.global_step, share)
+            set_seed(int(derive(*numbers)[0]) & 0xFFFFFFFF)
+            part_seeds(self._trainer.model, *numbers)
 
     def _load_past(self, run: TrainingRun, loaded: Checkpoint, past: Any) -> None:
         """Restore what the model remembers (`past_index`), if the batches have the size they had."""

@@ -22,6 +22,7 @@ from trainer_lib.state import collect_callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.extras import encoded
+from trainer_lib.trainer.seed_states import capture_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -67,7 +68,7 @@ class Snapshots:
             optimizer=self._optimizer() if whole else None,
             scheduler=schedule.state_dict() if whole and schedule is not None else None,
             scaler=engine.precision.scaler_state() if whole else None,
-            rng={**capture_rng(), **self._past(extra)} if whole else {},
+            rng={**capture_rng(), **self._seeds(), **self._past(extra)} if whole else {},
             data=run.position(),
             trainer_state=trainer.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
             training_args=trainer.args.to_dict(),
@@ -82,6 +83,11 @@ class Snapshots:
             extra=extra,
         )
         return shard_snapshot(snapshot, world.comm.rank)
+
+    def _seeds(self) -> dict[str, Any]:
+        """The seeds that layers of the model keep, on each rank its own."""
+        seeds = capture_seeds(self._trainer.model)
+        return {"seeds": seeds} if seeds else {}
 
     def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
         """What the model remembers of the last batch (`past_index`), on each rank its own."""

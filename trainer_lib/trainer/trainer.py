@@ -34,6 +34,7 @@ from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 from trainer_lib.trainer.steps import StepMethods
+from trainer_lib.trainer.trainer_hooks import TrainerHooks
 from trainer_lib.trainer.world import World
 
 
@@ -85,7 +86,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     ) -> None:
         # First: it needs nothing, and what follows may join a process group.
         refuse_uncalled(type(self))
-        self._trainflow = internals = Internals(self)
+        self._trainflow = internals = Internals(self._trainflow_hooks())
         given = self._trainflow_arguments_class(output_dir="tmp_trainer") if args is None else adopt_arguments(args)
         self._trainflow_set_up(given)
         internals.loop.set_up()
@@ -131,6 +132,10 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         internals.loaders.forget()
         internals.accelerator.set_up()
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=world.device)
+
+    def _trainflow_hooks(self) -> TrainerHooks:
+        """The Trainer as its collaborators see it."""
+        return self
 
     def _trainflow_look_at_model(self) -> None:
         """Find the facts about the model, whenever there is another one."""

@@ -13,6 +13,7 @@ from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trainer import Trainer
@@ -47,7 +48,22 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
     """The recipe's model. Its initial weights depend only on the seed, so they are equal on every rank and retry."""
     set_seed(args.seed)
     model = work.recipe.build_model(work.request.model, data)
-    return require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
+    module = require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
+    if is_keras_model(module):
+        _prepare_keras(module, work)
+    return module
+
+
+def _prepare_keras(model: Any, work: Work[Any]) -> None:
+    """Give the model's parameters the names that they have in every process: exported weights are loaded by name."""
+    if not model.built:
+        raise ConfigError(
+            "build_model() returned a Keras model that is not built, so it has no weights yet.",
+            field="recipe",
+            value=str(work.recipe.path),
+            remedy="Give it an Input layer, or call it once with a batch of zeros.",
+        )
+    register_parameters(model)
 
 
 def require_module(model: Any, work: Work[Any], function: str, *, field: str, remedy: str) -> nn.Module:
@@ -78,9 +94,13 @@ def build_trainer(
     **datasets: Any,
 ) -> Any:
     """The recipe's Trainer (or ours) with its functions and `callbacks`. Its logs become events and are not printed."""
-    recipe = work.recipe
+    recipe, default = work.recipe, Trainer
+    if is_keras_model(model):
+        from trainer_lib.keras_models.tf_trainer import TFTrainer
+
+        default = TFTrainer
     own = recipe.callbacks(work.request.options)
-    trainer = recipe.trainer_class(Trainer)(
+    trainer = recipe.trainer_class(default)(
         model=model,
         args=args,
         data_collator=recipe.collate,

@@ -1,0 +1,84 @@
+"""Keras models and data for tests. Import it inside tests that are marked `needs("keras")` only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer_lib import TFTrainer, TFTrainingArguments, set_seed
+
+FEATURES, CLASSES = 5, 3
+
+
+def keras() -> Any:
+    """The package, on torch."""
+    from trainer_lib.keras_models.keras_backend import import_keras
+
+    return import_keras()
+
+
+def arrays(count: int, seed: int = 0) -> tuple[Any, Any]:
+    """Features ``[count, 5]`` and classes ``[count]`` of a learnable problem."""
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(count, FEATURES)).astype("float32")
+    return x, (x @ draw.normal(size=(FEATURES, CLASSES))).argmax(1).astype("int64")
+
+
+def pairs(count: int, seed: int = 0) -> list[Any]:
+    """Samples (features, label)."""
+    x, y = arrays(count, seed)
+    return [(row, int(label)) for row, label in zip(x, y, strict=True)]
+
+
+def classifier(dropout: float = 0.0, *, norm: bool = False, seed: int = 1) -> Any:
+    """A Sequential model that is compiled with its loss; always the same weights."""
+    set_seed(seed)
+    layers = keras().layers
+    stack = [layers.Input((FEATURES,)), layers.Dense(8, activation="relu")]
+    stack += [layers.BatchNormalization()] if norm else []
+    stack += [layers.Dropout(dropout)] if dropout else []
+    model = keras().Sequential([*stack, layers.Dense(CLASSES)])
+    model.compile(loss=keras().losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def arguments(folder: Path | str, **given: Any) -> TFTrainingArguments:
+    """Arguments of a short, quiet run on the CPU."""
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    return TFTrainingArguments(str(folder), **{**settings, **given})
+
+
+def trainer(folder: Path | str, data: Any, *, model: Any = None, cls: Any = TFTrainer, **given: Any) -> Any:
+    """A TFTrainer around `classifier` (or `model`)."""
+    names = ("eval_dataset", "callbacks", "compute_metrics", "optimizers", "data_collator", "compute_loss_func")
+    names += ("model_init", "tb_writer", "optimizer_cls_and_kwargs")
+    own = {name: given.pop(name) for name in names if name in given}
+    if model is None and "model_init" not in own:
+        model = classifier()
+    return cls(model, arguments(folder, **given), data, **own)
+
+
+def losses(one: Any) -> list[float]:
+    """The logged loss of every step."""
+    return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+
+def weights(one: Any) -> dict[str, Any]:
+    """The model's parameters as arrays by name."""
+    return {name: value.numpy() for name, value in one.model.state_dict().items()}
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that imports keras: its own folder, and torch."""
+    return {**os.environ, "KERAS_BACKEND": "torch"}

@@ -1,0 +1,1 @@
+"""Keras 3 models on torch under the Trainer's loop: `TFTrainer`."""

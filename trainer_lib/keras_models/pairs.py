@@ -1,0 +1,239 @@
+"""Data sets of (features, labels): samples to batches, and other forms of data to what the loaders take.
+
+A sample is a pair (features, labels), or a mapping in which `label_names` are the labels. Features and labels are
+numbers, arrays or tensors, or mappings of them; labels may be missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from typing_extensions import override
+
+from trainer_lib.data.collators import default_data_collator
+from trainer_lib.data.fetch import is_pure_collator
+from trainer_lib.data.loader import has_length
+from trainer_lib.errors import DataError
+
+
+class Batch(dict[str, Any]):
+    """A batch as a mapping with the keys "features" and, where there are some, "labels"; tensors ``[batch, ...]``."""
+
+    @classmethod
+    def of(cls, features: Any, labels: Any) -> Batch:
+        """The batch of these features and labels; no labels: None."""
+        # {"labels": x} and x ask for the same call of the model.
+        if isinstance(labels, Mapping) and set(labels) == {"labels"}:
+            labels = labels["labels"]
+        return cls(features=features) if labels is None else cls(features=features, labels=labels)
+
+    @property
+    def features(self) -> Any:
+        """What the model takes first."""
+        return self["features"]
+
+    @property
+    def labels(self) -> Any:
+        """The labels; None without any."""
+        return dict.get(self, "labels")
+
+    @override
+    def get(self, name: Any, default: Any = None) -> Any:
+        """A part of the batch, or a column of its features: what counts tokens looks for ``input_ids``."""
+        if name in self:
+            return self[name]
+        features = self["features"]
+        return features.get(name, default) if isinstance(features, Mapping) else default
+
+
+def to_batch(value: Any, label_names: Sequence[str], *, one_input: bool) -> Batch:
+    """A batch in any form that data comes in.
+
+    Args:
+        value: a `Batch`; a pair (features, labels); a mapping with labels under `label_names`; or features alone.
+        one_input: the model takes one tensor, so that the only column of a mapping is the features.
+
+    Raises:
+        DataError: it has more than two parts.
+    """
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Mapping):
+        present = [name for name in label_names if name in value]
+        rest = {name: part for name, part in value.items() if name not in present}
+        features = next(iter(rest.values())) if one_input and len(rest) == 1 else rest
+        labels = {name: value[name] for name in present}
+        return Batch.of(features, next(iter(labels.values())) if len(labels) == 1 else labels or None)
+    if isinstance(value, tuple | list):
+        if not 1 <= len(value) <= 2:
+            raise DataError(
+                f"A sample or batch has {len(value)} parts.",
+                field="train_dataset",
+                remedy="Give pairs (features, labels).",
+            )
+        return Batch.of(value[0], value[1] if len(value) == 2 else None)
+    return Batch.of(value, None)
+
+
+class PairCollator:
+    """Makes a `Batch` of a list of samples.
+
+    Args:
+        collate: the user's collator, whose result may have any form that `to_batch` takes; None for stacking.
+        label_names: columns of labels in samples that are mappings.
+        one_input: the model takes one tensor.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None, label_names: Sequence[str]) -> None:
+        self.collate = collate
+        self.is_pure = collate is None or is_pure_collator(collate)
+        self.label_names = tuple(label_names)
+        self.one_input = False
+        self.tokenizer = getattr(collate, "tokenizer", None)
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """Stack samples to a batch of tensors ``[batch, ...]``."""
+        return to_batch(self._collate(samples), self.label_names, one_input=self.one_input)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if self.collate is not None:
+            return self.collate(samples)
+        first = samples[0]
+        if isinstance(first, Mapping):
+            return default_data_collator(samples)
+        if isinstance(first, tuple):
+            return tuple(_stack([sample[part] for sample in samples]) for part in range(len(first)))
+        return (_stack(samples),)
+
+
+def _stack(parts: list[Any]) -> Any:
+    """Stack one part of every sample: a value ``[...]`` to ``[batch, ...]``, in mappings and tuples one by one."""
+    first = parts[0]
+    if first is None:
+        return None
+    if isinstance(first, Mapping):
+        return {str(name): _stack([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_stack([part[index] for part in parts]) for index in range(len(first)))
+    if not isinstance(first, torch.Tensor) and hasattr(first, "numpy"):
+        parts = [part.numpy() for part in parts]  # tensors of TensorFlow
+    batch = default_data_collator([{"value": part} for part in parts])
+    if "value" not in batch:
+        raise DataError(
+            "Text cannot be stacked to a batch.",
+            field="train_dataset",
+            value=type(first).__name__,
+            remedy="Turn it into numbers, or give a data_collator.",
+        )
+    return batch["value"]
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------
+
+
+def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
+    """A data set as the loaders take it: map-style data as it is, anything else as a stream of samples.
+
+    Args:
+        shuffle_seed: shuffle a `tf.data.Dataset`, which has no random access, by this seed and the epoch.
+
+    Raises:
+        DataError: it is a pair of arrays, which would count as two samples.
+    """
+    if isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset):
+        raise DataError(
+            "The data is a pair of arrays, and not a set of pairs.",
+            field="train_dataset",
+            remedy="Give list(zip(features, labels)).",
+        )
+    if dataset is None or isinstance(dataset, IterableDataset):
+        return dataset
+    if callable(getattr(dataset, "as_numpy_iterator", None)):
+        return TensorFlowStream(dataset, shuffle_seed)
+    return dataset if hasattr(dataset, "__getitem__") or not has_length(dataset) else SizedStream(dataset)
+
+
+class SizedStream(IterableDataset[Any]):
+    """An iterable with a length and without random access."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+class TensorFlowStream(IterableDataset[Any]):
+    """The samples of a `tf.data.Dataset` as arrays; shuffled by (seed, epoch) when it has a seed and a length."""
+
+    def __init__(self, dataset: Any, seed: int | None) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of that epoch from now on."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        count = int(self._dataset.cardinality())
+        if count < 0:  # infinite or unknown
+            raise TypeError("The data set has no length.")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        dataset = self._dataset
+        if self._seed is not None and has_length(self):
+            dataset = dataset.shuffle(len(self), seed=self._seed + self._epoch, reshuffle_each_iteration=False)
+        return iter(dataset.as_numpy_iterator())
+
+
+class BatchLoader:
+    """The batches of a loader or data set of the user's own, as `Batch`.
+
+    Args:
+        batches: batches in any form that `to_batch` takes, of torch tensors, arrays or tensors of TensorFlow.
+        steps: how many batches to read at most: a `tf.data.Dataset` may repeat itself forever.
+    """
+
+    def __init__(self, batches: Iterable[Any], collate: PairCollator, *, steps: int | None = None) -> None:
+        self._batches = batches
+        self._collate = collate
+        self._steps = steps
+        self.dataset = getattr(batches, "dataset", None)
+        self.batch_size = getattr(batches, "batch_size", None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        own: Any = self._batches
+        batches = own.as_numpy_iterator() if callable(getattr(own, "as_numpy_iterator", None)) else iter(own)
+        for batch in itertools.islice(batches, self._steps):
+            names, one_input = self._collate.label_names, self._collate.one_input
+            yield to_batch(_to_torch(batch), names, one_input=one_input)
+
+    def __len__(self) -> int:
+        if not has_length(self._batches):
+            if self._steps is None:
+                raise TypeError("The batches have no length.")
+            return self._steps
+        length = len(self._batches)  # type: ignore[arg-type]
+        return length if self._steps is None else min(length, self._steps)
+
+
+def _to_torch(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) or value is None:
+        return value
+    if isinstance(value, Batch):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _to_torch(part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_to_torch(part) for part in value)
+    return torch.from_numpy(np.array(value.numpy() if hasattr(value, "numpy") else value))
