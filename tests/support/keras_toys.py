@@ -35,11 +35,12 @@ def pairs(count: int, seed: int = 0) -> list[Any]:
 
 def classifier(dropout: float = 0.0, *, norm: bool = False, seed: int = 1) -> Any:
     """A Sequential model that is compiled with its loss; always the same weights."""
-    set_seed(seed)
     layers = keras().layers
+    set_seed(seed)  # after the import, which draws random numbers
     stack = [layers.Input((FEATURES,)), layers.Dense(8, activation="relu")]
     stack += [layers.BatchNormalization()] if norm else []
-    stack += [layers.Dropout(dropout)] if dropout else []
+    # With a seed of its own a layer counts its draws; without one it draws from torch's generator.
+    stack += [layers.Dropout(dropout, seed=3), layers.Dropout(dropout)] if dropout else []
     model = keras().Sequential([*stack, layers.Dense(CLASSES)])
     model.compile(loss=keras().losses.SparseCategoricalCrossentropy(from_logits=True))
     return model

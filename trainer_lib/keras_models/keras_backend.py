@@ -76,12 +76,11 @@ def register_parameters(model: Any) -> None:
     start at 0, as in a new process.
     """
     names = _process_independent(model)
-    for module in model.modules():
-        if module is not model:
-            module._modules.pop(_PARAMETERS, None)
     tensors = {names[variable.path]: variable.value for variable in model.variables}
-    model._modules.pop(_PARAMETERS, None)
-    model.register_module(_PARAMETERS, nn.ParameterDict(tensors))
+    for module in list(model.modules()):
+        if hasattr(type(module), "torch_params"):  # a layer of Keras: without any, it would register its own again
+            module._modules.pop(_PARAMETERS, None)
+            module.register_module(_PARAMETERS, nn.ParameterDict(tensors if module is model else {}))
 
 
 def _process_independent(model: Any) -> dict[str, str]:
