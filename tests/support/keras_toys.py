@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,11 @@ def keras() -> Any:
     from trainer_lib.keras_models.keras_backend import import_keras
 
     return import_keras()
+
+
+def keras_model() -> Any:
+    """The class `keras.Model`."""
+    return keras().Model
 
 
 def arrays(count: int, seed: int = 0) -> tuple[Any, Any]:
@@ -62,8 +66,8 @@ def arguments(folder: Path | str, **given: Any) -> TFTrainingArguments:
 
 def trainer(folder: Path | str, data: Any, *, model: Any = None, cls: Any = TFTrainer, **given: Any) -> Any:
     """A TFTrainer around `classifier` (or `model`)."""
-    names = ("eval_dataset", "callbacks", "compute_metrics", "optimizers", "data_collator", "compute_loss_func")
-    names += ("model_init", "tb_writer", "optimizer_cls_and_kwargs")
+    names = {"eval_dataset", "callbacks", "compute_metrics", "optimizers", "data_collator", "compute_loss_func"}
+    names |= {"model_init", "tb_writer", "optimizer_cls_and_kwargs"}
     own = {name: given.pop(name) for name in names if name in given}
     if model is None and "model_init" not in own:
         model = classifier()
@@ -78,8 +82,3 @@ def losses(one: Any) -> list[float]:
 def weights(one: Any) -> dict[str, Any]:
     """The model's parameters as arrays by name."""
     return {name: value.numpy() for name, value in one.model.state_dict().items()}
-
-
-def environment() -> dict[str, str]:
-    """The environment of a process that imports keras: its own folder, and torch."""
-    return {**os.environ, "KERAS_BACKEND": "torch"}

@@ -245,7 +245,7 @@ class TFTrainer(Trainer):
         return (loss.mean(), logits) if return_outputs else loss.mean()
 
     @override
-    def training_step(  # type: ignore[override]
+    def training_step(
         self, features: Any, labels: Any, nb_instances_in_global_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch; its part of the step's loss, 0-dim, as `Trainer.training_step`.

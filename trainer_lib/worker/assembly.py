@@ -94,7 +94,8 @@ def build_trainer(
     **datasets: Any,
 ) -> Any:
     """The recipe's Trainer (or ours) with its functions and `callbacks`. Its logs become events and are not printed."""
-    recipe, default = work.recipe, Trainer
+    recipe = work.recipe
+    default: type[Trainer] = Trainer
     if is_keras_model(model):
         from trainer_lib.keras_models.tf_trainer import TFTrainer
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import classifier, keras, pairs, trainer
+from tests.support.keras_toys import classifier, keras, keras_model, pairs, trainer
 from tests.support.resuming import prove
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.trainer.seed_states import capture_seeds, keep_seeds, part_seeds, restore_seeds
@@ -45,9 +45,9 @@ def test_a_resumed_training_equals_an_uninterrupted_one(optimizer: str | None, s
 
 
 def test_an_evaluation_leaves_no_trace_in_the_seeds(tmp_path: Path) -> None:
-    module = keras()
+    module, model = keras(), keras_model()
 
-    class Noisy(module.Model):  # type: ignore[misc]
+    class Noisy(model):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.head, self.drop = module.layers.Dense(3), module.layers.Dropout(0.5, seed=3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import keras_toys
-from tests.support.keras_toys import arrays, classifier, keras, losses, pairs, trainer, weights
+from tests.support.keras_toys import arrays, classifier, keras, keras_model, losses, pairs, trainer, weights
 from trainer_lib import TFTrainer, TFTrainingArguments, TrainerCallback
 from trainer_lib.errors import CodeError, ConfigError, DataError
 
@@ -107,9 +107,9 @@ class Tagger:
     """Made inside: keras is imported by then."""
 
     def __new__(cls) -> Any:
-        module = keras()
+        module, model = keras(), keras_model()
 
-        class Own(module.Model):  # type: ignore[misc]
+        class Own(model):  # type: ignore[misc, valid-type]
             """Computes its loss, one value per labelled token, as the models of transformers for TensorFlow did."""
 
             def __init__(self) -> None:
@@ -154,9 +154,9 @@ def test_a_model_that_takes_labels_computes_its_loss_over_all_target_items(tmp_p
 
 
 def test_a_mapping_of_labels_goes_to_the_model_by_name(tmp_path: Path) -> None:
-    module, seen = keras(), []
+    module, model, seen = keras(), keras_model(), []
 
-    class Spans(module.Model):  # type: ignore[misc]
+    class Spans(model):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
             self.head = module.layers.Dense(2)
@@ -282,18 +282,18 @@ class Noting(TFTrainer):
         self.lr_scheduler = decay(num_training_steps)
         self.optimizer = keras().optimizers.SGD(self.lr_scheduler)
 
-    def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+    def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:  # type: ignore[override]
         self.called.add("training_step")
         assert int(nb_instances_in_global_batch) == 4
         return super().training_step(features, labels, nb_instances_in_global_batch)
 
-    def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+    def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:  # type: ignore[override]
         self.called.add("prediction_step")
         loss, logits = self.run_model(features, labels, False)
         self.eval_loss.update_state(loss)
         return logits
 
-    def prediction_loop(
+    def prediction_loop(  # type: ignore[override]
         self, dataset: Any, steps: Any, num_examples: Any, description: Any, prediction_loss_only: Any = None
     ) -> Any:
         self.called.add("prediction_loop")
@@ -304,19 +304,19 @@ class Noting(TFTrainer):
         self.called.add("run_model")
         return super().run_model(features, labels, training)
 
-    def log(self, logs: Any) -> None:
+    def log(self, logs: Any) -> None:  # type: ignore[override]
         self.called.add("log")
         super().log(logs)
 
-    def evaluate(self, eval_dataset: Any = None) -> Any:
+    def evaluate(self, eval_dataset: Any = None) -> Any:  # type: ignore[override]
         self.called.add("evaluate")
         return super().evaluate(eval_dataset)
 
-    def predict(self, test_dataset: Any) -> Any:
+    def predict(self, test_dataset: Any) -> Any:  # type: ignore[override]
         self.called.add("predict")
         return super().predict(test_dataset)
 
-    def save_model(self, output_dir: Any = None) -> None:
+    def save_model(self, output_dir: Any = None) -> None:  # type: ignore[override]
         self.called.add("save_model")
         super().save_model(output_dir)
 
@@ -326,7 +326,7 @@ class Noting(TFTrainer):
     def setup_comet(self) -> None:
         self.called.add("setup_comet")
 
-    def train(self, resume_from_checkpoint: Any = None) -> Any:
+    def train(self, resume_from_checkpoint: Any = None) -> Any:  # type: ignore[override]
         self.called.add("train")
         return super().train(resume_from_checkpoint)
 
@@ -496,8 +496,10 @@ def test_a_model_without_a_loss_and_a_batch_without_labels_are_named(tmp_path: P
 
 @pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])
 def test_arguments_of_a_tpu_are_refused(name: str) -> None:
+    """`tpu_name`, `tpu_zone`, `gcp_project`."""
+    given: Any = {name: "here"}
     with pytest.raises(ConfigError, match=name) as caught:
-        TFTrainingArguments("out", **{name: "here"})
+        TFTrainingArguments("out", **given)
     assert caught.value.remedy
 
 
