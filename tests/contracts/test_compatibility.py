@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import re
 import runpy
 import types
@@ -26,10 +27,19 @@ from tests.support.compatibility import Row, problem, rows
 from tests.support.repository import ROOT
 from tests.support.tiny_models import llama
 from tests.support.toys import TokenModel, token_rows
-from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, distributed
+from trainer_lib import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TFTrainer,
+    TFTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    distributed,
+)
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
+from trainer_lib.arguments.tf_arguments import TFArguments
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import build_optimizer
 from trainer_lib.trackers.vendors import OURS, VENDORS
@@ -255,12 +265,14 @@ def test_no_sample_is_left_over() -> None:
     assert set(WORKS) <= {row.name for row in rows() if _is_argument(row) and row.status == "works"}
 
 
-def test_names_of_another_framework_are_refused() -> None:
-    for row in rows():
-        if row.section == "Old names" and not _is_argument(row):
-            with pytest.raises(ConfigError) as caught:
-                getattr(trainer_lib, row.name)
-            assert caught.value.remedy
+def test_what_a_tftrainer_has_is_there() -> None:
+    members = {row.name.partition(".")[2]: row.status for row in rows() if row.section == "TFTrainer"}
+    parameters = set(inspect.signature(TFTrainer.__init__).parameters)
+    assert {name for name in members if hasattr(TFTrainer, name) or name in parameters} == {
+        name for name, status in members.items() if status != "refused"
+    }
+    older = (*compatibility.TF_PROPERTIES, *field_map(TFArguments))
+    assert all(hasattr(TFTrainingArguments, name) for name in older)
 
 
 # ------------------------------------------------------------------------------------------------------- what is needed

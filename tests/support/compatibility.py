@@ -17,8 +17,10 @@ from trainer_lib import Seq2SeqTrainer, Trainer, TrainingArguments
 from trainer_lib.arguments import OptimizerNames
 from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.compat import OLD_NAMES
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
+from trainer_lib.arguments.tf_arguments import TFArguments
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
 
@@ -27,7 +29,7 @@ _ROW = re.compile(
     r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|(?: ([^|]+) \|)?"
 )
 #: Clients that the last column may name; the tests in tests/clients hold what it says against a run.
-CLIENTS = ("TRL", "sentence-transformers", "scripts")
+CLIENTS = ("TRL", "sentence-transformers", "scripts", "Keras")
 
 #: Attributes that the design promises, and that no class declares.
 ATTRIBUTES = (
@@ -38,6 +40,14 @@ ATTRIBUTES = (
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
     "is_distributed_loading_by_transformers",
 )
+#: What the documents 000 and 001 list of a TFTrainer and its arguments, and what its source had besides.
+TF_MEMBERS = (
+    *("run_model", "training_step", "prediction_step", "prediction_loop", "get_train_tfdataset", "get_eval_tfdataset"),
+    *("get_test_tfdataset", "create_optimizer_and_scheduler", "optimizers", "tb_writer", "apply_gradients", "evaluate"),
+    *("predict", "log", "train", "save_model", "setup_wandb", "setup_comet", "distributed_training_steps"),
+    "distributed_prediction_steps",
+)
+TF_PROPERTIES = ("strategy", "n_replicas", "n_gpu")
 #: Public methods of the Trainer that serve other parts of the library, not its users.
 INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "spool_folder", "target_items"}
 #: What the documents of all ages have, and the newest class has not.
@@ -99,6 +109,8 @@ def expected() -> dict[str, set[str]]:
         "Public methods": {name for name in methods if not name.startswith("_")} | {"__init__"},
         "Private hooks that subclasses override": {name for name in methods if re.match("_[^_]", name)},
         "Seq2SeqTrainer": {f"Seq2SeqTrainer.{name}" for name in SURFACE["Seq2SeqTrainer_methods"]},
+        "TFTrainer": {f"TFTrainer.{name}" for name in TF_MEMBERS},
+        "TFTrainingArguments": {f"TFTrainingArguments.{name}" for name in (*field_map(TFArguments), *TF_PROPERTIES)},
         "Attributes": {f"trainer.{name}" for name in ATTRIBUTES}
         | {f"accelerator.{name}" for name in dir(TrainerAccelerator) if not name.startswith("_")},
         **{title: set(inspect.get_annotations(group)) for title, group in ARGUMENT_SECTIONS.items()},
@@ -106,7 +118,7 @@ def expected() -> dict[str, set[str]]:
         "Members of the arguments": {
             f"args.{name}" for name in {*members, *SURFACE["TrainingArguments_public_members"]}
         },
-        "Old names": {*SURFACE["old_args"], *OLD_NAMES, "TFTrainer", "TFTrainingArguments"},
+        "Old names": {*SURFACE["old_args"], *OLD_NAMES},
         "Callback events": set(SURFACE["TrainerCallback_events"]),
         "TrainerState": {f"state.{name}" for name in SURFACE["TrainerState"]},
         "TrainerControl": {f"control.{name}" for name in SURFACE["TrainerControl"]},

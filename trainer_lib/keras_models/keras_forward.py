@@ -31,7 +31,7 @@ class LossSum:
         self._total = added if self._total is None else self._total + added
 
     def result(self) -> torch.Tensor | None:
-        """The sum, 0-dim; None when nothing was added."""
+        """The sum ``[]``; None when nothing was added."""
         return self._total
 
     def reset_state(self) -> None:
@@ -47,16 +47,16 @@ class KerasForward:
     Attributes:
         keras: the package.
         collate: makes batches.
-        given: the (optimizer, schedule) that the user gave.
+        given: the Keras (optimizer, schedule) that the user gave.
         ignore_keys: outputs that the prediction under way leaves out.
         prefix: of the metrics of the evaluation under way.
         total_steps: optimizer steps of the training under way.
     """
 
-    def __init__(self, trainer: TFTrainer, collate: Any, given: tuple[Any, Any], label_names: list[str] | None) -> None:
+    def __init__(self, trainer: TFTrainer, collate: Any, label_names: list[str] | None) -> None:
         self.keras = import_keras()
         self._trainer = trainer
-        self.given = given
+        self.given: tuple[Any, Any] = (None, None)
         self.collate = PairCollator(collate, label_names or ["labels"])
         self.ignore_keys: list[str] = []
         self.prefix = "eval"
@@ -176,6 +176,25 @@ class KerasForward:
         return parts[0] if len(parts) == 1 else parts or None
 
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def take_optimizers(self, given: tuple[Any, Any], model_init: Any) -> tuple[Any, Any]:
+        """Keep a Keras (optimizer, schedule); returns those of torch, which the Trainer takes itself.
+
+        Raises:
+            ConfigError: a Keras optimizer was given together with `model_init`.
+        """
+        optimizer, schedule = given
+        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        if isinstance(schedule if optimizer is None else optimizer, kinds):
+            return given
+        if model_init is not None and given != (None, None):
+            raise ConfigError(
+                "The optimizer holds variables of another model: model_init makes a new one for every training.",
+                field="optimizers",
+                remedy="Override create_optimizer_and_scheduler.",
+            )
+        self.given = given
+        return None, None
 
     def create_optimizer(self) -> None:
         """Make the Trainer's optimizer: the user's, or Adam with a polynomial decay unless the arguments ask otherwise.

@@ -76,7 +76,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         self.param_groups[0] = _Live({**self.param_groups[0], **others, "lr": self.rate()})
 
     def rate(self) -> torch.Tensor:
-        """The learning rate of the next step, 0-dim, as a copy."""
+        """The learning rate of the next step ``[]``, as a copy."""
         with torch.no_grad(), placed_on(self._keras, self._device):
             rate: torch.Tensor = self._keras.ops.convert_to_tensor(self.keras_optimizer.learning_rate, dtype="float32")
         return rate.detach().clone()

@@ -95,19 +95,10 @@ class TFTrainer(Trainer):
     ) -> None:
         self._trainflow_refuse_uncalled()
         names = None if args is None else args.label_names
-        self._trainflow_keras = forward = KerasForward(self, data_collator, optimizers, names)
+        self._trainflow_keras = forward = KerasForward(self, data_collator, names)
         self.eval_loss = LossSum()
         for dataset in (train_dataset, eval_dataset):
             as_dataset(dataset)  # raises DataError for what is not a set of samples
-        of_torch = optimizers if _is_of_torch(optimizers) else (None, None)
-        if of_torch is optimizers:
-            forward.given = (None, None)
-        if model_init is not None and any(part is not None for part in forward.given):
-            raise ConfigError(
-                "The optimizer holds variables of another model: model_init makes a new one for every training.",
-                field="optimizers",
-                remedy="Override create_optimizer_and_scheduler.",
-            )
         writer = [] if tb_writer is None else [TensorBoardCallback(tb_writer)]
         super().__init__(
             model=model,
@@ -120,7 +111,7 @@ class TFTrainer(Trainer):
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
             callbacks=[*(callbacks or ()), *writer],
-            optimizers=of_torch,
+            optimizers=forward.take_optimizers(optimizers, model_init),
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
@@ -270,7 +261,7 @@ class TFTrainer(Trainer):
     def apply_gradients(
         self, features: Any, labels: Any, nb_instances_in_global_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """One optimizer step on one batch, outside of `train`; its loss, 0-dim. An override is refused."""
+        """One optimizer step on a batch ``[batch, ...]``, outside `train`; its loss ``[]``. An override is refused."""
         self.model.train()
         loss = self.training_step(features, labels, nb_instances_in_global_batch)
         self._clip_grad_norm(self.model_wrapped)
@@ -363,10 +354,3 @@ class TFTrainer(Trainer):
     def _trainflow_report_to(self, callback: type[TrainerCallback]) -> None:
         if not any(isinstance(each, callback) for each in self.callback_handler.callbacks):
             self.add_callback(callback)
-
-
-def _is_of_torch(optimizers: tuple[Any, Any]) -> bool:
-    optimizer, schedule = optimizers
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return True
-    return optimizer is None and isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import trainer_lib
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import Note, StopAt, arguments, preempted_at, trainer
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments
@@ -196,12 +195,6 @@ def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) 
     given |= {"push_to_hub": True, "hub_model_id": (tmp_path / "hub").as_uri()}
     trainer(tmp_path / "b", ROWS, cls=Own, eval_dataset=ROWS, max_steps=1, **given).train()
     assert Own.told[1:] == [(1, "epoch"), str(tmp_path / "b" / "checkpoint-1")]
-
-
-def test_the_trainers_of_tensorflow_are_gone(tmp_path: Path) -> None:
-    for name, way_out in (("TFTrainer", "Use Trainer"), ("TFTrainingArguments", "Use TrainingArguments")):
-        with pytest.raises(ConfigError, match=f"{name}: TensorFlow is not supported. {way_out}"):
-            getattr(trainer_lib, name)
 
 
 def test_resume_from_checkpoint_may_stand_in_the_arguments(tmp_path: Path) -> None:
