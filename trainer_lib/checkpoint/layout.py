@@ -15,7 +15,8 @@
         extra/rank-00000.safetensors    tensors of callbacks and of `past_index`, if there are any
         shards/rank-00000.safetensors   of a sharded model, in place of the two .safetensors files above: the rows of
         shards.json                     both that this rank holds, and an index over the rows of all ranks
-        config.json, ...         files that make the model usable elsewhere
+        config.json, ...         files that make the model usable elsewhere, and those of an overridden `save_model`
+        trainflow/model.safetensors     the weights, where an overridden `save_model` wrote a model.safetensors itself
         COMMIT.json              written last: the checkpoint exists from here on
 
     While a process writes the folder it also holds WRITING.json (`locks.claim`); a damaged checkpoint that was set
@@ -33,6 +34,7 @@ KIND = "checkpoint"
 """The kind that the folder's commit file states."""
 
 MODEL = "model.safetensors"
+OWN_MODEL = "trainflow/model.safetensors"
 OPTIMIZER_TENSORS = "optimizer.safetensors"
 OPTIMIZER = "optimizer.json"
 """Only a checkpoint that training can resume from has this file; one that holds a model alone does not."""
@@ -47,7 +49,7 @@ DAMAGED = "DAMAGED.json"
 _OWN_FILES = frozenset(
     {
         *(MODEL, OPTIMIZER_TENSORS, OPTIMIZER, SCHEDULER, SCALER, DATA, TRAINER_STATE, TRAINING_ARGS),
-        *(SHARD_INDEX, COMMIT, DAMAGED),
+        *(OWN_MODEL, SHARD_INDEX, COMMIT, DAMAGED),
     }
 )
 # Folders, because every rank has a file in them.

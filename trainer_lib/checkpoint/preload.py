@@ -48,9 +48,9 @@ class PreloadedCheckpoint(Checkpoint):
             StorageError: the store cannot be read.
         """
         done = set(_READ_AT_ONCE)
-        if tensors and layout.MODEL in self._entries:
+        if tensors and self._model_file in self._entries:
             self._model = super().read_model()
-            done.add(layout.MODEL)
+            done.add(self._model_file)
         if tensors and layout.OPTIMIZER_TENSORS in self._entries:
             self._optimizer = super().read_optimizer()
             done |= {layout.OPTIMIZER, layout.OPTIMIZER_TENSORS}

@@ -89,6 +89,10 @@ class Checkpoint:
         return layout.OPTIMIZER in self._entries
 
     @property
+    def _model_file(self) -> str:
+        return layout.OWN_MODEL if layout.OWN_MODEL in self._entries else layout.MODEL
+
+    @property
     def is_sharded(self) -> bool:
         """Whether every rank wrote its own rows of the tensors; any rank can read just the rows that it needs."""
         return layout.SHARD_INDEX in self._entries
@@ -105,7 +109,7 @@ class Checkpoint:
         Raises:
             DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.
         """
-        return self._read_tensors("model", layout.MODEL)
+        return self._read_tensors("model", self._model_file)
 
     def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
         """Read the optimizer's state; None when only the model was saved.

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer_lib.checkpoint.layout import MODEL
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import LocalShard, collect_local_rows, is_any_sharded
 
@@ -40,6 +41,7 @@ class Snapshot:
         meta: what the commit states besides step, world size and files; JSON.
         parts: this rank's rows of a sharded model and optimizer; None when the tensors are whole.
         extra: name → tensor that is neither the model's nor the optimizer's; the JSON parts refer to it by name.
+        model_file: the file of the model; None when it is written already.
         more_rngs: of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
     """
 
@@ -56,6 +58,7 @@ class Snapshot:
     meta: dict[str, Any] = field(default_factory=dict)
     parts: LocalShard | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
+    model_file: str | None = MODEL
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -3,6 +3,7 @@
 The protocol. No phase begins on any rank before every rank has ended the phase before it::
 
     prepare    rank 0        enough space?  claim the folder; delete its COMMIT.json, then whatever earlier saves left
+    add        every rank    let the caller's own code add files, if it has any (`added_files`)
     write      every rank    write own files; their digests are computed on the way
     gather     rank 0        collect the entries (path, bytes, SHA-256) of all ranks; index the shards, if there are any
     commit     rank 0        sync; compare a listing with the entries; still our claim?; create COMMIT.json last,
@@ -28,13 +29,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint import layout
+from trainer_lib.checkpoint.added_files import WriteFiles, add_files, digest_of_tensors
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.sharded import build_index, write_shard
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
@@ -58,7 +60,9 @@ _saving: set[str] = set()
 """Ids of the claims that this process uses right now; any other claim of this process is left from a failed save."""
 
 
-def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep: int | None = None) -> CheckpointInfo:
+def save_checkpoint(
+    root: Store, snapshot: Snapshot, comm: Communicator, *, keep: int | None = None, add: WriteFiles | None = None
+) -> CheckpointInfo:
     """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its own snapshot.
 
     A checkpoint of the same step is replaced.
@@ -68,6 +72,8 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
         snapshot: what this rank contributes.
         comm: the ranks that write this folder.
         keep: how many checkpoints rotation will leave; only used to explain a disk that is too small for one more.
+        add: writes further files into a local folder, on every rank. Where it writes a file that the snapshot has as
+            well, its file stays; of the snapshot's model another file is then written.
 
     Returns:
         The committed checkpoint; equal on every rank.
@@ -79,7 +85,7 @@ def save_checkpoint(root: Store, snapshot: Snapshot, comm: Communicator, *, keep
         ConfigError: the state cannot be written without pickle.
     """
     with _new_claim() as claim:
-        return _Save(root, snapshot, comm, claim, keep).run_phases()
+        return _Save(root, snapshot, comm, claim, keep).run_phases(add)
 
 
 class _Save:
@@ -91,11 +97,14 @@ class _Save:
         self.snapshot, self.comm = snapshot, comm
         self.claim, self.keep = claim, keep
 
-    def run_phases(self) -> CheckpointInfo:
+    def run_phases(self, add: WriteFiles | None = None) -> CheckpointInfo:
         try:
             self._on_first_rank(self._prepare)
+            added = {} if add is None else add_files(self.store, self.comm, add)
+            self.snapshot = _leave_out(self.snapshot, added)
             written = run_on_all_ranks(self.comm, lambda: _write_rank(self.store, self.snapshot, self.comm.rank))
             files = self._gather_files(written)
+            files += [entry for path, entry in added.items() if path not in {each.path for each in files}]
             commit = self._on_first_rank(lambda: _commit(self.store, files, self._meta(), self.claim))
         except TrainflowError:
             if self.comm.rank == 0:
@@ -231,6 +240,16 @@ def _delete_failed_save(store: Store, claim: Holder) -> None:
 # -- the files ---------------------------------------------------------------------------------------------------------
 
 
+def _leave_out(snapshot: Snapshot, added: Mapping[str, FileEntry]) -> Snapshot:
+    """The snapshot without the files that were added in their final form."""
+    files = {name: data for name, data in snapshot.files.items() if name not in added}
+    if snapshot.parts is not None or (present := added.get(layout.MODEL)) is None:
+        return replace(snapshot, files=files)
+    # The added file may hold other weights, or the same under other names.
+    is_same = present.sha256 == digest_of_tensors(snapshot.model)
+    return replace(snapshot, files=files, model_file=None if is_same else layout.OWN_MODEL)
+
+
 def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> Written:
     """Write this rank's files."""
     entries = [_write_json(store, layout.rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
@@ -246,7 +265,8 @@ def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> Written:
 def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
     """Write what rank 0 contributes for all ranks."""
     is_whole, optimizer = snapshot.parts is None, snapshot.optimizer
-    entries = [_write_tensors(store, layout.MODEL, snapshot.model)] if is_whole else []
+    name = snapshot.model_file if is_whole else None
+    entries = [] if name is None else [_write_tensors(store, name, snapshot.model)]
     if optimizer is not None:
         if is_whole:
             entries.append(_write_tensors(store, layout.OPTIMIZER_TENSORS, optimizer.tensors))

@@ -51,7 +51,15 @@ _CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has 
 _CARD_LIMIT_BYTES = 1 << 20
 # Files that only a resume reads: the model at the repository's root does without them.
 _RESUMING = frozenset(
-    (layout.OPTIMIZER_TENSORS, layout.OPTIMIZER, layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE)
+    (
+        layout.OWN_MODEL,
+        layout.OPTIMIZER_TENSORS,
+        layout.OPTIMIZER,
+        layout.SCHEDULER,
+        layout.SCALER,
+        layout.DATA,
+        layout.TRAINER_STATE,
+    )
 )
 
 

@@ -2,7 +2,8 @@
 
 ::
 
-    save          -> wait for the save under way; take a snapshot; write it, or start writing it in the background
+    save          -> wait for the save under way; take a snapshot; write it, or start writing it in the background;
+                     the files of an overridden `save_model` are written here and now, from weights that stand still
     committed     -> the older checkpoints beyond `save_total_limit` are removed, except the best, the newest intact
                      one, and those that are read or pushed
     observed      -> at the next step boundary: `on_save`, and the push
@@ -12,8 +13,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer_lib.checkpoint.added_files import WriteFiles
 from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
@@ -23,6 +26,7 @@ from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, St
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer.run import Saving, TrainingRun
+from trainer_lib.trainer.signatures import takes
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -32,13 +36,18 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves checkpoints and knows which of them are this Trainer's own."""
+    """Saves checkpoints and knows which of them are this Trainer's own.
+
+    Attributes:
+        is_adding_model: an overridden `save_model` writes into a checkpoint now.
+    """
 
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._saver: BackgroundSaver | None = None
         self._own: set[str] = set()
+        self.is_adding_model = False
 
     def root(self) -> Store:
         """The folder that holds the checkpoints of this training."""
@@ -75,15 +84,35 @@ class Checkpoints:
         # A copy of the state: when the save is committed, training may be steps ahead.
         run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state))
         best = run.saving.state.best_model_checkpoint
-        if self._starts_in_background(root, snapshot, best):
+        add = self._own_files()
+        if add is None and self._starts_in_background(root, snapshot, best):
             return
         try:
-            save_checkpoint(root, snapshot, self._internals.world.save_group, keep=trainer.args.save_total_limit)
+            group, keep = self._internals.world.save_group, trainer.args.save_total_limit
+            save_checkpoint(root, snapshot, group, keep=keep, add=add)
         except StorageError as error:
             self._note_failure(run, error)
             return
         self._note_commit(run)
         self._rotate(root, snapshot.step, best)
+
+    def _own_files(self) -> WriteFiles | None:
+        """Writes the files of an overridden `save_model` or `_save`; None without an override."""
+        signatures, save = self._internals.signatures, self._trainer.save_model
+        if signatures.overridden.isdisjoint(("save_model", "_save")):
+            return None
+        internal = {"_internal_call": True} if takes(save, "_internal_call") else {}
+
+        def write(folder: Path) -> None:
+            # Training goes on with the random numbers that the snapshot has.
+            with self._internals.evaluator.random_numbers_kept():
+                self.is_adding_model = True
+                try:
+                    save(str(folder), **internal)
+                finally:
+                    self.is_adding_model = False
+
+        return write
 
     def _starts_in_background(self, root: Store, snapshot: Snapshot, best: str | None) -> bool:
         """Copy the snapshot and start to save it; False when it has to be saved here and now."""

@@ -140,7 +140,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluate without a trace in the training's random numbers; report to a search, step a metric schedule."""
         trainer = self._trainer
-        with self._random_numbers_kept(), self._mode_kept():
+        with self.random_numbers_kept(), self._mode_kept():
             metrics = trainer.evaluate(ignore_keys=ignore_keys)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if not skip_scheduler:
@@ -148,7 +148,8 @@ class Evaluator:
         return metrics
 
     @contextlib.contextmanager
-    def _random_numbers_kept(self) -> Iterator[None]:
+    def random_numbers_kept(self) -> Iterator[None]:
+        """Afterwards the random generators of this process are where they were."""
         device = self._internals.world.device
         # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []

@@ -26,13 +26,16 @@ class SavingMethods(TrainerBase):
         for a transformers model, what `from_pretrained` loads. Of a model with peft adapters, only the adapters. Rank
         0 writes, and every rank raises its error.
 
+        An override is also called for every checkpoint, with the checkpoint's folder or, where that is remote, a local
+        one of its name. What it writes is committed with the checkpoint.
+
         Args:
             output_dir: a local folder or any fsspec URL.
         """
         internals = self._trainflow
         state = internals.engine.strategy.model_state(self.model_wrapped)
         internals.world.run_on_main_process(lambda: self._save(output_dir, state_dict=state))
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call and not internals.checkpoints.is_adding_model:
             self.push_to_hub(commit_message="Model save", blocking=not self.is_in_train)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:

@@ -308,5 +308,6 @@ Trainer._trainflow_defaults = {
     name: getattr(Trainer, name)
     for name in (
         *("compute_loss", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens", "_maybe_log_save_evaluate"),
+        *("save_model", "_save"),
     )
 }

@@ -236,6 +236,9 @@ class SavingHooks(Protocol):
     def _get_output_dir(self, trial: Any = None) -> str:
         """The folder that this training writes to."""
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model to a folder."""
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the model's files."""
 

@@ -1,0 +1,129 @@
+"""`save_model` and `_save` overrides run for checkpoints, and what they write is committed with the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.toys import classification_rows
+from tests.support.training import assert_equal, final_state, trainer
+from trainer_lib import Trainer
+from trainer_lib.commit import COMMIT, read_commit, verify_files
+from trainer_lib.storage import Store
+
+ROWS = classification_rows(32)
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
+
+
+class Noting(Trainer):
+    """Adds a file, as most overrides do, and draws random numbers while it saves."""
+
+    folders: list[str]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call=_internal_call)
+        assert output_dir is not None
+        torch.rand(7)
+        self.folders.append(output_dir)
+        (Path(output_dir) / "head").mkdir()
+        (Path(output_dir) / "head" / "notes.json").write_text(json.dumps({"step": self.state.global_step}))
+        (Path(output_dir) / "training_args.json").write_text("{}")
+
+
+class Replacing(Trainer):
+    """Writes the model in a form of its own, under the usual name, and reads it back."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        assert output_dir is not None
+        weights = {f"mine.{name}": value.clone() for name, value in self.model.state_dict().items()}
+        save_file(weights, Path(output_dir) / "model.safetensors")
+        (Path(output_dir) / "config.json").write_text('{"mine": true}')
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        found = load_file(Path(resume_from_checkpoint) / "model.safetensors")
+        self.model.load_state_dict({name.removeprefix("mine."): value for name, value in found.items()})
+
+
+class WithoutLoading(Replacing):
+    _load_from_checkpoint = Trainer._load_from_checkpoint
+
+
+class OfOld(Trainer):
+    def save_model(self, output_dir: str | None = None) -> None:  # type: ignore[override]
+        super().save_model(output_dir)
+        Path(str(output_dir), "old.txt").write_text("old")
+
+
+def _committed(folder: Path | str) -> set[str]:
+    store = Store.open(str(folder))
+    commit = read_commit(store)
+    assert commit is not None
+    assert verify_files(store, commit) == []
+    assert len({entry.path for entry in commit.files}) == len(commit.files)
+    return {entry.path for entry in commit.files}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, background: bool) -> None:
+    plain = trainer(tmp_path / "plain", ROWS, **SAVING)
+    plain.train()
+    one = trainer(tmp_path / "one", ROWS, cls=Noting, save_async=background, **SAVING)
+    one.folders = []  # type: ignore[attr-defined]
+    one.train()
+    assert one.folders == [str(tmp_path / "one" / f"checkpoint-{step}") for step in (2, 4)]  # type: ignore[attr-defined]
+    for step in (2, 4):
+        found = _committed(tmp_path / "one" / f"checkpoint-{step}")
+        assert found == _committed(tmp_path / "plain" / f"checkpoint-{step}") | {"head/notes.json"}
+        notes = json.loads((tmp_path / "one" / f"checkpoint-{step}" / "head" / "notes.json").read_text())
+        assert notes == {"step": step}
+    assert_equal(final_state(one), final_state(plain))
+
+
+@pytest.mark.parametrize("cls", [Noting, Replacing, WithoutLoading, OfOld])
+def test_a_resume_reads_what_an_override_wrote(tmp_path: Path, cls: Any) -> None:
+    def build(folder: str, **given: Any) -> Trainer:
+        one = trainer(tmp_path / folder, ROWS, cls=cls, **{**SAVING, **given})
+        one.folders = []  # type: ignore[attr-defined]
+        return one
+
+    whole = build("whole")
+    whole.train()
+    stopped = build("stopped", max_steps=2)
+    stopped.train()
+    resumed = build("stopped", resume_from_checkpoint=True)
+    resumed.train()
+    assert_equal(final_state(resumed), final_state(whole))
+
+
+def test_a_model_in_another_form_stays_under_its_name_beside_the_weights_that_training_needs(tmp_path: Path) -> None:
+    trainer(tmp_path, ROWS, cls=Replacing, **SAVING).train()
+    folder = tmp_path / "checkpoint-4"
+    assert {"model.safetensors", "trainflow/model.safetensors", "config.json"} <= _committed(folder)
+    assert all(name.startswith("mine.") for name in load_file(folder / "model.safetensors"))
+    assert json.loads((folder / "config.json").read_text()) == {"mine": True}
+
+
+def test_a_remote_checkpoint_gets_the_files_of_a_local_folder_of_its_name() -> None:
+    one = trainer("memory://own-saves/run", ROWS, cls=Noting, **SAVING)
+    one.folders = []  # type: ignore[attr-defined]
+    one.train()
+    assert [Path(folder).name for folder in one.folders] == ["checkpoint-2", "checkpoint-4"]  # type: ignore[attr-defined]
+    assert not any(Path(folder).exists() for folder in one.folders)  # type: ignore[attr-defined]
+    assert "head/notes.json" in _committed("memory://own-saves/run/checkpoint-4")
+
+
+def test_a_save_that_an_override_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            raise RuntimeError("no room for it")
+
+    with pytest.raises(Exception, match="no room for it"):
+        trainer(tmp_path, ROWS, cls=Failing, **SAVING).train()
+    assert not (tmp_path / "checkpoint-2" / COMMIT).exists()
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
