@@ -190,13 +190,15 @@ def _refuse_early_imports(originals: Mapping[str, Any]) -> None:
         return
     names = list(holders)
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-    library = names[0].partition(".")[0]
-    before = "that script's other imports" if library == "__main__" else f"the first import of {library}"
+    libraries = dict.fromkeys(name.partition(".")[0] for name in names if name != "__main__")
+    earlier = [f"the first import of {library}" for library in libraries]
+    if "__main__" in names:
+        earlier.append("that script's other imports")
     raise ConfigError(
         "These modules have imported the Trainer or TrainingArguments of transformers already, and would keep them.",
         field="trainer_lib.install",
         value=", ".join(names[:3]) + more,
-        remedy=f"Call trainer_lib.install() before {before}.",
+        remedy=f"Call trainer_lib.install() before {' and '.join(earlier)}.",
     )
 
 

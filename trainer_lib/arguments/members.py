@@ -77,6 +77,11 @@ class ArgumentMembers(ArgumentGroups):
         return self.device
 
     @property
+    def _no_sync_in_gradient_accumulation(self) -> bool:
+        """True where gradients may stay on their rank between micro-batches, which DeepSpeed does not allow."""
+        return self.deepspeed is None
+
+    @property
     def distributed_state(self) -> ProcessState:
         """This process among the others, by the names of `accelerate.PartialState`. Reading it starts nothing."""
         return ProcessState(self)

@@ -77,6 +77,8 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for names that are not found otherwise: old names, and mistakes.
         old = compat.OLD_NAMES.get(name)
+        if name == "_n_gpu":  # which older scripts set too, so a property would not do
+            return self.n_gpu
         if old is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         compat.warn(name, stacklevel=3)

@@ -223,6 +223,13 @@ def test_the_plugins_are_none_or_say_what_is_configured() -> None:
     assert args.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "A,B"
 
 
+def test_private_names_that_scripts_use_are_there() -> None:
+    args: Any = TrainingArguments("out", use_cpu=True)
+    assert (args._n_gpu, args._setup_devices, args._no_sync_in_gradient_accumulation) == (0, torch.device("cpu"), True)
+    args._n_gpu = 1
+    assert (args._n_gpu, args.n_gpu) == (1, 0)
+
+
 def test_the_home_folder_is_meant_by_its_short_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     args = TrainingArguments("~/runs/one", logging_dir="~/logs")
