@@ -17,7 +17,7 @@ from flows.spec.spec import PipelineSpec
 
 
 # The parameters are written out, not taken over by functools.wraps: Prefect resolves their types in this module.
-@flow(name="pipeline", flow_run_name="{spec.name}", persist_result=False)
+@flow(name="pipeline", flow_run_name="{spec.name}", persist_result=False, result_serializer="json")
 def pipeline(
     spec: PipelineSpec,
     only: str | None = None,

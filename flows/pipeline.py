@@ -28,7 +28,14 @@ from trainer_lib.errors import Interrupted, TrainflowError
 from trainer_lib.storage import Store
 
 
-@flow(name="pipeline", flow_run_name="{spec.name}", persist_result=False, validate_parameters=True)
+# Prefect keeps the exception that ends a flow although no result is persisted, and by default as a pickle.
+@flow(
+    name="pipeline",
+    flow_run_name="{spec.name}",
+    persist_result=False,
+    result_serializer="json",
+    validate_parameters=True,
+)
 def pipeline(
     spec: PipelineSpec,
     only: str | None = None,

@@ -137,6 +137,18 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     assert mlflow_run(tracked(folder)).info.status == "FINISHED"
 
 
+def test_a_failure_leaves_no_pickle_in_prefects_storage(folder: Path) -> None:
+    """Prefect writes the exception that ends a flow, whatever the flow persists, by default as a pickle in base64."""
+    from prefect.settings import get_current_settings
+
+    results = Path(get_current_settings().results.local_storage_path)
+    before = set(results.rglob("*"))
+    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
+    assert isinstance(run(folder).error, CodeError)
+    written = [path for path in set(results.rglob("*")) - before if path.is_file()]
+    assert [json.loads(path.read_bytes())["__exc_type__"] for path in written] == ["trainer_lib.errors.CodeError"]
+
+
 def test_ctrl_c_ends_the_mlflow_run_as_killed(folder: Path) -> None:
     shutil.rmtree(folder / "store" / "stages" / "evaluate")
     spec = spec_of(folder, "tracking.enabled=true")
