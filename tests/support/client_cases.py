@@ -1,12 +1,13 @@
 """What a client does with a Trainer, in the clients' own process: construct, train, evaluate, log, save, resume, load.
 
-python -m tests.support.client_cases <module with CASES> ours|transformers <folder> <answer.json>
+python -m tests.support.client_cases <module with CASES> ours|transformers <folder> <answer.json> <case or ''> [watched]
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -87,16 +88,19 @@ def use_our_trainer() -> None:
     trainer_lib.install()
 
 
-def main(module: str, side: str, folder: str, answer: str, *watched: str) -> None:
-    """Run every case of a module; write the outcomes and the names used by files in the watched folders as JSON."""
+def main(module: str, side: str, folder: str, answer: str, only: str, *watched: str) -> None:
+    """Run the cases of a module, or the `only` one; write outcomes and names used by watched files as JSON."""
     recorder = Recorder(*watched)
     if side == "ours":
         use_our_trainer()
-        recorder.start()
+        if watched:
+            recorder.start()
     cases: list[Case] = importlib.import_module(module).CASES
-    outcomes = {case.name: run(case, Path(folder) / str(number)) for number, case in enumerate(cases)}
+    chosen = [case for case in cases if only in ("", case.name)]
+    outcomes = {case.name: run(case, Path(folder) / str(number)) for number, case in enumerate(chosen)}
     written = {"outcomes": outcomes, "names": recorder.names()}
-    Path(answer).write_text(json.dumps(written, default=float), encoding="utf-8")
+    if os.environ.get("RANK", "0") == "0":
+        Path(answer).write_text(json.dumps(written, default=float), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 #: Objects whose attributes have rows, under the names that clients give them.
 _OWNERS = {"training_args": "args"} | {name: name for name in ("trainer", "accelerator", "args", "state", "control")}
+_ARGUMENTS = ("Config", "Arguments")
 _LIBRARIES = ("transformers", "trainer_lib")
 
 
@@ -51,24 +52,38 @@ class Recorder:
         found: set[str] = set()
         for name, lines in self._lines.items():
             tree = ast.parse(Path(name).read_text(encoding="utf-8"))
-            found.update(use for line, use in uses(tree) if line in lines)
+            found.update(use for line, use in uses(tree, in_cases=name.endswith("_cases.py")) if line in lines)
         return sorted(found)
 
 
-def uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, use) of a file: ``trainer.log``, ``args.fp16``, ``import Trainer``, ``given max_steps`` …"""
+def uses(tree: ast.Module, *, in_cases: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (line, use) of a file: ``trainer.log``, ``args.fp16``, ``import Trainer``, ``given max_steps`` …
+
+    `in_cases`: the file is a module of cases, whose dictionaries hold arguments.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name.endswith(("Trainer", "Callback")):
             yield from _members(node)
+        elif isinstance(node, ast.ClassDef) and node.name.endswith(_ARGUMENTS):
+            # A field of arguments that the client declares itself has a default of its own.
+            fields = (
+                each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            )
+            yield from ((each.lineno, f"given {_last_name(each.target)}") for each in fields)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _LIBRARIES:
             yield from ((node.lineno, f"import {alias.name}") for alias in node.names)
         elif isinstance(node, ast.Attribute) and (owner := _OWNERS.get(_last_name(node.value))):
             yield node.lineno, f"{owner}.{node.attr}"
-        elif isinstance(node, ast.Call):
-            kind = "passed" if _last_name(node.func) == "__init__" else "given"
+        elif isinstance(node, ast.Call) and (kind := _kind_of_call(_last_name(node.func))):
             yield from ((each.value.lineno, f"{kind} {each.arg}") for each in node.keywords if each.arg)
-        elif isinstance(node, ast.Dict):
+        elif isinstance(node, ast.Dict) and in_cases:
             yield from ((key.lineno, f"given {key.value!s}") for key in node.keys if isinstance(key, ast.Constant))
+
+
+def _kind_of_call(name: str) -> str | None:
+    return (
+        "passed" if name == "__init__" or name.endswith("Trainer") else "given" if name.endswith(_ARGUMENTS) else None
+    )
 
 
 def _members(cls: ast.ClassDef) -> Iterator[tuple[int, str]]:
@@ -91,7 +106,7 @@ _USES: dict[str, tuple[str, ...]] = {
     "Trainer, arguments, results": ("import {}",),
     "Callbacks": ("import {}",),
     "Data collators": ("import {}",),
-    "Constructor": ("passed {}", "given {}"),
+    "Constructor": ("passed {}",),
     "Public methods": ("override {}", "trainer.{}"),
     "Private hooks that subclasses override": ("override {}", "trainer.{}"),
     "Callback events": ("override {}",),

@@ -1,13 +1,20 @@
-"""Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md."""
+"""Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md.
+
+python -m tests.support.client_table TRL    runs a client, and writes its rows and its names into the documentation
+"""
 
 from __future__ import annotations
 
 import math
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.support.client_cases import STEPS
 from tests.support.client_names import tries
+from tests.support.clients import Runs, run_cases
 from tests.support.compatibility import CLIENTS, rows
 from tests.support.repository import ROOT
 
@@ -17,14 +24,17 @@ COLUMNS = ("constructs", "trains", "evaluates", "logs the same names", "saves", 
 #: Losses on both sides, and of a resumed and an unbroken training, are equal to this.
 CLOSE = 1e-5
 #: Parts of the names of figures that the clock decides.
-_TIMES = ("runtime", "per_second")
+_TIMES = ("runtime", "per_second", "step_time")
+#: Here the steps of an epoch that are done, there its micro-batches: equal at the end of each epoch.
+_COUNTED_OTHERWISE = {"epoch"}
 
 Outcome = Mapping[str, Any]
 
 
 def _entries(logs: list[dict[str, Any]]) -> Iterator[dict[str, float]]:
     for entry in logs:
-        yield {name: value for name, value in entry.items() if not any(part in name for part in _TIMES)}
+        names = (name for name in entry if name not in _COUNTED_OTHERWISE and not any(part in name for part in _TIMES))
+        yield {name: entry[name] for name in names}
 
 
 def log_differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, names_only: bool = False) -> list[str]:
@@ -78,6 +88,17 @@ def row(name: str, ours: Outcome, theirs: Outcome) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def write_rows(runs: Runs) -> None:
+    """Put the row of each case into the table of docs/clients.md, in the place of the one it has there."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    for name in runs.ours:
+        new = row(name, runs.ours[name], runs.transformers[name])
+        places = [number for number, line in enumerate(lines) if line.startswith(f"| {name} |")]
+        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
+        lines[places[0] if places else last + 1 : places[0] + 1 if places else last + 1] = [new]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def unfounded_claims(client: str, used: set[str]) -> list[str]:
     """Return the rows of docs/compatibility.md that name a client which did not use the name while it ran."""
     return [row.name for row in rows() if client in row.tried_with and not tries(row.section, row.name, used)]
@@ -95,3 +116,20 @@ def fill_column(client: str, used: set[str]) -> None:
             kept = line.removesuffix(f" {', '.join(row.tried_with)} |") if row.tried_with else line
             lines[number] = f"{kept} {listed} |" if listed else kept
     COMPATIBILITY.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(name: str) -> None:
+    """Run a client and write what happened into the documentation."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = run_cases(name, Path(folder))
+    write_rows(runs)
+    fill_column(name, runs.names)
+    for case, outcome in runs.ours.items():
+        for step, text in outcome["errors"].items():
+            sys.stdout.write(f"{case} {step}: {text}\n")
+        for text in log_differences(outcome["logs"], runs.transformers[case]["logs"]):
+            sys.stdout.write(f"{case}: {text}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

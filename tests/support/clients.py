@@ -78,26 +78,51 @@ class Runs:
     names: set[str]
 
 
-def run_cases(module: str, output: Path, *packages: str) -> Runs:
-    """Run the cases of a module on our Trainer and on that of transformers, each side in one process of its own.
+@dataclass(frozen=True)
+class Client:
+    """A client: the module with its `CASES`, and the package whose use of our Trainer is recorded beside theirs."""
+
+    module: str
+    package: str
+
+
+#: Name of a client, as the documentation has it -> its cases.
+CLIENTS = {"TRL": Client("tests.support.trl_cases", "trl")}
+
+
+def run_cases(name: str, output: Path) -> Runs:
+    """Run the cases of a client on our Trainer and on that of transformers, each side in one process of its own.
 
     Args:
-        module: dotted name of a module with `CASES`, a list of `client_cases.Case`.
+        name: a key of `CLIENTS`.
         output: an empty folder for what the trainings write.
-        packages: the client's packages, whose use of our Trainer is recorded; that of `module` is as well.
     """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
-    watched = [str(ROOT / f"{module.replace('.', '/')}.py"), *(f"{folder() / each}{os.sep}" for each in packages)]
-    answers = []
-    for side in ("ours", "transformers"):
-        answer = output / f"{side}.json"
-        command = [sys.executable, "-m", "tests.support.client_cases", module, side, str(output / side), str(answer)]
-        done = subprocess.run([*command, *watched], cwd=output, env=env, capture_output=True, text=True, check=False)
-        (output / f"{side}.stderr").write_text(done.stderr, encoding="utf-8")
-        assert answer.exists(), f"{module} on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"
-        answers.append(json.loads(answer.read_text(encoding="utf-8")))
-    ours, theirs = answers
+    ours, theirs = (run_side(name, side, output / side) for side in ("ours", "transformers"))
     return Runs(ours["outcomes"], theirs["outcomes"], set(ours["names"]))
+
+
+def run_side(name: str, side: str, output: Path, *, only: str = "", processes: int = 1) -> dict[str, Any]:
+    """Run the cases of a client, or one of them, on one side; return the outcomes by case, and the names used.
+
+    Args:
+        side: "ours" or "transformers".
+        output: a folder for what the trainings write; it is made.
+        only: name of a case.
+        processes: with more than one, torchrun starts them.
+    """
+    client, answer = CLIENTS[name], output / "answer.json"
+    output.mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
+    env["TMPDIR"] = str(output)  # torchrun leaves a folder there
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else ()), "-m", "tests.support.client_cases"]
+    watched = [str(ROOT / f"{client.module.replace('.', '/')}.py"), f"{folder() / client.package}{os.sep}"]
+    given = [client.module, side, str(output), str(answer), only, *(watched if processes == 1 else ())]
+    done = subprocess.run([*command, *given], cwd=output, env=env, capture_output=True, text=True, check=False)
+    (output / "stderr").write_text(done.stderr, encoding="utf-8")
+    assert answer.exists(), f"{name} on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"
+    written: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return written
 
 
 if __name__ == "__main__":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 from tests.support import tiny_models
 from tests.support.client_cases import Case
 
-#: Every run: a log at every step, an evaluation and a checkpoint at every second one, data in their own order.
+_PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
+#: Every run: a log at every step, an evaluation and a checkpoint at every second one, data in their own order, the same
+#: global batch on any number of processes. Evaluation has one batch: there, a mean over several is one of their means.
 RUN: dict[str, Any] = {
     "max_steps": 4,
-    "per_device_train_batch_size": 2,
+    "per_device_train_batch_size": 2 // _PROCESSES,
     "per_device_eval_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-2,
@@ -137,6 +140,52 @@ def reward(folder: str, **given: Any) -> Any:
     )
 
 
+def kto(folder: str, **given: Any) -> Any:
+    """A `KTOTrainer` on answers that are good or bad."""
+    from trl import KTOConfig, KTOTrainer
+
+    data = pairs()
+    labels = [number % 3 != 0 for number in range(len(data))]
+    data = data.remove_columns("rejected").rename_column("chosen", "completion").add_column("label", labels)
+    return KTOTrainer(
+        model=tiny_models.llama(),
+        ref_model=tiny_models.llama(),
+        args=KTOConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo(folder: str, **given: Any) -> Any:
+    """A `GRPOTrainer` that is rewarded for answers with many different words.
+
+    The words that it draws depend on the step alone: each Trainer draws other random numbers between two generations.
+    """
+    import torch
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Drawn(GRPOTrainer):  # type: ignore[misc]  # its package is not installed where types are checked
+        def _generate(self, prompts: Any) -> Any:
+            torch.manual_seed(self.state.global_step)
+            return super()._generate(prompts)
+
+    def variety(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(text.split()))) for text in completions]
+
+    data = pairs().select_columns("prompt")
+    generation = {"num_generations": 2, "max_completion_length": 4, "shuffle_dataset": False}
+    run = {name: value for name, value in RUN.items() if name != "train_sampling_strategy"}
+    return Drawn(
+        model=tiny_models.llama(),
+        reward_funcs=variety,
+        args=GRPOConfig(output_dir=folder, **{**run, **generation, **given}),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer(),
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- loaders
 def load_causal(folder: str) -> Any:
     """A saved decoder."""
@@ -168,4 +217,6 @@ CASES = [
     Case("DPOTrainer, LoRA", partial(dpo, peft=True), load_adapter),
     Case("DPOTrainer, precomputed reference", partial(dpo, precompute_ref_log_probs=True), load_causal),
     Case("RewardTrainer", reward, load_rewarder),
+    Case("KTOTrainer", kto, load_causal),
+    Case("GRPOTrainer", grpo, load_causal),
 ]
