@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments, constructor_names
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
 _PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first
+#: The arguments that no version of transformers has.
+OURS_ALONE = ("global_batch_size", "save_async", "max_failed_saves", "max_nonfinite_steps", "allow_global_batch_change")
 _REMEDY = "Give trainer_lib.TrainingArguments, or the TrainingArguments of transformers."
 
 
@@ -45,6 +48,7 @@ def adopt_arguments(args: Any) -> TrainingArguments:
     target = _target(type(args), base)
     asked = _asked(args, usual, target)
     own = {name: getattr(args, name) for name in _added_fields(type(args), base)}
+    _refuse_other_meanings(own)
     adopted: TrainingArguments = target(**asked)
     for name, value in {**_set_besides(args, usual), **own}.items():
         if not isinstance(getattr(type(adopted), name, None), property):
@@ -77,6 +81,18 @@ def _added_fields(cls: Any, base: Any) -> list[str]:
     """The fields that a class adds to those of transformers."""
     known = {field.name for field in dataclasses.fields(base)}
     return [field.name for field in dataclasses.fields(cls) if field.name not in known]
+
+
+def _refuse_other_meanings(own: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field that a subclass adds under a name that only trainer_lib has an argument for."""
+    for name, field in field_map(TrainingArguments).items():
+        if name in OURS_ALONE and own.get(name, field.default) not in (None, field.default):
+            raise ConfigError(
+                "The class adds this field; trainer_lib has an argument of this name, which may mean something else.",
+                field=name,
+                value=own[name],
+                remedy="Rename the field, or derive the class from trainer_lib.TrainingArguments.",
+            )
 
 
 def _target(cls: Any, base: Any) -> Any:

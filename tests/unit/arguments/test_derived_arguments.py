@@ -128,6 +128,7 @@ def test_a_derived_class_survives_copies_and_its_own_dictionary() -> None:
     assert values["sampler"] == "second"
     assert SamplingConfig(**values).to_dict() == values
     assert dataclasses.replace(args, learning_rate=1.0).sampler is Sampler.SECOND
+    assert dataclasses.asdict(args)["prompts"] == {"a": "b"}
     assert pickle.loads(pickle.dumps(copy.deepcopy(args))).to_dict() == values
     assert SamplingConfig("out", sampler=SamplerClass).sampler is SamplerClass
     assert SamplingConfig("out", prompts="query: ").prompts == "query: "
@@ -221,6 +222,14 @@ def test_the_plugins_are_none_or_say_what_is_configured() -> None:
     }
     args = TrainingArguments("out", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["A", "B"]})
     assert args.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "A,B"
+
+
+def test_accelerates_plugin_is_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the plugin sets it
+    args: Any = TrainingArguments("out", fsdp="full_shard auto_wrap offload")
+    plugin = accelerate.FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    assert (plugin.fsdp_version, plugin.reshard_after_forward) == (2, True)
 
 
 def test_private_names_that_scripts_use_are_there() -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import transformers
 
+from tests.support.surface import SURFACE
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from trainer_lib.arguments.foreign_arguments import adopt_arguments
+from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.foreign_arguments import OURS_ALONE, adopt_arguments
 from trainer_lib.errors import ConfigError
 
 ROWS = token_rows(8)
@@ -134,6 +136,27 @@ def test_what_cannot_be_served_is_refused_by_its_name(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError) as caught:
         Trainer(TokenModel(), newer)
     assert (caught.value.field, caught.value.value) == ("brand_new", "2")
+
+
+@dataclass
+class Collides(transformers.TrainingArguments):
+    """Adds a field that means something here."""
+
+    global_batch_size: int | None = None
+    logging_dir: str | None = None  # an argument of older versions, which means the same here
+
+
+def test_a_field_of_a_library_is_not_taken_for_an_argument_of_ours() -> None:
+    given: Any = Collides("out", use_cpu=True, logging_dir="logs")
+    adopted = adopt_arguments(given)
+    assert (adopted.global_batch_size, adopted.logging_dir) == (None, "logs")
+    given.global_batch_size = 64
+    with pytest.raises(ConfigError, match=r"global_batch_size = 64: .* may mean something else\. Rename the field"):
+        adopt_arguments(given)
+
+
+def test_our_own_arguments_are_those_that_the_reference_does_not_have() -> None:
+    assert set(OURS_ALONE) == set(field_map(TrainingArguments)) - {*SURFACE["TrainingArguments"], *SURFACE["old_args"]}
 
 
 @pytest.mark.parametrize(
