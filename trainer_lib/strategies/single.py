@@ -128,6 +128,11 @@ class SingleStrategy(Strategy):
     ) -> None:
         """Copy `state` in; a tied weight may be given under one of its names only."""
         target = self.unwrap(model)
+        if type(target).load_state_dict is not nn.Module.load_state_dict:
+            own_state = self.local_state(target)
+            # The model's own method knows which names it takes.
+            target.load_state_dict({**{name: own_state[name] for name in keep if name in own_state}, **state})
+            return
         own = self.model_state(target)
         # A copy: the caller's mapping stays as it is when names are added.
         given = dict(state)

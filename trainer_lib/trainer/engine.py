@@ -15,6 +15,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
+from trainer_lib.trainer.outside import OutsideParameters
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.callback_events import Events
@@ -73,6 +74,7 @@ class Engine:
     Attributes:
         strategy: how the model is trained on the devices of the world.
         precision: how forward passes are computed, and how gradients are scaled.
+        outside: trained parameters that are not the model's.
         last_norm: the gradients' norm ``[]`` at the newest step, before clipping; None before the first.
     """
 
@@ -84,6 +86,7 @@ class Engine:
         self._events = events
         self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)
         self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
+        self.outside = OutsideParameters(trainer)
         self._has_trained = False
         self._measures_norm = False
         self._others: list[nn.Parameter] = []
@@ -148,6 +151,8 @@ class Engine:
         if trainer.optimizer is not None:
             self.strategy.adopt_optimizer(trainer.optimizer, trainer.model_wrapped)
         trainer.model_wrapped.train()
+        if isinstance(trainer.compute_loss_func, nn.Module) and trainer.place_model_on_device:
+            trainer.compute_loss_func.to(self.strategy.device)
         self.set_optimizer_mode("train")
 
     def unwrap_optimizers(self) -> None:
@@ -159,6 +164,7 @@ class Engine:
         wrapped, optimizer = self.strategy.resolve(self._trainer.model_wrapped, self.ready_optimizer())
         self.use_wrapped(wrapped)
         self._trainer.optimizer = optimizer
+        self.outside.find(optimizer, self.strategy)
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
@@ -184,6 +190,8 @@ class Engine:
             trainer.optimizer = optim.build_optimizer(
                 trainer.args, target, cls_and_kwargs=chosen, decay_names=trainer.get_decay_parameter_names(target)
             )
+            for group in self.outside.groups_of_loss(target, trainer.args.weight_decay):
+                trainer.optimizer.add_param_group(group)
         return trainer.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -209,9 +217,16 @@ class Engine:
             )
         return optimizer
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer holds, by name."""
+        return {**self.strategy.named_parameters(self._trainer.model_wrapped), **self.outside.named}
+
     def clipped_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are clipped: the optimizer's, and trained ones of the model beside it."""
         held = [each for group in self.ready_optimizer().param_groups for each in group["params"]]
+        if self.outside.named:  # as in transformers, only the model's gradients are clipped
+            outside = {id(each) for each in self.outside.named.values()}
+            held = [each for each in held if id(each) not in outside]
         if len(held) != self._held:  # at the first step, and when a callback has added a group
             self._held, known = len(held), {id(each) for each in held}
             # DeepSpeed's optimizer holds parts of the parameters, and takes care of all gradients.
@@ -236,6 +251,8 @@ class Engine:
         """Clip, step if gradients are finite, advance the schedule. Returns the norm before clipping, ``[]``."""
         trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
         optimizer = self.ready_optimizer()
+        if self.outside.named:
+            self.outside.average_gradients(self.strategy)
         if scaler is not None:
             self.unscale_gradients()  # `max_grad_norm` is meant for gradients without the loss scale
         norm = trainer._clip_grad_norm(model)

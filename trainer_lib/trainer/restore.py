@@ -207,6 +207,8 @@ class Restore:
                 remedy="Load its weights and start from the beginning, or resume from a whole checkpoint.",
             )
         saved = TrainerState.from_dict(loaded.trainer_state)
+        if self._internals.engine.outside.named:
+            self._internals.engine.outside.load(loaded.read_extra(0), loaded.url)
         trainer._load_optimizer_and_scheduler(loaded.url)
         trainer._load_scaler(loaded.url)
         with loaded.treat_errors_as_damage(DATA):
@@ -222,8 +224,7 @@ class Restore:
         snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
         if trainer.optimizer is not None and snapshot is not None:
             with loaded.treat_errors_as_damage(OPTIMIZER):
-                named = self._internals.engine.strategy.named_parameters(trainer.model_wrapped)
-                restore_optimizer(trainer.optimizer, named, snapshot)
+                restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
             with loaded.treat_errors_as_damage(SCHEDULER):
                 trainer.lr_scheduler.load_state_dict(loaded.scheduler)

@@ -46,9 +46,9 @@ class Snapshots:
     def take(self, run: TrainingRun, *, best_url: str | None = None) -> Snapshot:
         """All resumable state. Collective.
 
-        Weights (of a model with adapters: all but the frozen base); optimizer, schedule and loss scaler; the random
-        number generators of every rank; the position in the data and the losses since the last log; counters, log
-        history, best metric and callbacks' states (trainer_state.json).
+        Weights (of a model with adapters: all but the frozen base), and trained ones outside of the model; optimizer,
+        schedule and loss scaler; the random number generators of every rank; the position in the data and the losses
+        since the last log; counters, log history, best metric and callbacks' states (trainer_state.json).
 
         Args:
             best_url: destination of the checkpoint, when it is the best so far.
@@ -58,6 +58,8 @@ class Snapshots:
         states = collect_callback_states(self._internals.events.stateful())
         # A resume reads the callbacks' tensors from rank 0's file, so the other ranks drop theirs.
         trainer.state.stateful_callbacks = encoded(states, "callbacks", extra if world.save_group.rank == 0 else {})
+        if world.save_group.rank == 0:
+            extra.update(engine.outside.tensors())
         whole = not trainer.args.save_only_model or run.stopping  # a stop must be resumable
         strategy, schedule = engine.strategy, trainer.lr_scheduler
         state = models.in_saving_order(trainer.model, strategy.local_state(trainer.model_wrapped))
@@ -104,7 +106,7 @@ class Snapshots:
         trainer, strategy = self._trainer, self._internals.engine.strategy
         if trainer.optimizer is None:
             return None
-        taken = snapshot_optimizer(trainer.optimizer, strategy.named_parameters(trainer.model_wrapped))
+        taken = snapshot_optimizer(trainer.optimizer, self._internals.engine.named_parameters())
         return dataclasses.replace(taken, tensors=strategy.checkpoint_tensors(taken.tensors))
 
     def _files(self, trained: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
