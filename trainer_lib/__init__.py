@@ -28,10 +28,18 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
     from trainer_lib.checkpoint.catalogue import get_last_checkpoint
     from trainer_lib.data.collators import (
-        DataCollatorForLanguageModeling,
+        DataCollator,
+        DataCollatorForMultipleChoice,
         DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification,
         DataCollatorWithPadding,
+        DefaultDataCollator,
         default_data_collator,
+    )
+    from trainer_lib.data.masking import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForPermutationLanguageModeling,
+        DataCollatorWithFlattening,
     )
     from trainer_lib.installation import install, uninstall
     from trainer_lib.keras_models.tf_trainer import TFTrainer
@@ -69,9 +77,15 @@ _NAMES = {
     "CometCallback": "trainer_lib.trackers.vendors",
     "DVCLiveCallback": "trainer_lib.trackers.vendors",
     "DagsHubCallback": "trainer_lib.trackers.vendors",
-    "DataCollatorForLanguageModeling": "trainer_lib.data.collators",
+    "DataCollator": "trainer_lib.data.collators",
+    "DataCollatorForLanguageModeling": "trainer_lib.data.masking",
+    "DataCollatorForMultipleChoice": "trainer_lib.data.collators",
+    "DataCollatorForPermutationLanguageModeling": "trainer_lib.data.masking",
     "DataCollatorForSeq2Seq": "trainer_lib.data.collators",
+    "DataCollatorForTokenClassification": "trainer_lib.data.collators",
+    "DataCollatorWithFlattening": "trainer_lib.data.masking",
     "DataCollatorWithPadding": "trainer_lib.data.collators",
+    "DefaultDataCollator": "trainer_lib.data.collators",
     "DefaultFlowCallback": "trainer_lib.callbacks.flow",
     "EarlyStoppingCallback": "trainer_lib.callbacks.early_stopping",
     "EvalLoopOutput": "trainer_lib.outputs",
@@ -125,9 +139,15 @@ __all__ = [
     "CometCallback",
     "DVCLiveCallback",
     "DagsHubCallback",
+    "DataCollator",
     "DataCollatorForLanguageModeling",
+    "DataCollatorForMultipleChoice",
+    "DataCollatorForPermutationLanguageModeling",
     "DataCollatorForSeq2Seq",
+    "DataCollatorForTokenClassification",
+    "DataCollatorWithFlattening",
     "DataCollatorWithPadding",
+    "DefaultDataCollator",
     "DefaultFlowCallback",
     "EarlyStoppingCallback",
     "EvalLoopOutput",

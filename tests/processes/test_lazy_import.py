@@ -13,8 +13,9 @@ import trainer_lib
 
 #: What lives on a floor that imports torch; everything else must come without it.
 WITH_TORCH = {
-    *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator", "DataCollatorWithPadding"),
-    *("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "Seq2SeqTrainer", "TFTrainer"),
+    *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator"),
+    *(name for name in trainer_lib.__all__ if "DataCollator" in name),
+    *("Seq2SeqTrainer", "TFTrainer"),
 }
 
 

@@ -58,7 +58,7 @@ class Make:
         return (cls or self.lib.TrainingArguments)(**given)
 
     def __call__(self, cls: Any, *, model: nn.Module | None = None, args: Any = None, **given: Any) -> Any:
-        """A Trainer of this class; keywords of its constructor are told from settings by their names."""
+        """A Trainer of this class, from keywords of its constructor and settings of its arguments."""
         parts = {name: given.pop(name) for name in (*_PARTS, *getattr(cls, "takes", ())) if name in given}
         parts.setdefault("train_dataset", ROWS)
         torch.manual_seed(0)

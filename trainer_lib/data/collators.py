@@ -1,7 +1,10 @@
 """Collators turn a list of samples into a batch of tensors.
 
 `default_data_collator` needs no tokenizer. The others need an object with a `pad` method, such as a tokenizer of
-`transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``.
+`transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``. Those for masked
+and permuted language models are in `masking`; `flattening` concatenates without padding.
+
+With ``return_tensors="np"`` each of them returns NumPy arrays of the same values, shapes and kinds.
 """
 
 from __future__ import annotations
@@ -13,15 +16,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import DataError
 
-DataCollator = Callable[[list[Any]], Any]
 #: A 64-bit seed per sample of the batch, set while our loaders collate, for collators that draw random numbers.
 seeds_of_samples: ContextVar[Sequence[int] | None] = ContextVar("seeds_of_samples", default=None)
-_INT64 = 0x7FFFFFFFFFFFFFFF
-_MASKING = 0x6D61736B  # separates the random numbers of a sample's mask from those of its dataset
 IGNORED = -100  # the label that losses and metrics skip
+
+
+class DataCollator(Protocol):
+    """Any function that makes a batch of a list of samples."""
+
+    def __call__(self, features: list[Any], /) -> Any:
+        """The batch."""
 
 
 class Pads(Protocol):
@@ -34,7 +42,49 @@ class Pads(Protocol):
         """Pads a list of samples to a batch of tensors ``[batch, sequence]``."""
 
 
-def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:
+def returned_as(batch: Mapping[str, Any], return_tensors: str) -> dict[str, Any]:
+    """A batch of tensors ``[batch, …]`` as it is asked for: "pt" as it is, "np" as arrays.
+
+    Raises:
+        DataError: another kind is asked for.
+    """
+    if return_tensors == "pt":
+        return dict(batch)
+    if return_tensors != "np":
+        raise DataError(
+            "Tensors of this kind cannot be returned.",
+            field="return_tensors",
+            value=return_tensors,
+            remedy='Give "pt" for torch or "np" for NumPy.',
+        )
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+class DataCollatorMixin:
+    """A collator whose `torch_call` makes tensors, and whose `numpy_call` makes arrays of them.
+
+    Both may be overridden.
+    """
+
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[Any], return_tensors: str | None = None) -> dict[str, Any]:
+        """The batch, tensors or arrays ``[batch, …]``, as `return_tensors` asks or the collator's own setting."""
+        kind = return_tensors or self.return_tensors
+        if kind == "np":
+            return self.numpy_call(features)
+        return returned_as(self.torch_call(features), kind)
+
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch, tensors ``[batch, …]``."""
+        raise NotImplementedError
+
+    def numpy_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch, arrays ``[batch, …]``."""
+        return returned_as(self.torch_call(features), "np")
+
+
+def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, Any]:
     """Stack samples column by column, without padding: values ``[…]`` become a tensor ``[batch, …]``.
 
     A sample is a mapping, or an object whose attributes are the columns. ``label`` (a number) and ``label_ids`` (a
@@ -44,8 +94,6 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
     Raises:
         DataError: samples differ in the shape of a column, which is named.
     """
-    if return_tensors != "pt":
-        raise DataError("Only torch tensors can be returned.", field="return_tensors", value=return_tensors)
     # Only the first sample is tested: a test for Mapping costs more than stacking a sample, and all are of one kind.
     rows = features if isinstance(features[0], Mapping) else [_read_columns(row) for row in features]
     first, batch = rows[0], {}
@@ -57,7 +105,18 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
         if first.get(name) is not None:
             batch["labels"] = _stack(name, [row[name] for row in rows])
             break
-    return batch
+    return batch if return_tensors == "pt" else returned_as(batch, return_tensors)
+
+
+@dataclass
+class DefaultDataCollator(DataCollatorMixin):
+    """`default_data_collator` as an object, for code that sets `return_tensors` once."""
+
+    return_tensors: str = "pt"
+
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        return default_data_collator(features)
 
 
 def _read_columns(row: Any) -> Mapping[str, Any]:
@@ -136,22 +195,13 @@ class DataCollatorForSeq2Seq:
         """The batch: inputs ``[batch, sequence]``, ``labels`` and ``decoder_input_ids`` ``[batch, targets]``."""
         label_name = "label" if "label" in features[0] else "labels"
         labels = [row[label_name] for row in features] if features[0].get(label_name) is not None else None
-        inputs = [{name: value for name, value in row.items() if name != label_name} for row in features]
-        batch = dict(
-            self.tokenizer.pad(
-                inputs,
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors=return_tensors or self.return_tensors,
-            )
-        )
+        batch = _pad(self, _without(features, label_name))
         if labels is not None:
             batch["labels"] = self._pad_labels(labels)
             make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if make is not None:
                 batch["decoder_input_ids"] = make(labels=batch["labels"])
-        return batch
+        return returned_as(batch, return_tensors or self.return_tensors)
 
     def _pad_labels(self, labels: list[Sequence[int]]) -> torch.Tensor:
         longest = max(len(row) for row in labels)
@@ -159,122 +209,80 @@ class DataCollatorForSeq2Seq:
             longest = self.max_length
         if (multiple := self.pad_to_multiple_of) is not None:
             longest = -(-longest // multiple) * multiple
-        padded = torch.full((len(labels), longest), self.label_pad_token_id, dtype=torch.int64)
         left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        for target, row in zip(padded, labels, strict=True):
-            values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
-            place = target[longest - len(values) :] if left else target[: len(values)]
-            place.copy_(values)
-        return padded
+        return _pad_rows(labels, longest, self.label_pad_token_id, left=left)
 
 
 @dataclass
-class DataCollatorForLanguageModeling:
-    """Batches for language models: causal targets, or masked ones with `mlm`.
+class DataCollatorForTokenClassification(DataCollatorMixin):
+    """Pads inputs with the tokenizer, and the labels of their tokens to the same length with -100."""
 
-    With `mlm`, the share `mlm_probability` of the tokens are targets. Of these, 80 % are replaced by the mask token and
-    10 % by a random token, and 10 % are kept (Devlin et al. 2018, https://arxiv.org/abs/1810.04805). Without `mlm`,
-    every token that is not padding is a target. The tokenizer needs ``pad_token_id``, and with `mlm` also
-    ``mask_token_id``, ``all_special_ids`` and ``__len__``.
-
-    In our loaders a sample's mask depends only on (seed, epoch, sample), so neither the micro-batch nor the number of
-    workers or processes changes it. Elsewhere it depends on `seed`, or on torch's generator when `seed` is None.
-
-    Raises:
-        ConfigError: the tokenizer has no mask token, or a share is outside [0, 1].
-    """
-
-    tokenizer: Any
-    mlm: bool = True
-    whole_word_mask: bool = False
-    mlm_probability: float | None = 0.15
-    mask_replace_prob: float = 0.8
-    random_replace_prob: float = 0.1
+    tokenizer: Pads
+    padding: bool | str = True
+    max_length: int | None = None
     pad_to_multiple_of: int | None = None
+    label_pad_token_id: int = IGNORED
     return_tensors: str = "pt"
-    seed: int | None = None
 
-    def __post_init__(self) -> None:
-        self._generator: torch.Generator | None = None
-        if self.whole_word_mask:
-            raise ConfigError(
-                "Masking whole words is not supported.",
-                field="whole_word_mask",
-                value=True,
-                remedy="Mask in the dataset, or subclass this.",
-            )
-        if not self.mlm:
-            return
-        if getattr(self.tokenizer, "mask_token_id", None) is None:
-            raise ConfigError(
-                "The tokenizer has no mask token.", field="mlm", value=True, remedy="Give mlm=False for a causal model."
-            )
-        replaced = self.mask_replace_prob + self.random_replace_prob
-        for name, value in (
-            ("mlm_probability", self.mlm_probability),
-            ("mask_replace_prob", self.mask_replace_prob),
-            ("random_replace_prob", self.random_replace_prob),
-            ("mask_replace_prob + random_replace_prob", replaced),
-        ):
-            # 0.8 + 0.2 may come out a little above 1.
-            if value is None or not 0 <= value <= 1 + 1e-9:
-                raise ConfigError(
-                    "The share must be from 0 to 1.", field=name, value=str(value), remedy="Give a number from 0 to 1."
-                )
-
-    def __call__(self, features: list[Any]) -> dict[str, Any]:
-        """The batch, with ``input_ids`` and ``labels`` ``[batch, sequence]``; labels that are not targets are -100."""
-        rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
-        batch = dict(
-            self.tokenizer.pad(rows, return_tensors=self.return_tensors, pad_to_multiple_of=self.pad_to_multiple_of)
-        )
-        special = batch.pop("special_tokens_mask", None)
-        if self.mlm:
-            lengths = [len(row["input_ids"]) for row in rows]
-            batch["input_ids"], batch["labels"] = self._mask(batch["input_ids"], special, lengths)
-        else:
-            labels = batch["input_ids"].clone()
-            if self.tokenizer.pad_token_id is not None:
-                labels[labels == self.tokenizer.pad_token_id] = IGNORED
-            batch["labels"] = labels
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch: inputs and ``label`` or ``labels``, tensors ``[batch, sequence]``."""
+        label_name = "label" if "label" in features[0] else "labels"
+        batch = _pad(self, _without(features, label_name))
+        if label_name in features[0]:
+            left = getattr(self.tokenizer, "padding_side", "right") == "left"
+            width = batch["input_ids"].shape[1]
+            rows = [row[label_name] for row in features]
+            batch[label_name] = _pad_rows(rows, width, self.label_pad_token_id, left=left)
         return batch
 
-    def _mask(
-        self, inputs: torch.Tensor, special: torch.Tensor | None, lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masked inputs and labels ``[batch, sequence]``, from inputs and special-token mask of that shape."""
-        labels, inputs = inputs.clone(), inputs.clone()
-        kept = special.bool() if special is not None else torch.isin(inputs, self._special_ids())
-        chance, replacement, word = self._draw_numbers(inputs.shape, lengths)
-        # Special tokens are never targets; padding has chance 1.
-        targets = (chance < (self.mlm_probability or 0.0)) & ~kept
-        labels[~targets] = IGNORED
-        inputs[targets & (replacement < self.mask_replace_prob)] = self.tokenizer.mask_token_id
-        # Disjoint from the masked ones: the same number decides both.
-        randomized = targets & (replacement >= self.mask_replace_prob)
-        randomized &= replacement < self.mask_replace_prob + self.random_replace_prob
-        words = (word * len(self.tokenizer)).to(inputs.dtype).clamp(max=len(self.tokenizer) - 1)
-        inputs[randomized] = words[randomized]
-        return inputs, labels
 
-    def _draw_numbers(self, shape: torch.Size, lengths: Sequence[int]) -> torch.Tensor:
-        """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has numbers of its own."""
-        draws = torch.ones(3, *shape)  # 1 at padding, which is above every share
-        left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        seeds = seeds_of_samples.get()
-        generator = torch.Generator() if seeds is not None else self._own_generator()
-        for row, length in enumerate(lengths):
-            if seeds is not None:
-                # torch takes 63 bits.
-                generator = torch.Generator().manual_seed((seeds[row] ^ (self.seed or 0) ^ _MASKING) & _INT64)
-            place = slice(shape[-1] - length, None) if left else slice(0, length)
-            draws[:, row, place] = torch.rand(3, length, generator=generator)
-        return draws
+@dataclass
+class DataCollatorForMultipleChoice(DataCollatorMixin):
+    """Pads samples of several choices each, so that all choices of all samples have one length."""
 
-    def _own_generator(self) -> torch.Generator | None:
-        if self.seed is not None and self._generator is None:
-            self._generator = torch.Generator().manual_seed(self.seed)
-        return self._generator
+    tokenizer: Pads
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
 
-    def _special_ids(self) -> torch.Tensor:
-        return torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=torch.int64)
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch: inputs ``[batch, choices, sequence]``, ``labels`` ``[batch]``."""
+        label_name = "label" if "label" in features[0] else "labels"
+        choices = len(features[0]["input_ids"])
+        rows = [
+            {name: values[choice] for name, values in row.items()}
+            for row in _without(features, label_name)
+            for choice in range(choices)
+        ]
+        batch = {name: values.view(len(features), choices, -1) for name, values in _pad(self, rows).items()}
+        batch["labels"] = torch.tensor([int(row[label_name]) for row in features], dtype=torch.int64)
+        return batch
+
+
+def _without(features: list[Any], name: str) -> list[dict[str, Any]]:
+    return [{each: value for each, value in row.items() if each != name} for row in features]
+
+
+def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as tensors ``[rows, sequence]``, padded as the collator's settings say."""
+    padded = collator.tokenizer.pad(
+        rows,
+        padding=collator.padding,
+        max_length=collator.max_length,
+        pad_to_multiple_of=collator.pad_to_multiple_of,
+        return_tensors="pt",
+    )
+    return dict(padded)
+
+
+def _pad_rows(rows: list[Sequence[int]], width: int, value: int, *, left: bool) -> torch.Tensor:
+    """Rows of numbers as a tensor ``[rows, width]``, int64, filled with `value`."""
+    padded = torch.full((len(rows), width), value, dtype=torch.int64)
+    for target, row in zip(padded, rows, strict=True):
+        values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
+        place = target[width - len(values) :] if left else target[: len(values)]
+        place.copy_(values)
+    return padded

@@ -181,7 +181,7 @@ def test_padding_is_never_a_target(side: str) -> None:
             {"random_replace_prob": 0.5},
             r"mask_replace_prob \+ random_replace_prob = 1.3: The share must be from 0 to 1",
         ),
-        ({"whole_word_mask": True}, "whole_word_mask = True: Masking whole words is not supported"),
+        ({"whole_word_mask": True, "mlm": False}, "whole_word_mask = True: Whole words are masked for masked"),
     ],
 )
 def test_impossible_masking_is_refused(given: Any, expected: str) -> None:

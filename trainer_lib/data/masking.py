@@ -1,0 +1,317 @@
+"""Collators for masked, causal and permuted language models.
+
+In our loaders the random numbers of a sample depend only on (seed, epoch, sample), so neither the micro-batch nor the
+number of workers or processes changes them. Elsewhere they come from the collator's seed or from torch's generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from trainer_lib.data.collators import IGNORED, DataCollatorMixin, returned_as, seeds_of_samples
+from trainer_lib.errors import ConfigError, DataError
+
+_INT64 = 0x7FFFFFFFFFFFFFFF
+_MASKING = 0x6D61736B  # separates the random numbers of a sample's mask from those of its dataset
+
+
+def _as_rows(features: list[Any]) -> list[Mapping[str, Any]]:
+    return [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
+
+
+def _generators(count: int, seed: int | None, own: torch.Generator | None) -> Iterator[torch.Generator | None]:
+    """The generator of each sample: one of its own in our loaders, else `own` for all (None: torch's global one)."""
+    seeds = seeds_of_samples.get()
+    for row in range(count):
+        known = None if seeds is None else (seeds[row] ^ (seed or 0) ^ _MASKING) & _INT64
+        yield own if known is None else torch.Generator().manual_seed(known)
+
+
+def _place(length: int, width: int, tokenizer: Any) -> slice:
+    """The columns of a sample's tokens in a batch that is `width` wide."""
+    left = getattr(tokenizer, "padding_side", "right") == "left"
+    return slice(width - length, None) if left else slice(0, length)
+
+
+def _special_tokens(inputs: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+    return torch.isin(inputs, torch.tensor(sorted(tokenizer.all_special_ids), dtype=torch.int64))
+
+
+@dataclass
+class DataCollatorForLanguageModeling(DataCollatorMixin):
+    """Batches for language models: causal targets, or masked ones with `mlm`.
+
+    With `mlm`, the share `mlm_probability` of the tokens are targets. Of these, 80 % are replaced by the mask token and
+    10 % by a random token, and 10 % are kept (Devlin et al. 2018, https://arxiv.org/abs/1810.04805). With
+    `whole_word_mask`, that share of the words are targets with all their tokens, and every target is replaced by the
+    mask token; samples need an ``offset_mapping``. Without `mlm`, every token that is not padding is a target. The
+    tokenizer needs ``pad_token_id``, and with `mlm` also ``mask_token_id``, ``all_special_ids`` and ``__len__``.
+
+    Raises:
+        ConfigError: the tokenizer has no mask token, a share is outside [0, 1], or words are to be masked without
+            `mlm`.
+        DataError: words are to be masked, and samples have no ``offset_mapping``.
+    """
+
+    tokenizer: Any
+    mlm: bool = True
+    whole_word_mask: bool = False
+    mlm_probability: float | None = 0.15
+    mask_replace_prob: float = 0.8
+    random_replace_prob: float = 0.1
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._generator: torch.Generator | None = None
+        self._lengths: list[int] | None = None
+        if self.whole_word_mask:
+            if not self.mlm:
+                raise ConfigError(
+                    "Whole words are masked for masked language models only.",
+                    field="whole_word_mask",
+                    value=True,
+                    remedy="Set mlm=True.",
+                )
+            self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
+        if self.mlm:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        if getattr(self.tokenizer, "mask_token_id", None) is None:
+            raise ConfigError(
+                "The tokenizer has no mask token.", field="mlm", value=True, remedy="Give mlm=False for a causal model."
+            )
+        replaced = self.mask_replace_prob + self.random_replace_prob
+        for name, value in (
+            ("mlm_probability", self.mlm_probability),
+            ("mask_replace_prob", self.mask_replace_prob),
+            ("random_replace_prob", self.random_replace_prob),
+            ("mask_replace_prob + random_replace_prob", replaced),
+        ):
+            # 0.8 + 0.2 may come out a little above 1.
+            if value is None or not 0 <= value <= 1 + 1e-9:
+                raise ConfigError(
+                    "The share must be from 0 to 1.", field=name, value=str(value), remedy="Give a number from 0 to 1."
+                )
+
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch, with ``input_ids`` and ``labels`` ``[batch, sequence]``; labels that are not targets are -100."""
+        rows = _as_rows(features)
+        # The tokenizer cannot pad offsets.
+        offsets = [row.get("offset_mapping") for row in rows]
+        plain = [{name: value for name, value in row.items() if name != "offset_mapping"} for row in rows]
+        batch = dict(self.tokenizer.pad(plain, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of))
+        special = batch.pop("special_tokens_mask", None)
+        if self.mlm:
+            self._lengths = [len(row["input_ids"]) for row in rows]
+            words = {"offset_mapping": offsets} if self.whole_word_mask else {}
+            masked = self.torch_mask_tokens(batch["input_ids"], special_tokens_mask=special, **words)
+            batch["input_ids"], batch["labels"] = masked
+            self._lengths = None
+        else:
+            labels = batch["input_ids"].clone()
+            if self.tokenizer.pad_token_id is not None:
+                labels[labels == self.tokenizer.pad_token_id] = IGNORED
+            batch["labels"] = labels
+        return batch
+
+    def torch_mask_tokens(
+        self, inputs: torch.Tensor, special_tokens_mask: torch.Tensor | None = None, offset_mapping: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masked inputs and labels ``[batch, sequence]``.
+
+        Args:
+            inputs: tokens ``[batch, sequence]``.
+            special_tokens_mask: ``[batch, sequence]``; 1 where a token is never a target.
+            offset_mapping: for each sample (start, end) of each of its tokens in the text; with `whole_word_mask`.
+        """
+        labels, inputs = inputs.clone(), inputs.clone()
+        special = _special_tokens(inputs, self.tokenizer) if special_tokens_mask is None else special_tokens_mask.bool()
+        chance, replacement, word = self._draw_numbers(inputs.shape)
+        if self.whole_word_mask:
+            chance = self._chance_of_words(chance, special, offset_mapping)
+        # Special tokens are never targets; padding has chance 1.
+        targets = (chance < (self.mlm_probability or 0.0)) & ~special
+        labels[~targets] = IGNORED
+        inputs[targets & (replacement < self.mask_replace_prob)] = self.tokenizer.mask_token_id
+        # Disjoint from the masked ones: the same number decides both.
+        randomized = targets & (replacement >= self.mask_replace_prob)
+        randomized &= replacement < self.mask_replace_prob + self.random_replace_prob
+        words = (word * len(self.tokenizer)).to(inputs.dtype).clamp(max=len(self.tokenizer) - 1)
+        inputs[randomized] = words[randomized]
+        return inputs, labels
+
+    def _draw_numbers(self, shape: torch.Size) -> torch.Tensor:
+        """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has numbers of its own."""
+        draws = torch.ones(3, *shape)  # 1 at padding, which is above every share
+        lengths = self._lengths or [shape[-1]] * shape[0]
+        generators = _generators(len(lengths), self.seed, self._own_generator())
+        for row, (length, generator) in enumerate(zip(lengths, generators, strict=True)):
+            draws[:, row, _place(length, shape[-1], self.tokenizer)] = torch.rand(3, length, generator=generator)
+        return draws
+
+    def _chance_of_words(self, chance: torch.Tensor, special: torch.Tensor, offsets: Sequence[Any]) -> torch.Tensor:
+        """`chance` ``[batch, sequence]`` with the number of a word's first token at each of its tokens."""
+        of_words = torch.ones_like(chance)
+        for row, spans in enumerate(offsets or [None] * len(chance)):
+            if spans is None:
+                raise DataError(
+                    "Masking whole words needs to know where each token is in the text.",
+                    field="offset_mapping",
+                    remedy="Tokenize with return_offsets_mapping=True, and keep that column.",
+                )
+            place, before, first = _place(len(spans), chance.shape[1], self.tokenizer), -1, -1
+            columns = range(chance.shape[1])[place]
+            for column, span in zip(columns, spans, strict=True):
+                start, end = int(span[0]), int(span[1])
+                if special[row, column]:
+                    first = -1  # the next token begins a word
+                else:
+                    # A word goes on where the text does: without a gap after the token before.
+                    first = column if first < 0 or start != before else first
+                    of_words[row, column] = chance[row, first]
+                before = end
+        return of_words
+
+    def _own_generator(self) -> torch.Generator | None:
+        if self.seed is not None and self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.seed)
+        return self._generator
+
+
+@dataclass
+class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
+    """Batches for permuted language models: spans to predict, and which token may see which.
+
+    Spans of 1 to `max_span_length` tokens are targets, each in a context of its length divided by `plm_probability`.
+    The two halves of a sequence are permuted alike, since a memory of half its length is assumed. Source: Yang et al.,
+    "XLNet" (2019, https://arxiv.org/abs/1906.08237).
+
+    Raises:
+        ConfigError: the tokenizer has no mask token.
+        DataError: a batch has an odd number of tokens in a sequence.
+    """
+
+    tokenizer: Any
+    plm_probability: float = 1 / 6
+    max_span_length: int = 5
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if getattr(self.tokenizer, "mask_token_id", None) is None:
+            raise ConfigError(
+                "The tokenizer has no mask token.",
+                field="tokenizer",
+                value=type(self.tokenizer).__name__,
+                remedy="Add one: tokenizer.add_special_tokens({'mask_token': '[MASK]'}).",
+            )
+
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        """The batch: ``input_ids``, ``labels`` ``[batch, sequence]``; masks ``[batch, sequence, sequence]``."""
+        rows = [{"input_ids": row["input_ids"]} for row in _as_rows(features)]
+        padded = self.tokenizer.pad(rows, return_tensors="pt")["input_ids"]
+        inputs, perm_mask, target_mapping, labels = self.torch_mask_tokens(padded)
+        return {"input_ids": inputs, "perm_mask": perm_mask, "target_mapping": target_mapping, "labels": labels}
+
+    def torch_mask_tokens(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Masked inputs ``[batch, sequence]``, permutation mask and target mapping, and labels.
+
+        ``perm_mask[b, i, j]`` is 1 where token i must not see token j. The mapping is the identity: the i-th prediction
+        is of the i-th token.
+        """
+        count, width = inputs.shape
+        if width % 2:
+            raise DataError(
+                "The two halves of a sequence are permuted alike, so its length must be even.",
+                field="input_ids",
+                value=width,
+                remedy="Pad or cut the samples to an even number of tokens.",
+            )
+        labels, inputs = inputs.clone(), inputs.clone()
+        special = _special_tokens(inputs, self.tokenizer)
+        if self.tokenizer.pad_token_id is not None:
+            special |= inputs == self.tokenizer.pad_token_id
+        masked = torch.zeros(count, width, dtype=torch.bool)
+        perm_mask = torch.zeros(count, width, width)
+        for row, generator in enumerate(_generators(count, None, None)):
+            masked[row] = self._draw_spans(width, generator) & ~special[row]
+            half = torch.randperm(width // 2, generator=generator)
+            order = torch.cat([half, half + width // 2])
+            # Tokens that are neither targets nor special come first: all others may see them.
+            order[~masked[row] & ~special[row]] = -1
+            perm_mask[row] = ((order[:, None] <= order[None, :]) & masked[row]).float()
+        inputs[masked] = self.tokenizer.mask_token_id
+        labels[~masked] = IGNORED
+        return inputs, perm_mask, torch.eye(width).repeat(count, 1, 1), labels
+
+    def _draw_spans(self, width: int, generator: torch.Generator | None) -> torch.Tensor:
+        """The tokens of the spans to predict, ``[sequence]``, bool."""
+
+        def draw(below: int) -> int:
+            return int(torch.randint(below, (), generator=generator))
+
+        masked, done = torch.zeros(width, dtype=torch.bool), 0
+        while done < width:
+            span = 1 + draw(self.max_span_length)
+            context = int(span / self.plm_probability)
+            start = done + draw(context - span + 1)
+            masked[start : start + span] = True
+            done += context
+        return masked
+
+
+@dataclass
+class DataCollatorWithFlattening(DataCollatorMixin):
+    """Concatenates the samples of a batch to one sequence, without padding; attention must know where each begins.
+
+    Args:
+        return_tensors: "pt" or "np".
+        return_position_ids: add ``position_ids``, which start again at `position_ids_start` with every sample.
+        separator_id: the label of each sample's first token, which no token before it predicts.
+        return_flash_attn_kwargs: add ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
+        return_seq_idx: add ``seq_idx``, the number of each token's sample.
+        position_ids_start: position of a sample's first token; RoBERTa's models count from 2.
+    """
+
+    return_tensors: str = "pt"
+    return_position_ids: bool = True
+    separator_id: int = IGNORED
+    return_flash_attn_kwargs: bool = False
+    return_seq_idx: bool = False
+    position_ids_start: int = 0
+    is_pure = True
+
+    @override
+    def __call__(
+        self, features: list[Any], return_tensors: str | None = None, separator_id: int | None = None
+    ) -> dict[str, Any]:
+        """The batch, ``input_ids``, ``labels`` and more, ``[1, tokens]``."""
+        batch = self._flatten(features, self.separator_id if separator_id is None else separator_id)
+        return returned_as(batch, return_tensors or self.return_tensors)
+
+    def _flatten(self, features: list[Any], separator: int) -> dict[str, Any]:
+        rows = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in features]
+        lengths = [len(row) for row in rows]
+        batch: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
+        given = [torch.as_tensor(row.get("labels", row["input_ids"]), dtype=torch.int64) for row in features]
+        first = torch.tensor([separator])
+        batch["labels"] = torch.cat([part for row in given for part in (first, row[1:])])[None]
+        if self.return_position_ids:
+            batch["position_ids"] = torch.cat([torch.arange(each) for each in lengths])[None] + self.position_ids_start
+        if self.return_seq_idx:
+            numbers = torch.arange(len(lengths), dtype=torch.int32)
+            batch["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths))[None]
+        if self.return_flash_attn_kwargs:
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
+            batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+        return batch
