@@ -259,7 +259,13 @@ class EvalLoader(_SeededLoader):
         rounds: number of rounds, equal on every rank; this rank may have one batch fewer.
         rows: the rows [start, stop) of the dataset that all ranks read together.
         slices: the rows [start, stop) of each of this rank's batches.
+        equal_rounds: whether iteration gives a rank without rows in the last round a dummy batch there, for a loop of
+            the user's own whose steps communicate.
+        in_dummy_batch: whether the batch that iteration gave last is a dummy.
     """
+
+    equal_rounds = False
+    in_dummy_batch = False
 
     def __init__(
         self,
@@ -286,6 +292,23 @@ class EvalLoader(_SeededLoader):
         """A dummy batch of the first row, for a rank without rows that takes part in the others' collectives."""
         start, _ = self.rows
         return self._fetch.__getitems__(Keys(0, np.arange(start, start + 1, dtype=np.int64)))
+
+    def own_batches(self) -> Iterator[Any]:
+        """This rank's batches, without a dummy batch."""
+        return iter(super().__iter__())
+
+    @override
+    def __iter__(self) -> Any:
+        """This rank's batches and, with `equal_rounds`, a dummy batch for the round that it has no rows in."""
+        lacks_round = self.equal_rounds and len(self.slices) < self.rounds
+        return itertools.chain(self.own_batches(), self._dummy_round()) if lacks_round else self.own_batches()
+
+    def _dummy_round(self) -> Iterator[Any]:
+        self.in_dummy_batch = True
+        try:
+            yield self.dummy_batch()
+        finally:
+            self.in_dummy_batch = False
 
     @override
     def _read_directly(self) -> Iterator[Any]:

@@ -33,7 +33,7 @@ def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
     Where a rank has no samples left, its batch is not real: None, or a dummy batch.
     """
     if isinstance(loader, EvalLoader):
-        batches = iter(loader)
+        batches = loader.own_batches()
         sizes = [stop - start for start, stop in loader.slices]
         every = itertools.zip_longest((next(batches, None) for _ in range(loader.rounds)), sizes, fillvalue=0)
         return (Micro(batch, batch is not None, size) for batch, size in every)

@@ -319,12 +319,12 @@ class Loaders:
                 drop_last=False,
                 options=self._options(training=False),
                 # A rank whose stream has ended still takes part in the steps of the others.
-                dummy_batches=self._internals.evaluator.steps_together,
+                dummy_batches=share.size > 1,
             )
         sampler = _call_sampler(sampler_fn, dataset)
         if sampler is not None:
             dataset = Subset(dataset, [int(index) for index in sampler])
-        return self._shared_loader(dataset, collate, batch_size)
+        return self._internals.accelerator.watch(self._shared_loader(dataset, collate, batch_size))
 
     def range_loader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
         """A loader of rows [start, stop) for this process alone."""

@@ -22,8 +22,7 @@ _NOISE = "Set neftune_noise_alpha, or put a forward hook on the embedding yourse
 
 #: Method -> what to do instead.
 UNCALLED: Mapping[str, str] = {
-    "_build_accelerator_args": "Set accelerator_config and the ddp_* arguments: no Accelerator is built.",
-    "create_accelerator_and_postprocess": "Set accelerator_config and the ddp_* arguments: no Accelerator is built.",
+    "_build_accelerator_args": "Set accelerator_config and the ddp_* arguments, of which the accelerator is made.",
     "_defer_fsdp_gradient_reduction": _SIZES,
     "_has_mixed_mesh_grads": _SIZES,
     "_mixed_mesh_grad_norm": _SIZES,

@@ -107,6 +107,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         internals.read_signatures()
         with self._memory_tracker.stage("init"):
             internals.model.take(model)
+            self.create_accelerator_and_postprocess()
+            internals.accelerator.refuse_foreign()
             self._validate_args()
             internals.publisher.prepare_target()
             internals.events.create(callbacks or (), rank=internals.world.comm.rank)
@@ -130,7 +132,10 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         internals.model.set_up_smoothing(args)
         internals.micro_batches.forget()
         internals.loaders.forget()
-        internals.accelerator.set_up()
+        if hasattr(self, "callback_handler"):  # the Trainer is built, so this is a trial of a search
+            self.create_accelerator_and_postprocess()
+        else:
+            internals.accelerator.set_up()
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=world.device)
 
     def _trainflow_hooks(self) -> TrainerHooks:
@@ -144,6 +149,13 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which takes nothing or the trial of a search."""
         return self._trainflow.model.create(trial)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Prepare `self.accelerator`; an override may change its settings afterwards, but not put another in its place.
+
+        Called when the Trainer is built, and for every trial of a search.
+        """
+        self._trainflow.accelerator.set_up()
 
     def _validate_args(self) -> None:
         """Check what the Trainer was given; an override may add checks.
@@ -308,6 +320,6 @@ Trainer._trainflow_defaults = {
     name: getattr(Trainer, name)
     for name in (
         *("compute_loss", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens", "_maybe_log_save_evaluate"),
-        *("save_model", "_save"),
+        *("save_model", "_save", "create_accelerator_and_postprocess"),
     )
 }

@@ -86,8 +86,11 @@ def test_prepare_returns_what_it_was_given_in_that_order(tmp_path: Path) -> None
     assert helper.prepare(one.model) is one.model
     with pytest.raises(ConfigError, match="2 objects to prepare"):
         helper.prepare(1, 2, device_placement=[True])
-    helper.free_memory()
-    assert not helper._optimizers and not helper._models
+    assert not helper.dispatch_batches and helper._optimizers and helper._models
+    assert helper.free_memory(other) == [None] and not helper._optimizers and not helper._models
+    helper.prepare(other)
+    helper.clear()
+    assert not helper._models
 
 
 def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Path) -> None:
@@ -345,3 +348,19 @@ def test_a_trial_of_a_search_refreshes_the_accelerator(tmp_path: Path) -> None:
     helper = one.accelerator
     one._trainflow_set_up(trainer(tmp_path, ROWS, bf16=True).args)
     assert one.accelerator is helper and helper.mixed_precision == "bf16"
+
+
+def test_an_override_of_its_making_is_called_and_may_not_replace_it(tmp_path: Path) -> None:
+    class Adjusting(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            assert isinstance(self.model, nn.Module) and self.args.output_dir == str(tmp_path)
+            self.accelerator.even_batches = False
+
+    class Replacing(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            self.accelerator: Any = "mine"
+
+    assert not trainer(tmp_path, ROWS, cls=Adjusting).accelerator.even_batches
+    with pytest.raises(ConfigError, match="would not follow an Accelerator of your own"):
+        trainer(tmp_path, ROWS, cls=Replacing)

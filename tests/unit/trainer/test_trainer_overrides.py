@@ -20,8 +20,7 @@ def test_every_overridable_method_is_called_by_a_run(tmp_path: Path) -> None:
 
 def test_no_public_method_of_the_reference_is_left_out() -> None:
     reference = surface.SURFACE["Trainer_methods"]
-    # Of a Trainer that hands its model to accelerate, and of parallelism inside a layer.
-    foreign = {"create_accelerator_and_postprocess", "get_cp_size", "get_sp_size", "get_tp_size"}
+    foreign = {"get_cp_size", "get_sp_size", "get_tp_size"}  # of parallelism inside a layer
     public = {name for name in reference if not name.startswith("_")} - foreign
     assert public <= {*SURFACE["called"], *SURFACE["called_by_users_only"]}
 

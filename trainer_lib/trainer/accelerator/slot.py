@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
+
+from trainer_lib.data.loader import EvalLoader
+from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
@@ -38,6 +42,7 @@ class AcceleratorSlot:
         self._internals = internals
         self._made: TrainerAccelerator | None = None
         self.in_dummy_batch = False
+        self._watched: weakref.WeakSet[EvalLoader] = weakref.WeakSet()
 
     def set_up(self) -> None:
         """Take over the world and the engine that follow from new arguments."""
@@ -50,6 +55,23 @@ class AcceleratorSlot:
         if self._made is not None:
             self._made._refresh()
 
+    def refuse_foreign(self) -> None:
+        """Raise ConfigError when an override of `create_accelerator_and_postprocess` made an Accelerator of its own.
+
+        An accelerator that a subclass keeps under this name for itself, without the override, is left alone.
+        """
+        if "create_accelerator_and_postprocess" not in self._internals.signatures.overridden:
+            return
+        made: Any = getattr(self._trainer, "accelerator")  # noqa: B009  # collaborators reach it through this slot
+        if made is self._made:
+            return
+        raise ConfigError(
+            "The Trainer's engine would not follow an Accelerator of your own.",
+            field="create_accelerator_and_postprocess",
+            value=type(made).__name__,
+            remedy="Set accelerator_config and the ddp_* arguments, or change self.accelerator after super().",
+        )
+
     def get(self) -> TrainerAccelerator:
         """The accelerator of this Trainer."""
         if self._made is None:
@@ -58,9 +80,15 @@ class AcceleratorSlot:
             self._made = TrainerAccelerator(self._trainer, self._internals)
         return self._made
 
+    def watch(self, loader: EvalLoader) -> EvalLoader:
+        """Note a loader that the user may iterate: its ranks get equally many batches, so that they can gather."""
+        loader.equal_rounds = True
+        self._watched.add(loader)
+        return loader
+
     def has_own_batch(self) -> bool:
         """Whether the batch that is computed now holds samples of this rank's own, and is not a dummy batch."""
         run = self._internals.run
         if run is not None and run.weights.computing:
             return run.weights.has_items
-        return not self.in_dummy_batch
+        return not self.in_dummy_batch and not any(loader.in_dummy_batch for loader in self._watched)
