@@ -236,7 +236,7 @@ class Plan:
         if missing:
             return StageReason(name, False, f"{missing[0]} runs first; if its result is the same, this is kept")
         key = self.key_of(name, committed)
-        manifest, damage = _manifests.look_up(_manifests.stage_store(self.spec.storage, key))
+        manifest, damage = _manifests.look_up(self.spec.storage, key)
         if manifest is not None:
             return StageReason(name, True, f"committed {manifest.created}", key.digest, manifest=manifest)
         if damage is not None:

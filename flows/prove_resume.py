@@ -163,7 +163,7 @@ class _Proof:
     def _prepared(self) -> StageManifest:
         """The manifest of the prepared data: the pipeline's own if it is committed and intact, else made here."""
         key = _keys.prepare_key(self._spec.prepare, self._context)
-        manifest, _ = _manifests.look_up(_manifests.stage_store(self._spec.storage, key))
+        manifest, _ = _manifests.look_up(self._spec.storage, key)
         if manifest is not None:
             return manifest
         from tasks.prepare_data import prepare_data

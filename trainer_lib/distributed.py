@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from typing_extensions import override
 from trainer_lib import devices, exits, in_flight
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import Ranks
+from trainer_lib.communicator import Communicator as Communicator
+from trainer_lib.communicator import DataParallel as DataParallel
+from trainer_lib.communicator import Pending as Pending
+from trainer_lib.communicator import SingleProcess as SingleProcess
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
 
 _log = logging.getLogger(__name__)
@@ -40,130 +44,6 @@ class DistributedSettings(Protocol):
     use_cpu: bool
     ddp_backend: str | None
     ddp_timeout: int
-
-
-class DataParallel(NamedTuple):
-    """Which share of the data this process works on; batches, data order and loss weights follow it, not the world.
-
-    Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
-    context parallelism).
-
-    Attributes:
-        rank: number of this process's share, from 0.
-        size: number of shares.
-    """
-
-    rank: int
-    size: int
-
-
-class Pending(Protocol):
-    """A collective that is under way."""
-
-    def result(self) -> bool:
-        """Wait on the host, and return whether the flag is true on any rank."""
-
-
-@runtime_checkable
-class Communicator(Protocol):
-    """Messages between ranks beside the gradients. Every method is collective: all ranks call it, in the same order."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    data_parallel: DataParallel
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-
-    def gather_json(self, obj: Any) -> list[Any] | None:
-        """Return every rank's object on rank 0, in rank order; None elsewhere."""
-
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        """Return every rank's bytes on rank 0, in rank order; None elsewhere. Nothing is padded to the longest."""
-
-    def broadcast_json(self, obj: Any) -> Any:
-        """Return rank 0's object on every rank. It went through JSON on rank 0 as well, so all are equal."""
-
-    def agree(self, error: TrainflowError | None) -> None:
-        """Raise the error of the lowest rank that has one, on every rank; return when no rank has one."""
-
-    def any(self, flag: bool) -> bool:
-        """Return True on every rank when `flag` is true on one."""
-
-    def any_later(self, flag: bool) -> Pending:
-        """Start `any` and return at once: the message travels while the caller computes."""
-
-    def sum_ints(self, values: list[int]) -> list[int]:
-        """Return the element-wise sum over ranks of a few integers, without touching a device."""
-
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
-
-    def twin(self, timeout_s: float) -> Communicator:
-        """Return the same ranks over connections of their own, for the messages of one other thread."""
-
-
-class _Known:
-    """The result of a collective that needed no message."""
-
-    def __init__(self, value: bool) -> None:
-        self._value = value
-
-    def result(self) -> bool:
-        return self._value
-
-
-class SingleProcess(Communicator):
-    """A world of one: each message is a plain return, through JSON where several ranks would use it."""
-
-    rank = 0
-    world_size = 1
-    local_rank = 0
-    local_world_size = 1
-    data_parallel = DataParallel(0, 1)
-
-    @override
-    def barrier(self) -> None:
-        return
-
-    @override
-    def gather_json(self, obj: Any) -> list[Any] | None:
-        return [json.loads(json.dumps(obj))]
-
-    @override
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        return [data]
-
-    @override
-    def broadcast_json(self, obj: Any) -> Any:
-        return json.loads(json.dumps(obj))
-
-    @override
-    def agree(self, error: TrainflowError | None) -> None:
-        if error is not None:
-            raise error
-
-    @override
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    @override
-    def any_later(self, flag: bool) -> Pending:
-        return _Known(flag)
-
-    @override
-    def sum_ints(self, values: list[int]) -> list[int]:
-        return list(values)
-
-    @override
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone()
-
-    @override
-    def twin(self, timeout_s: float) -> Communicator:
-        return self
 
 
 class _PendingFlag:
@@ -181,13 +61,22 @@ class _PendingFlag:
 
 
 class ProcessGroup(Communicator):
-    """Several processes over a `torch.distributed` group, by default the job's; its CPU side is always gloo."""
+    """Several processes over a `torch.distributed` group, by default the job's; its CPU side is always gloo.
 
-    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None = None) -> None:
+    Args:
+        ranks: the place of this process.
+        group: for tensors on the CPU; None is the job's.
+        device_group: for tensors on other devices; `group` when not given.
+    """
+
+    def __init__(
+        self, ranks: Ranks, group: dist.ProcessGroup | None = None, device_group: dist.ProcessGroup | None = None
+    ) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
         self.data_parallel = DataParallel(ranks.rank, ranks.world_size)
         self._ranks, self._group = ranks, group
+        self._device_group = device_group or group
         self._twin: Communicator | None = None
         self.waited_s = 0.0
         "Seconds in `sum_ints`, which ranks call in every step: mostly waiting for the others."
@@ -261,8 +150,18 @@ class ProcessGroup(Communicator):
     @override
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.detach().clone()
-        dist.all_reduce(in_flight.remember(total), group=self._group)
+        dist.all_reduce(in_flight.remember(total), group=self._group_of(tensor))
         return total.detach()  # a tensor of its own over the same memory, which the caller may keep
+
+    @override
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = in_flight.remember(tensor.detach().clone(memory_format=torch.contiguous_format))
+        gathered = [in_flight.remember(torch.empty_like(own)) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self._group_of(tensor))
+        return [each.detach() for each in gathered]
+
+    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        return self._group if tensor.device.type == "cpu" else self._device_group
 
     @override
     def twin(self, timeout_s: float) -> Communicator:
@@ -302,8 +201,7 @@ def init(args: DistributedSettings) -> Communicator:
         return _current
     if dist.is_available() and dist.is_initialized():
         exits.report_failures()
-        ranks = ranks_from_environment()
-        _current = ProcessGroup(Ranks(dist.get_rank(), dist.get_world_size(), ranks.local_rank, ranks.local_world_size))
+        _current = _adopt_formed_group(args)
         return _current
     ranks = ranks_from_environment()
     if ranks.world_size == 1:
@@ -331,6 +229,17 @@ def init(args: DistributedSettings) -> Communicator:
         ) from error
     _current, _owned = ProcessGroup(ranks), True
     return _current
+
+
+def _adopt_formed_group(args: DistributedSettings) -> ProcessGroup:
+    """Use the group that the caller, or a library of the caller's, has formed."""
+    found = ranks_from_environment()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), found.local_rank, found.local_world_size)
+    # accelerate forms a group without a CPU side on GPUs; messages then need one of their own.
+    if any(part.startswith("cpu:") for part in dist.get_backend_config().split(",")):
+        return ProcessGroup(ranks)
+    timeout = timedelta(seconds=args.ddp_timeout)
+    return ProcessGroup(ranks, dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD)
 
 
 def form_alone(device: torch.device) -> None:

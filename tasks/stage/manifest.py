@@ -181,8 +181,12 @@ def stage_store(storage: str, key: StageKey) -> Store:
     return Store.open(storage).child(STAGES, key.stage, key.folder)
 
 
-def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
-    """``(manifest, None)`` of an intact result, ``(None, problem)`` of a damaged one, ``(None, None)`` if none."""
+def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | None]:
+    """``(manifest, None)`` of an intact result, ``(None, problem)`` of a damaged one, ``(None, None)`` if none.
+
+    The result of another stage or key in this folder, moved or restored there by hand, is a damaged one.
+    """
+    store = stage_store(storage, key)
     try:
         commit = read_commit(store, kind="stage")
         if commit is None:
@@ -190,6 +194,8 @@ def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
         manifest = StageManifest.from_commit(store.url, commit)
     except DamagedError as error:
         return None, error.message
+    if (manifest.stage, manifest.key) != (key.stage, key.digest):
+        return None, f"the folder holds the result of {manifest.stage} under the key {manifest.key[:16]}"
     read_back = store.is_local or sum(entry.size for entry in commit.files) <= _READ_BACK_BYTES
     # With the time: a result that was made again at this place is read back again.
     known = (store.url, commit.content_digest, commit.created)
@@ -201,6 +207,19 @@ def look_up(store: Store) -> tuple[StageManifest | None, str | None]:
         return manifest, None
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return None, f"{problems[0]}{more}"
+
+
+def belongs_to_other_key(store: Store, key: StageKey) -> bool:
+    """Whether what lies in the stage's folder, finished or not, was made under another key."""
+    made_for: set[str] = set()
+    try:
+        if (commit := read_commit(store, kind="stage")) is not None:
+            made_for.add(str(commit.meta.get("key")))
+        if data := store.read_if_exists(KEY_FILE, limit=_KEY_BYTES):
+            made_for.add(str(json.loads(data)["key"]))
+    except (ValueError, KeyError, TypeError, DamagedError):
+        pass  # half written: the key that can be read decides
+    return bool(made_for - {key.digest})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import StageFacts
 from tasks.stage.keys import StageKey, stage_key
-from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, explain_miss, look_up, stage_store
+from tasks.stage.manifest import (
+    KEY_FILE,
+    StageManifest,
+    belongs_to_other_key,
+    commit_facts,
+    explain_miss,
+    look_up,
+    stage_store,
+)
 from tasks.stage.retry import (
     ATTEMPTS,
     Ledger,
@@ -95,7 +103,7 @@ def run_stage(
     """
     try:
         store = stage_store(context.storage, key)
-        look = partial(_look, store, inspect)
+        look = partial(_look, context.storage, key, inspect)
         # A retry of a forced stage goes on from the checkpoints that its first try has just made.
         force = key.stage in context.force and first_try()
         return _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
@@ -124,7 +132,7 @@ def _look_or_work(
     lease = _acquire(store, key, wait=not force, look=look)
     if lease is None:
         # No lease: `done` saw a result while we waited.
-        manifest, _ = look_up(store)
+        manifest, _ = look_up(storage, key)
         if manifest is None:
             raise StorageError("The result that another process committed is gone.", field=store.url)
         return _cached(manifest)
@@ -133,7 +141,9 @@ def _look_or_work(
             manifest, damage = look()
             if manifest is not None:
                 return _cached(manifest)
-        if force or damage is not None:
+        if belongs_to_other_key(store, key):
+            _withdraw(store, keep={_LEASE})  # its checkpoints and attempts are another training's
+        elif force or damage is not None:
             # A damaged result is made again from its checkpoints; a forced one from nothing.
             _withdraw(store, keep=_BOOKS if force else _UNCOMMITTED)
         return _attempt(key, store, lease, work, reason, retries, max_halvings)
@@ -219,9 +229,9 @@ def _reason(storage: str, key: StageKey, *, force: bool, damage: str | None) -> 
 
 
 def _look(
-    store: Store, inspect: Callable[[StageManifest], str | None] | None
+    storage: str, key: StageKey, inspect: Callable[[StageManifest], str | None] | None
 ) -> tuple[StageManifest | None, str | None]:
-    manifest, damage = look_up(store)
+    manifest, damage = look_up(storage, key)
     if manifest is not None and inspect is not None and (problem := inspect(manifest)):
         return None, problem
     return manifest, damage

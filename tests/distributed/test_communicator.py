@@ -31,6 +31,7 @@ def conversation() -> dict[str, object]:
         "any": [comm.any(comm.rank == 1), comm.any(False), comm.any_later(comm.rank == 0).result()],
         "ints": comm.sum_ints([1, comm.rank]),
         "tensor": comm.sum_tensor(torch.tensor([1.5, comm.rank])).tolist(),
+        "tensors": [each.tolist() for each in comm.gather_tensor(torch.tensor([[comm.rank], [7]]).T)],
     }
     comm.agree(None)
     return heard
@@ -46,6 +47,18 @@ def test_every_message_reaches_every_rank() -> None:
         assert heard["any"] == [True, False, True]
         assert heard["ints"] == [2, 1]
         assert heard["tensor"] == [3.0, 1.0]
+        assert heard["tensors"] == [[[0, 7]], [[1, 7]]]
+
+
+def within_a_group_of_devices_alone() -> dict[str, object]:
+    torch.distributed.init_process_group("cuda:gloo")  # as accelerate forms one on GPUs: without a side for the CPU
+    return conversation()
+
+
+def test_messages_have_a_group_of_their_own_where_the_callers_does_not_serve_the_cpu() -> None:
+    zero, one = run_distributed(within_a_group_of_devices_alone, 2)
+    assert (zero["ints"], one["ints"]) == ([2, 1], [2, 1])
+    assert zero["gathered"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]
 
 
 def one_fails() -> str:

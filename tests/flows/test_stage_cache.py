@@ -16,6 +16,7 @@ import pytest
 
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
+from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
 from tasks.stage.runner import StageAttempt, StageOutput, stage_key
 from tests.support.stage import KEY, Toy, run
@@ -91,6 +92,43 @@ def test_a_truncated_file_is_noticed_even_right_after_a_look(local: str) -> None
     assert "3 bytes" in run(local, Toy()).reason
 
 
+OTHER_KEYS = [stage_key("toy", {"x": 2}), stage_key("other", {"x": 1})]
+
+
+@pytest.mark.parametrize("other", OTHER_KEYS, ids=["another training", "another stage"])
+def test_a_result_under_another_key_or_of_another_stage_is_not_this_one(local: str, other: StageKey) -> None:
+    """A folder that was moved, or restored from a backup, to the wrong place: all of its files are intact."""
+    moved = Path(run(local, Toy(), other).url)
+    (moved / "checkpoints").mkdir()
+    (moved / "checkpoints" / "of_the_other").write_text("x")
+    place = Path(stage_store(local, KEY).url)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    moved.rename(place)
+    toy = Toy()
+    made = run(local, toy)
+    assert toy.runs == 1
+    assert (
+        made.reason
+        == f"its result is damaged: the folder holds the result of {other.stage} under the key {other.folder}"
+    )
+    assert (made.key, made.stage, made.attempt) == (KEY.digest, KEY.stage, 1)
+    assert not (place / "checkpoints" / "of_the_other").exists()
+    assert run(local, toy) == made
+
+
+def test_an_unfinished_training_of_another_key_is_not_continued(local: str) -> None:
+    def stopped(attempt: StageAttempt) -> StageOutput:
+        attempt.store.write_bytes("checkpoints/c1", b"x")
+        raise InfrastructureError("stopped")
+
+    with pytest.raises(InfrastructureError):
+        run(local, stopped, OTHER_KEYS[0])
+    Path(stage_store(local, OTHER_KEYS[0]).url).rename(stage_store(local, KEY).url)
+    made = run(local, Toy())
+    assert made.attempt == 1
+    assert not Path(made.url, "checkpoints").exists()
+
+
 def test_force_discards_the_result_and_what_was_kept_for_continuing(local: str) -> None:
     toy = Toy()
     folder = Path(run(local, toy).url)
@@ -111,7 +149,7 @@ def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage:
 
     with pytest.raises(InfrastructureError):
         run(storage, messy)
-    manifest, problem = look_up(stage_store(storage, KEY))
+    manifest, problem = look_up(storage, KEY)
     assert (manifest, problem) == (None, None)
     assert explain_miss(storage, KEY).reason == "an earlier attempt did not finish"
     first = run(storage, Toy())
@@ -129,7 +167,7 @@ def test_a_result_that_names_a_missing_file_is_not_committed(local: str) -> None
 
     with pytest.raises(TrainflowError):
         run(local, forgetful)
-    assert look_up(stage_store(local, KEY)) == (None, None)
+    assert look_up(local, KEY) == (None, None)
 
 
 def test_ctrl_c_is_recorded_and_passed_on(local: str) -> None:
@@ -224,4 +262,4 @@ def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
 
     with pytest.raises(LeaseLostError):
         run(local, overtaken)
-    assert look_up(stage_store(local, KEY)) == (None, None)
+    assert look_up(local, KEY) == (None, None)

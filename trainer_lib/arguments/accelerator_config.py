@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.io import read_mapping
@@ -73,6 +73,15 @@ class AcceleratorConfig(dict[str, Any]):
             raise ConfigError("No setting has this name.", field=_FIELD, value=name, remedy=remedy)
         self[name] = value
 
+    @classmethod
+    def from_file(cls, name: str) -> Self:
+        """Read the settings from a JSON or YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        return cls(read_mapping(Path(name), field=_FIELD))
+
     def to_dict(self) -> dict[str, Any]:
         """Return every setting, given or not."""
         return {**_USUAL, **self}
@@ -94,7 +103,7 @@ class BatchSettings:
         Raises:
             ConfigError: the file cannot be read, or a setting is unknown or not supported.
         """
-        values = read_mapping(Path(config), field=_FIELD) if isinstance(config, str) else dict(config or {})
+        values = dict(AcceleratorConfig.from_file(config) if isinstance(config, str) else config or {})
         for key in values:
             if key not in ACCELERATOR_KEYS:
                 remedy = suggestion(str(key), ACCELERATOR_KEYS)

@@ -6,6 +6,7 @@ nothing and is dropped with the same warning.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from trainer_lib.arguments.coerce import coerce
 from trainer_lib.errors import ConfigError
 
 Changes = dict[str, Any]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,28 @@ def _refused(way_out: str, *neutral: Any) -> OldName:
 
 
 def _amp_backend(value: Any) -> Changes:
-    if str(value).lower() == "apex":
-        raise ConfigError(
-            "NVIDIA Apex is not supported.",
-            value=value,
-            remedy="Use torch's own mixed precision: fp16=True or bf16=True.",
-        )
-    if str(value).lower() not in ("auto", "amp", "cuda_amp", "cpu_amp"):
+    word = str(value).lower()
+    if word == "apex":
+        _log.warning("NVIDIA Apex is gone. torch's own autocast takes its place; with fp16 it does what level O1 did.")
+    elif word not in ("auto", "amp", "cuda_amp", "cpu_amp"):
         raise ConfigError(
             "No backend for mixed precision has this name.", value=value, remedy="Remove it; torch's own is used."
         )
     return {}
+
+
+def _apex_level(value: Any) -> Changes:
+    level = str(value).upper()
+    if level == "O0":
+        _log.warning("Apex's level O0 computes in float32: fp16 is off.")
+        return {"fp16": False}
+    if level in ("O2", "O3"):
+        raise ConfigError(
+            "This level of NVIDIA Apex keeps the weights in float16, which is not supported.",
+            value=value,
+            remedy="Use torch's own mixed precision: fp16=True, which is level O1, or bf16=True.",
+        )
+    raise ConfigError("Apex has no such level.", value=value, remedy="Remove it; fp16=True is what was level O1.")
 
 
 def _warmup_share(value: Any) -> Changes:
@@ -102,7 +115,6 @@ def _hub_organization(value: Any) -> Changes:
     return {"push_to_hub_organization": value}  # joined with the model id by `translate`
 
 
-_BF16 = "Use torch's own: bf16=True, torch_compile=True."
 _NATIVE = "torch's own mixed precision is always used."
 _SHARE = "warmup_steps (a number below 1 is a share of all steps)"
 
@@ -168,11 +180,15 @@ OLD_NAMES: Mapping[str, OldName] = {
     "save_safetensors": _refused(
         "Weights are always written as safetensors: a pickle can run code when it is loaded.", True
     ),
-    "fp16_opt_level": _refused("It was Apex's; use fp16=True or bf16=True.", "O1"),
-    "mp_parameters": _refused("SageMaker's model parallelism is gone; use fsdp or parallelism_config.", "", None),
-    "jit_mode_eval": _refused("Use torch_compile=True.", False),
-    "use_ipex": _refused(_BF16, False),
-    "xpu_backend": _refused("Use ddp_backend.", None),
+    "fp16_opt_level": OldName(
+        "", ("O1",), _apex_level, way_out="torch's own autocast does what level O1 did.", read=lambda args: "O1"
+    ),
+    "mp_parameters": _refused(
+        'SageMaker\'s model parallelism is gone. Give fsdp="full_shard auto_wrap", which shards the model.', "", None
+    ),
+    "jit_mode_eval": _refused("Tracing is gone. Use torch_compile=True, which compiles the model.", False),
+    "use_ipex": OldName("", (False, True), way_out="torch itself has Intel's optimisations.", read=lambda args: False),
+    "xpu_backend": _renamed("ddp_backend", None),
     "tpu_num_cores": _refused("The launcher decides how many processes there are.", None),
     "ray_scope": _refused("hyperparameter_search uses Optuna, whose pruner decides which trials go on.", "last"),
 }
@@ -237,6 +253,8 @@ def _merge(out: Changes, old: str, new: str, value: Any) -> None:
     present = out.get(new)
     if isinstance(present, dict) and isinstance(value, dict):
         out[new] = {**present, **value}  # several old names are keys of one mapping, such as accelerator_config
+    elif old == "fp16_opt_level":
+        out[new] = value  # level O0 means that fp16, which asked for Apex, is off
     elif new == "warmup_steps" and present not in (None, 0):
         return  # as in the reference: a number of steps wins over the share
     elif new == "include_for_metrics" and present:

@@ -126,6 +126,13 @@ class TrainerCallback:
         """The model is about to be pushed to a hub."""
 
 
+def _is_one(callback: TrainerCallback, cls: type[Any]) -> bool:
+    """Whether a callback is of a class, or ours of the name that transformers has for it."""
+    if cls.__module__.partition(".")[0] != "transformers":
+        return isinstance(callback, cls)
+    return isinstance(callback, cls) or any(each.__name__ == cls.__name__ for each in type(callback).__mro__)
+
+
 class CallbackHandler(TrainerCallback):
     """Calls every event of a list of callbacks in order.
 
@@ -180,7 +187,7 @@ class CallbackHandler(TrainerCallback):
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Remove and return a callback, or the first one of a class; None when there is none."""
         for present in self.callbacks:
-            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+            if _is_one(present, callback) if isinstance(callback, type) else present == callback:
                 self.callbacks.remove(present)
                 return present
         return None

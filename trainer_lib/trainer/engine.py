@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.accelerator_config import AcceleratorConfig
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision
 from trainer_lib.strategies.base import Strategy
@@ -34,11 +35,15 @@ def follows_metric(schedule: Any) -> bool:
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
-    """The arguments with what a strategy's own configuration file decides, a copy if it decides anything.
+    """The arguments with what configuration files decide, a copy if they decide anything.
 
     Raises:
         ConfigError: the file contradicts an argument, or asks for what is not served.
     """
+    file = args.accelerator_config
+    if isinstance(file, str):
+        args = copy.copy(args)
+        args.accelerator_config = AcceleratorConfig.from_file(file)
     if args.deepspeed is None:
         return args
     from trainer_lib.strategies.deepspeed.zero_config import resolve_config

@@ -73,6 +73,10 @@ class NodeView:
         """Sum of a tensor ``[...]`` over all machines."""
         return self._comm.sum_tensor(tensor)
 
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor ``[...]`` of every rank of every machine."""
+        return self._comm.gather_tensor(tensor)
+
     def twin(self, timeout_s: float) -> Communicator:
         """A view like this one, over connections of its own."""
         return NodeView(self._comm.twin(timeout_s))

@@ -35,6 +35,7 @@ TRANSLATED: list[tuple[str, Any, str, Any]] = [
     ("sharded_ddp", ["zero_dp_3", "offload"], "fsdp", "full_shard offload"),
     ("dispatch_batches", True, "accelerator_config", {"dispatch_batches": True}),
     ("split_batches", True, "accelerator_config", {"split_batches": True}),
+    ("xpu_backend", "ccl", "ddp_backend", "ccl"),
 ]
 OF_FSDP: list[tuple[str, Any, Any]] = [
     ("fsdp_min_num_params", 1000, {"min_num_params": 1000}),
@@ -43,12 +44,13 @@ OF_FSDP: list[tuple[str, Any, Any]] = [
 NEUTRAL: list[tuple[str, Any]] = [
     *[("fp16_backend", value) for value in ("auto", "amp", "cuda_amp")],
     *[("half_precision_backend", value) for value in ("auto", "cpu_amp")],
+    *[(name, "apex") for name in ("fp16_backend", "half_precision_backend")],
     *[("use_mps_device", value) for value in (True, False)],
-    ("fp16_opt_level", "O1"),
+    *[("fp16_opt_level", level) for level in ("O0", "O1")],
     ("save_safetensors", True),
     ("mp_parameters", ""),
     ("jit_mode_eval", False),
-    ("use_ipex", False),
+    *[("use_ipex", value) for value in (True, False)],
     ("xpu_backend", None),
     ("tpu_num_cores", None),
     ("ray_scope", "last"),
@@ -58,15 +60,11 @@ NEUTRAL: list[tuple[str, Any]] = [
     ("sharded_ddp", ""),
 ]
 REFUSED: list[tuple[str, Any, str]] = [
-    ("fp16_backend", "apex", "fp16=True"),
-    ("half_precision_backend", "apex", "fp16=True"),
     ("fp16_backend", "magic", "Remove it"),
-    ("fp16_opt_level", "O2", "fp16=True"),
+    *[("fp16_opt_level", level, "fp16=True") for level in ("O2", "o3", "O9")],
     ("save_safetensors", False, "safetensors"),
     ("mp_parameters", "{}", "fsdp"),
     ("jit_mode_eval", True, "torch_compile"),
-    ("use_ipex", True, "bf16"),
-    ("xpu_backend", "ccl", "ddp_backend"),
     ("tpu_num_cores", 8, "launcher"),
     ("ray_scope", "all", "Optuna"),
     ("sharded_ddp", "zero_dp_9", "fsdp"),
@@ -117,6 +115,22 @@ def test_what_cannot_be_served_names_the_way_out(old: str, value: Any, way_out: 
     assert caught.value.field == old
     assert caught.value.value == str(value)
     assert way_out in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["fp16_backend", "half_precision_backend"])
+def test_apexs_levels_are_float32_and_torchs_own_autocast(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    apex = {backend: "apex", "fp16": True}
+    assert Untyped("out", **apex).mixed_precision == "fp16"
+    assert "torch's own autocast takes its place" in caplog.text
+    assert Untyped("out", **apex, fp16_opt_level="O1").mixed_precision == "fp16"
+    assert Untyped("out", fp16_opt_level="O0", **apex).mixed_precision == "no"
+    assert "O0 computes in float32: fp16 is off" in caplog.text
+    assert Untyped("out", bf16=True, fp16_opt_level="O0").mixed_precision == "bf16"
+    with pytest.raises(
+        ConfigError, match="fp16_opt_level = O2: This level of NVIDIA Apex keeps the weights in float16"
+    ):
+        Untyped("out", **apex, fp16_opt_level="O2")
 
 
 def test_every_old_name_is_tested_here() -> None:

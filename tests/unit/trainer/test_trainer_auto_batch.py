@@ -220,6 +220,8 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
     one = trainer(tmp_path / "out", ROWS, accelerator_config=str(config), max_steps=1)
     one.train()
     assert one._trainflow.world.batching.non_blocking is False
+    settings: Any = one.args.accelerator_config
+    assert (settings.split_batches, settings.non_blocking) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,15 @@ def test_callbacks_are_removed_and_popped_by_class(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.jsonl"))
 
 
+def test_ours_is_found_by_the_class_that_transformers_has_for_it(tmp_path: Path) -> None:
+    transformers, trackers = (importlib.import_module(name) for name in ("transformers", "transformers.integrations"))
+    one = trainer(tmp_path, ROWS, report_to=["mlflow"], disable_tqdm=False, **LOGGED)
+    one.remove_callback(transformers.PrinterCallback)
+    one.remove_callback(transformers.ProgressCallback)
+    assert isinstance(one.pop_callback(trackers.MLflowCallback), MLflowCallback)
+    assert names(one) == ["DefaultFlowCallback"]
+
+
 def test_what_is_removed_shows_nothing_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = trainer(tmp_path, ROWS, **LOGGED)
     one.remove_callback(PrinterCallback)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate.utils import recursively_apply
 
 from trainer_lib.data.items import MAPPINGS
@@ -96,18 +95,18 @@ class Exchange:
 
     def reduce(self, tree: Any, reduction: str) -> Any:
         """The sum, mean or max over ranks of every tensor ``[...]``; with "none", copies of this rank's own."""
-        operations = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "none": None}
-        if reduction not in operations:
+        if reduction not in ("sum", "mean", "max", "none"):
             raise ConfigError(
                 "The reduction is unknown.", field="reduction", value=reduction, remedy="Use sum, mean, max or none."
             )
-        operation = operations[reduction]
 
         def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
-            result = leaf.clone()
-            if operation is not None and self._comm.world_size > 1:
-                dist.all_reduce(result, op=operation)
-            return result / self._comm.world_size if reduction == "mean" else result
+            if reduction == "none":
+                return leaf.clone()
+            if reduction == "max":
+                return torch.stack(self._comm.gather_tensor(leaf)).amax(0)
+            total = self._comm.sum_tensor(leaf)
+            return total / self._comm.world_size if reduction == "mean" else total
 
         return replace_leaves(tree, reduce_one, field="reduce")
 
@@ -146,9 +145,7 @@ class Exchange:
         if counts[self._comm.rank]:
             own = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
             sent[: own.numel()] = own
-        received = [torch.empty_like(sent) for _ in counts]
-        if sent.numel():
-            dist.all_gather(received, sent)
+        received = self._comm.gather_tensor(sent) if sent.numel() else [sent] * len(counts)
         parts = [part[: count * per_row] for part, count in zip(received, counts, strict=True)]
         return torch.cat(parts).view(dtype).reshape(sum(counts), *trailing)
 
@@ -166,9 +163,7 @@ class Exchange:
         sizes = self._comm.sum_ints(sizes)
         sent = torch.zeros(max(sizes), dtype=torch.uint8)
         sent[: len(own)] = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
-        received = [torch.empty_like(sent) for _ in sizes]
-        if sent.numel():
-            dist.all_gather(received, sent)
+        received = self._comm.gather_tensor(sent) if sent.numel() else [sent] * len(sizes)
         joined: list[Any] = []
         for data, size in zip(received, sizes, strict=True):
             if size:
