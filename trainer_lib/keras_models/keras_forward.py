@@ -203,6 +203,7 @@ class KerasForward:
         """
         trainer, (optimizer, schedule) = self._trainer, self.given
         if optimizer is None and schedule is None and not self._wants_keras():
+            self._refuse_power()
             return
         variables = self._model.trainable_variables
         if optimizer is None:
@@ -220,6 +221,16 @@ class KerasForward:
         is_default = str(args.optim) == args.default_optim and args.optim_args is None
         chosen = args.lr_scheduler_type != "linear" or args.lr_scheduler_kwargs
         return is_default and not chosen and self._trainer.optimizer_cls_and_kwargs is None
+
+    def _refuse_power(self) -> None:
+        power = getattr(self._trainer.args, "poly_power", 1.0)
+        if power != 1.0:
+            raise ConfigError(
+                "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another.",
+                field="poly_power",
+                value=power,
+                remedy='Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.',
+            )
 
     def wrap_optimizer(self) -> None:
         """Put a Keras optimizer and schedule, which the user's code may have set, under the names of torch's."""

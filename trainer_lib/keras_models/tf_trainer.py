@@ -22,6 +22,7 @@ from trainer_lib.keras_models.keras_forward import KerasForward, LossSum
 from trainer_lib.keras_models.keras_optimizer import KerasOptimizer, KerasSchedule
 from trainer_lib.keras_models.pairs import Batch, BatchLoader, as_dataset, to_batch
 from trainer_lib.keras_models.tf_hooks import TFHooks
+from trainer_lib.keras_models.tf_writer import adopt_writer
 from trainer_lib.outputs import EvalLoopOutput
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
@@ -60,7 +61,7 @@ class TFTrainer(Trainer):
         args: the arguments; a basic set with output_dir "tmp_trainer" when not given.
         train_dataset, eval_dataset: data sets; for evaluation also a mapping of them by name.
         compute_metrics: `EvalPrediction -> {name: number}`.
-        tb_writer: a `SummaryWriter` of torch that the log is written to.
+        tb_writer: a `SummaryWriter` of torch or of TensorFlow that the log is written to.
         optimizers: a Keras optimizer and a Keras schedule to use instead of Adam with a polynomial decay; each may be
             None. An optimizer and a schedule of torch are taken as well.
         data_collator, processing_class, model_init, compute_loss_func, callbacks, optimizer_cls_and_kwargs,
@@ -99,7 +100,7 @@ class TFTrainer(Trainer):
         self.eval_loss = LossSum()
         for dataset in (train_dataset, eval_dataset):
             as_dataset(dataset)  # raises DataError for what is not a set of samples
-        writer = [] if tb_writer is None else [TensorBoardCallback(tb_writer)]
+        writer = [] if tb_writer is None else [TensorBoardCallback(adopt_writer(tb_writer))]
         super().__init__(
             model=model,
             args=args,

@@ -150,7 +150,7 @@ class Loaders:
                 if key in columns:
                     return [len(tokens) for tokens in dataset[key]]
                 return [int(row[name]) if name in row else len(row[key]) for row in rows]
-        except (TypeError, KeyError, IndexError) as error:
+        except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(
                 f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length.",
                 field="length_column_name",

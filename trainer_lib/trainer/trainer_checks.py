@@ -13,6 +13,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
+from trainer_lib.arguments.tf_arguments import TFArguments
 from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
@@ -58,6 +59,13 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
                 value=getattr(args, name),
                 remedy="Use Seq2SeqTrainer.",
             )
+    if isinstance(args, TFArguments) and not issubclass(wanted, TFArguments) and args.poly_power != 1.0:
+        raise ConfigError(
+            "The argument has no effect on a Trainer.",
+            field="poly_power",
+            value=args.poly_power,
+            remedy='Use TFTrainer, or lr_scheduler_type="polynomial" with lr_scheduler_kwargs={"power": …}.',
+        )
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
             raise ConfigError(

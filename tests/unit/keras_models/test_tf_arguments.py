@@ -13,7 +13,7 @@ import torch
 from tests.support import keras_toys
 from tests.support.keras_toys import arrays, classifier, keras, pairs, trainer
 from tests.support.repository import ROOT
-from trainer_lib import TFTrainer, TFTrainingArguments
+from trainer_lib import TFTrainer, TFTrainingArguments, Trainer
 from trainer_lib.errors import ConfigError, DataError
 
 pytestmark = [
@@ -48,6 +48,8 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ConfigError, "trains Keras models", {"model": torch.nn.Linear(2, 2)}),
         (ConfigError, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
+        (ConfigError, "poly_power", {"poly_power": 2.0, "optim": "sgd"}),
+        (ConfigError, "add_scalar", {"tb_writer": print}),
         (ConfigError, "past_index", {"past_index": 1}),
         (ConfigError, "bf16_full_eval", {"bf16_full_eval": True}),
         (ConfigError, "another schedule", {"optimizers": (keras().optimizers.Adam(decay(3)), decay(4))}),
@@ -58,7 +60,7 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
     for error, text, given in cases:
         data = given.pop("data", pairs(8))
         with pytest.raises(error, match=text) as caught:
-            trainer(tmp_path, data, **given)
+            trainer(tmp_path, data, **given).train()
         assert caught.value.remedy  # type: ignore[attr-defined]
 
 
@@ -79,6 +81,12 @@ def test_a_model_without_a_loss_and_a_batch_without_labels_are_named(tmp_path: P
         trainer(tmp_path / "c", [(row, label, 1.0) for row, label in pairs(8)]).train()
     with pytest.raises(ConfigError, match="no sample to build it with"):
         trainer(tmp_path / "d", None, model=keras().Sequential([keras().layers.Dense(3)]))
+
+
+def test_the_power_of_the_decay_is_refused_by_a_trainer(tmp_path: Path) -> None:
+    args = keras_toys.arguments(tmp_path, poly_power=2.0)
+    with pytest.raises(ConfigError, match=r"poly_power = 2.0: .*Use TFTrainer"):
+        Trainer(torch.nn.Linear(2, 2), args, train_dataset=pairs(4))
 
 
 @pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])
