@@ -94,6 +94,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
 
 
 def _check_storage(spec: PipelineSpec) -> None:
+    from trainer_lib.hub.transport import parse_target
     from trainer_lib.storage import Store
 
     store = Store.open(spec.storage, field="storage")
@@ -104,8 +105,10 @@ def _check_storage(spec: PipelineSpec) -> None:
                 "The storage is a file, not a folder.", field="storage", value=spec.storage, remedy="Choose a folder."
             )
     # Opening a store checks the form of its URL; nothing is read.
-    if spec.publish.enabled and spec.publish.to and not spec.publish.to.startswith("hf://"):
-        Store.open(spec.publish.to, field="publish.to")
+    if spec.publish.enabled and spec.publish.to:
+        target = parse_target(spec.publish.to, revision=spec.publish.revision)
+        if target.repo is None:
+            Store.open(target.url, field="publish.to")
     if not spec.storage.startswith("memory://"):
         return
     for stage in all_stages():

@@ -10,7 +10,6 @@ from trainer_lib.hub.base import Content, Hub, Published
 from trainer_lib.hub.folder import FolderHub
 
 SCHEME = "hf://"
-_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,119}")
 
 
@@ -37,10 +36,17 @@ def parse_target(to: str, *, revision: str | None = None, field: str = "publish.
             remedy="Use a name like main.",
         )
     if not to.startswith(SCHEME):
+        if to.lower().startswith("hf:"):  # a local path of this name is "./hf:name"
+            raise ConfigError(
+                "This is neither an address on the Hub nor a folder.",
+                field=field,
+                value=to,
+                remedy="Write hf://organisation/name, with two slashes and in lower case.",
+            )
         return Target(to, None, revision)
     repo, _, named = to.removeprefix(SCHEME).partition("@")
     # `partition` cannot tell an empty branch ("name@") from none.
-    if not _REPO.fullmatch(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
+    if not _is_repository(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
         raise ConfigError(
             "The address is not one on the Hub.",
             field=field,
@@ -55,6 +61,18 @@ def parse_target(to: str, *, revision: str | None = None, field: str = "publish.
             remedy="Name the revision once.",
         )
     return Target(to, repo, named or revision)
+
+
+def _is_repository(repo: str) -> bool:
+    """Whether the Hub's own rules accept `organisation/name`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError:
+        return False
+    return "/" in repo  # the Hub takes a name alone for repositories of its first days
 
 
 def open_hub(to: str, *, revision: str | None = None, private: bool | None = None, field: str = "publish.to") -> Hub:

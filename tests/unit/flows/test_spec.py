@@ -238,6 +238,18 @@ def test_a_password_in_a_url_is_refused_without_being_repeated(spec_file: Path, 
     assert "pass123" not in str(error)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("hf://name", "hf:///name", "hf://a/b/c", "hf:/a/b", "hf:a/b", "HF://a/b", "hf://a--b/c", "hf://a/b.git"),
+        "hf://a/b@",
+    ],
+)
+def test_a_malformed_address_on_the_hub_is_refused_before_anything_starts(spec_file: Path, address: str) -> None:
+    error = refused(spec_file, f"publish.to={address}")
+    assert (error.field, error.value) == ("publish.to", address)
+
+
 def test_words_that_only_look_like_secrets_are_accepted(spec_file: Path) -> None:
     spec = load_spec(spec_file, ["train.model.pad_token=<pad>", "train.model.num_tokens=5", "train.model.secret=null"])
     assert spec.train.model["pad_token"] == "<pad>"
