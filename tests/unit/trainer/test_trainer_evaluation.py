@@ -58,9 +58,9 @@ def test_evaluation_is_logged_and_restores_the_mode_of_the_model(tmp_path: Path)
 
 
 def test_the_loss_is_the_mean_over_all_targets_for_any_batch_size(tmp_path: Path) -> None:
-    rows = token_rows(9)
+    rows, model = token_rows(9), TokenModel()
     losses = [
-        trainer(tmp_path, None, model=TokenModel(), eval_dataset=rows, per_device_eval_batch_size=size).evaluate()
+        trainer(tmp_path, None, model=model, eval_dataset=rows, per_device_eval_batch_size=size).evaluate()
         for size in (1, 4, 9)
     ]
     for found in losses:
