@@ -10,6 +10,7 @@ from trainer_lib.hub.base import Content, Hub, Published
 from trainer_lib.hub.folder import FolderHub
 
 SCHEME = "hf://"
+_REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,119}")
 
 
@@ -64,15 +65,10 @@ def parse_target(to: str, *, revision: str | None = None, field: str = "publish.
 
 
 def _is_repository(repo: str) -> bool:
-    """Whether the Hub's own rules accept `organisation/name`."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError:
+    """Whether the text is `organisation/name` by the rules of `huggingface_hub.utils.validate_repo_id`."""
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
         return False
-    return "/" in repo  # the Hub takes a name alone for repositories of its first days
+    return not repo.endswith(".git") and not any(part.endswith(("-", ".")) for part in repo.split("/"))
 
 
 def open_hub(to: str, *, revision: str | None = None, private: bool | None = None, field: str = "publish.to") -> Hub:
