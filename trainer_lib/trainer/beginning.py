@@ -13,7 +13,7 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.trainer.output_dir import claim_output_dir
+from trainer_lib.trainer.output_dir import SavePlan
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.weighting import StepWeights
 
@@ -91,9 +91,10 @@ def begin_run(
     if internals.stop is None:
         raise InfrastructureError("The training loop runs outside of train().")
     engine.start_training(measures_norm=not internals.signatures.overridden.isdisjoint(_NORMS))
-    loaded = _claimed_checkpoint(internals, args, url)  # before the loader is made: it may lower the micro-batch
+    loaded = _open_checkpoint(internals, url)  # before the loader is made: it may lower the micro-batch
     source = internals.loaders.train_source()
     max_steps, num_epochs = _planned_length(trainer, source, trainer.callback_handler.train_dataloader)
+    internals.checkpoints.claim_folder(SavePlan.of(args, max_steps, source.steps_per_epoch), resumed_from=url)
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
         internals.restore.load_model(loaded.url)
@@ -144,17 +145,13 @@ def _begin_state(trainer: TrainerHooks, internals: Internals, run: TrainingRun, 
     state.init_training_references(trainer, run.max_steps, min(run.num_epochs, run.max_steps), run.trial)
 
 
-def _claimed_checkpoint(internals: Internals, args: TrainingArguments, url: str | None) -> Checkpoint | None:
-    """Open the checkpoint to resume from, and prepare the folder for the new ones."""
-    restore, checkpoints = internals.restore, internals.checkpoints
-    if url is not None:
-        restore.hold(url)
-    loaded = restore.open(url) if url is not None else None
-    internals.world.run_on_main_process(
-        lambda: claim_output_dir(checkpoints.root(), args, resumed_from=url, is_own=checkpoints.is_own)
-    )
-    if loaded is not None:
-        internals.micro_batches.adopt(loaded.trainer_state.get("train_batch_size"))
+def _open_checkpoint(internals: Internals, url: str | None) -> Checkpoint | None:
+    """Open the checkpoint to resume from, and adopt its micro-batch."""
+    if url is None:
+        return None
+    internals.restore.hold(url)
+    loaded = internals.restore.open(url)
+    internals.micro_batches.adopt(loaded.trainer_state.get("train_batch_size"))
     return loaded
 
 

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
+from trainer_lib.trainer.output_dir import Occupied, SavePlan, claim_output_dir
 from trainer_lib.trainer.run import Saving, TrainingRun
 from trainer_lib.trainer.signatures import takes
 
@@ -40,6 +42,7 @@ class Checkpoints:
 
     Attributes:
         is_adding_model: an overridden `save_model` writes into a checkpoint now.
+        occupied: the checkpoints in the folder that are not this training's.
     """
 
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
@@ -48,14 +51,22 @@ class Checkpoints:
         self._saver: BackgroundSaver | None = None
         self._own: set[str] = set()
         self.is_adding_model = False
+        self.occupied = Occupied()
 
     def root(self) -> Store:
         """The folder that holds the checkpoints of this training."""
         return Store.open(self._trainer._get_output_dir(self._trainer._trial), field="output_dir")
 
-    def is_own(self, url: str) -> bool:
-        """Whether this Trainer committed the checkpoint at this URL."""
-        return url in self._own
+    def claim_folder(self, plan: SavePlan, *, resumed_from: str | None) -> None:
+        """Prepare the folder of checkpoints for a training. Collective. Raises ConfigError when it cannot be used."""
+        args, world = self._trainer.args, self._internals.world
+        found = world.run_on_main_process(
+            lambda: claim_output_dir(
+                self.root(), args, plan, resumed_from=resumed_from, is_own=lambda url: url in self._own
+            )
+        )
+        names, newest, foreign = world.comm.broadcast_json(None if found is None else list(astuple(found)))
+        self.occupied = Occupied(tuple(names), newest, tuple(foreign))
 
     def newest_committed(self) -> Store | None:
         """The newest checkpoint that the training under way has committed or resumed from; None without one."""
@@ -76,6 +87,9 @@ class Checkpoints:
         step = trainer.state.global_step
         if run.saved_step == step and not (run.stopping and trainer.args.save_only_model):
             return  # resumed from it with an evaluation still to do: its weights are these
+        if self.occupied.forbids(step):
+            _log.warning("Step %d is not saved: checkpoints of another run are in the way (output_dir).", step)
+            return
         run.history.collect(step)  # losses since the last log are part of the position
         trainer.store_flos()
         root, is_best = self.root(), trainer.state.best_global_step == step
@@ -131,6 +145,7 @@ class Checkpoints:
         if keep is None or self._internals.world.save_group.rank != 0:
             return
         protected = {best.rsplit("/", 1)[-1]} if best else set()
+        protected |= set(self.occupied.names)
         protected |= self._internals.publisher.checkpoints_being_pushed
         try:
             rotate_checkpoints(root, keep=keep, protect=protected, just_written=checkpoint_name(step))
@@ -207,6 +222,7 @@ class Checkpoints:
         trainer, run = self._trainer, self._training_run()
         trainer.control.should_save = False
         is_committed = run.save_error is None and (self._saver is None or not self._saver.is_busy)
+        is_committed = is_committed and run.saved_step == state.global_step
         if not is_committed or run.announced_step == state.global_step:
             return
         run.announced_step = state.global_step

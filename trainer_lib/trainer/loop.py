@@ -288,6 +288,11 @@ class TrainingLoop:
 
     def _save_and_stop(self) -> None:
         step = self._trainer.state.global_step
+        if self._internals.checkpoints.occupied.forbids(step):
+            raise Preempted(
+                f"Stopped on request at step {step}, which is not saved: checkpoints of another run are in the way.",
+                remedy="Run it again: it starts from the beginning. A stop is saved in an output_dir of its own.",
+            )
         _log.warning("A stop was requested: saving step %d.", step)
         self._internals.checkpoints.save_and_stop()
         raise Preempted(
