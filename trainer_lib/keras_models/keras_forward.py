@@ -81,10 +81,21 @@ class KerasForward:
                 value=type(model).__name__,
                 remedy="Give a keras.Model, or use Trainer.",
             )
+        self._refuse_own_step(model)
         self.collate.one_input = self._takes_one_tensor(model)
         if not model.built:
             self._build(model, device)
         register_parameters(model)
+
+    def _refuse_own_step(self, model: Any) -> None:
+        if type(model).train_step is self.keras.Model.train_step or self._trainer._trainflow_overrides("training_step"):
+            return
+        raise ConfigError(
+            "The Keras model overrides train_step(), which a TFTrainer does not call.",
+            field="model",
+            value=type(model).__name__,
+            remedy="Override training_step of TFTrainer, or compute_loss of the model.",
+        )
 
     def _takes_one_tensor(self, model: Any) -> bool:
         if isinstance(model, self.keras.Sequential):
@@ -141,7 +152,7 @@ class KerasForward:
             if trainer.compute_loss_func is None and self._takes_labels(named):
                 outputs = model(features, training=training, **named)
                 loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-                return loss, self._logits(outputs, has_loss=True)
+                return self._with_added(loss), self._logits(outputs, has_loss=True)
             outputs = model(features, training=training)
             return self._loss(features, labels, outputs, training), self._logits(outputs, has_loss=False)
 
@@ -155,7 +166,7 @@ class KerasForward:
         trainer, model = self._trainer, self._model
         if (func := trainer.compute_loss_func) is not None:
             more = {"num_items_in_batch": None} if takes(func, "num_items_in_batch") else {}
-            return func(outputs, labels, **more)
+            return self._with_added(func(outputs, labels, **more))
         own = type(model).compute_loss is not self.keras.Model.compute_loss
         if getattr(model, "loss", None) is None and not own:
             raise ConfigError(
@@ -165,6 +176,12 @@ class KerasForward:
                 remedy="Call model.compile(loss=...), or let its call() take labels and return (loss, logits).",
             )
         return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
+
+    def _with_added(self, loss: Any) -> Any:
+        """The loss with what layers added in the newest call, such as regularizers; `compute_loss` of Keras adds it."""
+        for added in self._model.losses:
+            loss = loss + added
+        return loss
 
     def _logits(self, outputs: Any, *, has_loss: bool) -> Any:
         if isinstance(outputs, Mapping):

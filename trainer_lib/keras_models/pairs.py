@@ -7,12 +7,13 @@ numbers, arrays or tensors, or mappings of them; labels may be missing.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from trainer_lib.data.collators import default_data_collator
@@ -143,7 +144,7 @@ def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
         shuffle_seed: shuffle a `tf.data.Dataset`, which has no random access, by this seed and the epoch.
 
     Raises:
-        DataError: it is a pair of arrays, which would count as two samples.
+        DataError: it is a pair of arrays, which would count as two samples, or its items are batches.
     """
     if isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset):
         raise DataError(
@@ -151,11 +152,23 @@ def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
             field="train_dataset",
             remedy="Give list(zip(features, labels)).",
         )
+    if isinstance(dataset, DataLoader) or _is_of_batches(dataset):
+        raise DataError(
+            "Its items are batches, and a data set has samples.",
+            field="train_dataset",
+            value=type(dataset).__name__,
+            remedy="Give its samples, or return it from an override of get_train_tfdataset.",
+        )
     if dataset is None or isinstance(dataset, IterableDataset):
         return dataset
     if callable(getattr(dataset, "as_numpy_iterator", None)):
         return TensorFlowStream(dataset, shuffle_seed)
     return dataset if hasattr(dataset, "__getitem__") or not has_length(dataset) else SizedStream(dataset)
+
+
+def _is_of_batches(dataset: Any) -> bool:
+    kind = getattr(getattr(sys.modules.get("keras"), "utils", None), "PyDataset", None)
+    return isinstance(kind, type) and isinstance(dataset, kind)
 
 
 class SizedStream(IterableDataset[Any]):

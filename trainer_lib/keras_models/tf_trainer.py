@@ -118,6 +118,7 @@ class TFTrainer(Trainer):
         )
         if forward.given[0] is not None:
             forward.create_optimizer()
+            self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
         reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
             if name in reporters:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import keras_toys
-from tests.support.keras_toys import arrays, classifier, keras, pairs, trainer
+from tests.support.keras_toys import arrays, classifier, keras, keras_model, pairs, trainer
 from tests.support.repository import ROOT
 from trainer_lib import TFTrainer, TFTrainingArguments, Trainer
 from trainer_lib.errors import ConfigError, DataError
@@ -62,6 +62,39 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         with pytest.raises(error, match=text) as caught:
             trainer(tmp_path, data, **given).train()
         assert caught.value.remedy  # type: ignore[attr-defined]
+
+
+def test_sets_of_batches_are_refused(tmp_path: Path) -> None:
+    base: Any = keras().utils.PyDataset
+
+    class Batches(base):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return arrays(4, seed=index)
+
+    rows: Any = pairs(8)
+    sets: list[Any] = [Batches(), torch.utils.data.DataLoader(rows, batch_size=4)]
+    for data in sets:
+        with pytest.raises(DataError, match=r"items are batches.*get_train_tfdataset"):
+            trainer(tmp_path, data)
+
+    class Mine(TFTrainer):
+        def get_train_tfdataset(self) -> Any:
+            return Batches()
+
+    trainer(tmp_path, None, cls=Mine).train()
+
+
+def test_a_training_step_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = keras_model()
+
+    class Own(model):  # type: ignore[misc, valid-type]
+        def train_step(self, data: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"overrides train_step.*Override training_step"):
+        trainer(tmp_path, pairs(4), model=Own())
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -190,6 +190,31 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
     np.testing.assert_allclose(losses(one), losses(other), rtol=1e-5)
 
 
+def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: Path) -> None:
+    """As in fit(), and not once per micro-batch."""
+    module, model = keras(), keras_model()
+
+    class Own(model):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = module.layers.Dense(
+                3, kernel_initializer="ones", kernel_regularizer=module.regularizers.L2(0.1)
+            )
+
+        def call(self, x: Any, labels: Any = None) -> Any:
+            logits = self.head(x)
+            return logits if labels is None else (torch.nn.functional.cross_entropy(logits, labels), logits)
+
+    given: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    own = trainer(tmp_path / "own", pairs(8), model=Own(), **given)
+    func = {"compute_loss_func": torch.nn.functional.cross_entropy}
+    by_func = trainer(tmp_path / "func", pairs(8), model=Own(), **func, **given)
+    for each in (own, by_func):
+        each.train()
+    expected = math.log(3) + 0.1 * 15  # equal logits, and a kernel of 5 x 3 ones
+    np.testing.assert_allclose([*losses(own), *losses(by_func)], expected, rtol=1e-5)
+
+
 def test_a_model_of_several_inputs_takes_a_mapping(tmp_path: Path) -> None:
     module = keras()
     a, b = module.layers.Input((2,), name="a"), module.layers.Input((3,), name="b")
