@@ -17,6 +17,7 @@ from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
@@ -151,13 +152,15 @@ def _best_model(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
 
 
 def _twins(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
+    fields = field_map(args)
     for name in _CHECKPOINTING:
         twin = name.replace("gradient", "activation")
-        ours, theirs = getattr(args, name), getattr(args, twin)
-        if ours is None and theirs is not None:
-            yield name, theirs
-        elif theirs is None and ours is not None:
-            yield twin, ours
+        one, other = getattr(args, name), getattr(args, twin)
+        # A derived class may have a default of its own, which yields to what is given under the other name.
+        if other is not None and one in (None, fields[name].default) and one != other:
+            yield name, other
+        elif one is not None and other in (None, fields[twin].default) and one != other:
+            yield twin, one
 
 
 def _check_length(args: ArgumentGroups) -> None:

@@ -100,6 +100,12 @@ def test_overridden_defaults_and_added_fields_of_a_derived_class_count() -> None
     assert isinstance(args.logging_steps, int)
     assert args.gradient_checkpointing is args.activation_checkpointing is True
     assert (args.loss_type, args.pad_to, args.unstated, args.made) == (["sigmoid"], None, None, 3)
+    off = BaseConfig("out", activation_checkpointing=False)
+    assert off.gradient_checkpointing is off.activation_checkpointing is False
+    off = BaseConfig("out", gradient_checkpointing=False)
+    assert off.gradient_checkpointing is off.activation_checkpointing is False
+    with pytest.raises(ConfigError, match="This contradicts activation_checkpointing"):
+        TrainingArguments("out", gradient_checkpointing=True, activation_checkpointing=False)
     assert BaseConfig("out", fp16=True).bf16 is False
     assert BaseConfig("out", truncation="legacy").truncation == "start"  # its own choices are its own business
     assert BaseConfig("out", model_init_kwargs='{"dtype": "float32", "use_cache": "false"}').model_init_kwargs == {
