@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police
+from tests.support import clients, memory_group, police, script_runs
 
 pytest_plugins = ("tests.support.hub", "tests.support.s3", "tests.support.stores", "tests.support.tiny_runs")
 
@@ -146,6 +146,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "tensorflow": lambda: importlib.util.find_spec("tensorflow") is not None,
     "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
     "cgroup": memory_group.available,
+    "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
 }
 

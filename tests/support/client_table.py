@@ -17,6 +17,7 @@ from tests.support.client_names import tries
 from tests.support.clients import Runs, run_cases
 from tests.support.compatibility import CLIENTS, rows
 from tests.support.repository import ROOT
+from tests.support.script_runs import SCRIPTS, run_set
 
 PAGE = ROOT / "docs" / "clients.md"
 COMPATIBILITY = ROOT / "docs" / "compatibility.md"
@@ -121,7 +122,7 @@ def fill_column(client: str, used: set[str]) -> None:
 def main(name: str) -> None:
     """Run a client and write what happened into the documentation."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = run_cases(name, Path(folder))
+        runs = run_set("own", SCRIPTS, Path(folder)) if name == "scripts" else run_cases(name, Path(folder))
     write_rows(runs)
     fill_column(name, runs.names)
     for case, outcome in runs.ours.items():

@@ -87,7 +87,10 @@ class Client:
 
 
 #: Name of a client, as the documentation has it -> its cases.
-CLIENTS = {"TRL": Client("tests.support.trl_cases", "trl")}
+CLIENTS = {
+    "TRL": Client("tests.support.trl_cases", "trl"),
+    "sentence-transformers": Client("tests.support.sentence_cases", "sentence_transformers"),
+}
 
 
 def run_cases(name: str, output: Path) -> Runs:

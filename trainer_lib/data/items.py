@@ -43,6 +43,11 @@ def count_samples(batch: Any, given: int | None = None) -> int | None:
     parts = list(batch.values()) if isinstance(batch, MAPPINGS) else batch if isinstance(batch, list | tuple) else None
     if parts is None:
         return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str | bytes) else None
+    if isinstance(batch, MAPPINGS):
+        # A list of texts has one for each sample; a list of tensors has one for each sample, or for each input.
+        texts = [part for part in parts if isinstance(part, list | tuple) and part and batch_size_of(part) is None]
+        if texts:
+            return len(texts[0])
     is_list_of_samples = not isinstance(batch, MAPPINGS) and all(isinstance(part, MAPPINGS) for part in parts)
     if not is_list_of_samples and (size := batch_size_of(batch)) is not None:
         return size

@@ -1,0 +1,300 @@
+"""Trainers of sentence-transformers on tiny models: pairs, ranking, losses with weights, several data sets."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, Features, Value
+from sentence_transformers import (
+    CrossEncoder,
+    CrossEncoderTrainer,
+    CrossEncoderTrainingArguments,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.base.sampler import BatchSamplers, DefaultBatchSampler, MultiDatasetBatchSamplers
+from sentence_transformers.cross_encoder import losses as cross_losses
+from sentence_transformers.cross_encoder.evaluation import (
+    CrossEncoderCorrelationEvaluator,
+    CrossEncoderRerankingEvaluator,
+)
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.evaluation import (
+    EmbeddingSimilarityEvaluator,
+    InformationRetrievalEvaluator,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+from tests.support.client_cases import Case
+from tests.support.script_data import WORDS, save_models
+
+TEXTS = [f"{WORDS[i % 15]} {WORDS[(3 * i + 1) % 15]} {WORDS[i // 15]} {WORDS[(7 * i + 2) % 15]}" for i in range(40)]
+SCORES = [round((5 * i % 11) / 10, 1) for i in range(40)]
+_COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_train_epochs": 2,
+    "learning_rate": 5e-3,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 5,
+}
+
+
+class InOrder(DefaultBatchSampler):  # type: ignore[misc]
+    """The dataset's own order."""
+
+    def __init__(self, dataset: Any, **given: Any) -> None:
+        super().__init__(torch.utils.data.SequentialSampler(dataset), **given)
+
+
+def columns(count: int, *names: str, first: int = 0, **label: list[Any]) -> Dataset:
+    """Rows of texts under these names, and a label."""
+    texts = {name: [TEXTS[(first + i + 9 * place) % 40] for i in range(count)] for place, name in enumerate(names)}
+    return Dataset.from_dict({**texts, **{name: values[:count] for name, values in label.items()}})
+
+
+def encoder() -> SentenceTransformer:
+    """A tiny BERT and the mean of its tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(Path(folder), "bert")
+        body = Transformer(str(Path(folder) / "bert"), max_seq_length=16)
+    return SentenceTransformer(modules=[body, Pooling(16)], device="cpu")
+
+
+def scorer(labels: int = 1) -> CrossEncoder:
+    """A tiny BERT that reads two texts."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_models(Path(folder), "bert")
+        torch.manual_seed(0)
+        return CrossEncoder(str(Path(folder) / "bert"), num_labels=labels, device="cpu")
+
+
+def _arguments(folder: str, given: dict[str, Any], cls: Any = SentenceTransformerTrainingArguments) -> Any:
+    return cls(output_dir=folder, **{**_COMMON, "batch_sampler": InOrder, **given})
+
+
+def _similarity() -> EmbeddingSimilarityEvaluator:
+    return EmbeddingSimilarityEvaluator(TEXTS[:8], TEXTS[8:16], SCORES[:8], name="dev", batch_size=4)
+
+
+def _retrieval() -> InformationRetrievalEvaluator:
+    corpus = {str(i): text for i, text in enumerate(TEXTS[:10])}
+    queries = {str(i): text for i, text in enumerate(TEXTS[10:14])}
+    relevant = {key: {key, str(int(key) + 4)} for key in queries}
+    at_k: dict[str, Any] = {name: [3] for name in ("mrr_at_k", "ndcg_at_k", "accuracy_at_k", "map_at_k")}
+    return InformationRetrievalEvaluator(queries, corpus, relevant, name="ir", precision_recall_at_k=[3], **at_k)
+
+
+def similarity(folder: str) -> Any:
+    """Scores of pairs; an evaluator decides which checkpoint is the best, and it is loaded at the end."""
+    model = encoder()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_dev_spearman_cosine"}
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {**best, "greater_is_better": True}),
+        train_dataset=columns(16, "sentence1", "sentence2", score=SCORES),
+        eval_dataset=columns(8, "sentence1", "sentence2", first=20, score=SCORES),
+        loss=losses.CosineSimilarityLoss(model),
+        evaluator=_similarity(),
+    )
+
+
+def ranking(folder: str) -> Any:
+    """Batches without labels and without duplicates, prompts, gradient accumulation, an evaluator of retrieval."""
+    model = encoder()
+    given = {"gradient_accumulation_steps": 2, "prompts": {"anchor": "the ", "positive": "a "}}
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {**given, "batch_sampler": BatchSamplers.NO_DUPLICATES}),
+        train_dataset=columns(32, "anchor", "positive"),
+        eval_dataset=columns(8, "anchor", "positive", first=20),
+        loss=losses.MultipleNegativesRankingLoss(model),
+        evaluator=[_retrieval(), _similarity()],
+    )
+
+
+def classifying(folder: str) -> Any:
+    """A loss with weights of its own, which have a learning rate of their own."""
+    model = encoder()
+    torch.manual_seed(1)
+    loss = losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {"learning_rate_mapping": {r"classifier\.": 2e-2}, "weight_decay": 0.1}),
+        train_dataset=columns(16, "premise", "hypothesis", label=[i % 3 for i in range(16)]),
+        eval_dataset=columns(8, "premise", "hypothesis", first=20, label=[i % 3 for i in range(8)]),
+        loss=loss,
+    )
+
+
+def _several(folder: str, sampler: MultiDatasetBatchSamplers, **given: Any) -> Any:
+    model = encoder()
+    torch.manual_seed(1)
+    sets = {
+        "scores": columns(16, "sentence1", "sentence2", score=SCORES),
+        "classes": columns(12, "premise", "hypothesis", label=[i % 3 for i in range(12)]),
+    }
+    held = {name: each.select(range(6)) for name, each in sets.items()}
+    each_loss = {
+        "scores": losses.CoSENTLoss(model),
+        "classes": losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3),
+    }
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {"multi_dataset_batch_sampler": sampler, **given}),
+        train_dataset=DatasetDict(sets),
+        eval_dataset=held,
+        loss=each_loss,
+        evaluator=_similarity(),
+    )
+
+
+def in_turn(folder: str) -> Any:
+    """Two data sets in turn, each with its loss."""
+    prompts = {"scores": "the ", "classes": "a "}
+    return _several(folder, MultiDatasetBatchSamplers.ROUND_ROBIN, prompts=prompts)
+
+
+def in_proportion(folder: str) -> Any:
+    """Two data sets in proportion to their sizes; the loss of one of them decides which checkpoint is the best."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_scores_loss", "save_total_limit": 2}
+    return _several(folder, MultiDatasetBatchSamplers.PROPORTIONAL, **best)
+
+
+def triplets(folder: str) -> Any:
+    """Batches grouped by label; nothing but an evaluator to evaluate with."""
+    model = encoder()
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {"batch_sampler": BatchSamplers.GROUP_BY_LABEL, "learning_rate": 5e-4}),
+        train_dataset=columns(32, "sentence", label=[i % 4 for i in range(32)]),
+        loss=losses.BatchAllTripletLoss(model),
+        evaluator=_similarity(),
+    )
+
+
+def nested(folder: str) -> Any:
+    """A loss around a loss that computes its gradients in pieces."""
+    model = encoder()
+    inner = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {}),
+        train_dataset=columns(16, "anchor", "positive"),
+        eval_dataset=columns(8, "anchor", "positive", first=20),
+        loss=losses.MatryoshkaLoss(model, inner, matryoshka_dims=[16, 8]),
+    )
+
+
+def parts(folder: str) -> Any:
+    """A loss that returns its parts by name: each is logged."""
+    model = encoder()
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {}),
+        train_dataset=columns(16, "anchor", "positive"),
+        eval_dataset=columns(8, "anchor", "positive", first=20),
+        loss=losses.GlobalOrthogonalRegularizationLoss(model),
+    )
+
+
+def streamed(folder: str) -> Any:
+    """A stream of rows."""
+    model = encoder()
+    kinds = Features({"sentence1": Value("string"), "sentence2": Value("string"), "score": Value("float32")})
+    rows = columns(16, "sentence1", "sentence2", score=SCORES).to_iterable_dataset().cast(kinds)
+    return SentenceTransformerTrainer(
+        model=model,
+        args=_arguments(folder, {"max_steps": 8, "batch_sampler": BatchSamplers.BATCH_SAMPLER}),
+        train_dataset=rows,
+        eval_dataset=columns(8, "sentence1", "sentence2", first=20, score=SCORES),
+        loss=losses.CosineSimilarityLoss(model),
+    )
+
+
+def pairs(folder: str) -> Any:
+    """A cross-encoder: batches hold texts, which the loss turns into tokens."""
+    model = scorer()
+    evaluator = CrossEncoderCorrelationEvaluator(list(zip(TEXTS[:8], TEXTS[8:16], strict=True)), SCORES[:8], name="dev")
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_dev_spearman", "greater_is_better": True}
+    return CrossEncoderTrainer(
+        model=model,
+        args=_arguments(folder, best, CrossEncoderTrainingArguments),
+        train_dataset=columns(16, "query", "answer", label=SCORES),
+        eval_dataset=columns(8, "query", "answer", first=20, label=SCORES),
+        loss=cross_losses.BinaryCrossEntropyLoss(model),
+        evaluator=evaluator,
+    )
+
+
+def negatives(folder: str) -> Any:
+    """A cross-encoder on batches without a tensor; gradient accumulation; an evaluator of ranking."""
+    model = scorer()
+    samples = [{"query": TEXTS[i], "positive": [TEXTS[i + 9]], "documents": TEXTS[i : i + 10]} for i in range(4)]
+    given = {"gradient_accumulation_steps": 2}
+    torch.manual_seed(3)
+    return CrossEncoderTrainer(
+        model=model,
+        args=_arguments(folder, given, CrossEncoderTrainingArguments),
+        train_dataset=columns(32, "query", "answer", "negative"),
+        eval_dataset=columns(8, "query", "answer", "negative", first=20),
+        loss=cross_losses.MultipleNegativesRankingLoss(model, num_negatives=None),
+        evaluator=CrossEncoderRerankingEvaluator(samples, at_k=3, name="rank", always_rerank_positives=True),
+    )
+
+
+def lists(folder: str) -> Any:
+    """A cross-encoder on two data sets: lists of answers, and classes."""
+    model = scorer()
+    ranked = Dataset.from_dict(
+        {
+            "query": TEXTS[:16],
+            "docs": [TEXTS[i + 3 : i + 6] for i in range(16)],
+            "labels": [[1.0, 0.0, float(i % 2)] for i in range(16)],
+        }
+    )
+    sets = {"ranked": ranked, "scored": columns(12, "query", "answer", label=SCORES)}
+    return CrossEncoderTrainer(
+        model=model,
+        args=_arguments(folder, {"multi_dataset_batch_sampler": "round_robin"}, CrossEncoderTrainingArguments),
+        train_dataset=sets,
+        eval_dataset={name: each.select(range(6)) for name, each in sets.items()},
+        loss={"ranked": cross_losses.LambdaLoss(model), "scored": cross_losses.BinaryCrossEntropyLoss(model)},
+    )
+
+
+def load_encoder(folder: str) -> Any:
+    """A saved encoder."""
+    return SentenceTransformer(folder, device="cpu")
+
+
+def load_scorer(folder: str) -> Any:
+    """A saved cross-encoder."""
+    return CrossEncoder(folder, device="cpu")
+
+
+CASES = [
+    Case("SentenceTransformerTrainer, pairs with a score", similarity, load_encoder),
+    Case("SentenceTransformerTrainer, ranking with prompts", ranking, load_encoder),
+    Case("SentenceTransformerTrainer, a loss with weights", classifying, load_encoder),
+    Case("SentenceTransformerTrainer, data sets in turn", in_turn, load_encoder),
+    Case("SentenceTransformerTrainer, data sets in proportion", in_proportion, load_encoder),
+    Case("SentenceTransformerTrainer, triplets", triplets, load_encoder),
+    Case("SentenceTransformerTrainer, nested losses", nested, load_encoder),
+    Case("SentenceTransformerTrainer, a loss of several parts", parts, load_encoder),
+    Case("SentenceTransformerTrainer, streaming", streamed, load_encoder),
+    Case("CrossEncoderTrainer, pairs", pairs, load_scorer),
+    Case("CrossEncoderTrainer, negatives", negatives, load_scorer),
+    Case("CrossEncoderTrainer, lists and pairs", lists, load_scorer),
+]
