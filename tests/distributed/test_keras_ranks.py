@@ -78,3 +78,16 @@ def stopped(folder: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def resumed_from(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     return train(folder, 0.5, True, resume=True, **given)
+
+
+def test_a_sharded_model_is_refused(tmp_path: Path) -> None:
+    for found in run_distributed(sharded, 2, str(tmp_path)):
+        assert found.startswith("fsdp = full_shard") and "replicated" in found
+
+
+def sharded(folder: str) -> str:
+    from trainer_lib.errors import ConfigError
+
+    with pytest.raises(ConfigError) as caught:
+        train(folder, fsdp="full_shard")
+    return str(caught.value)

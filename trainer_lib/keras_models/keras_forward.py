@@ -51,6 +51,7 @@ class KerasForward:
         ignore_keys: outputs that the prediction under way leaves out.
         prefix: of the metrics of the evaluation under way.
         total_steps: optimizer steps of the training under way.
+        num_items: target items of the step whose loss is computed; None outside of training.
     """
 
     def __init__(self, trainer: TFTrainer, collate: Any, label_names: list[str] | None) -> None:
@@ -61,6 +62,7 @@ class KerasForward:
         self.ignore_keys: list[str] = []
         self.prefix = "eval"
         self.total_steps = 0
+        self.num_items: Any = None
 
     @property
     def _model(self) -> Any:
@@ -165,7 +167,7 @@ class KerasForward:
         """The loss of `compute_loss_func`, or the one that the model was compiled with."""
         trainer, model = self._trainer, self._model
         if (func := trainer.compute_loss_func) is not None:
-            more = {"num_items_in_batch": None} if takes(func, "num_items_in_batch") else {}
+            more = {"num_items_in_batch": self.num_items} if takes(func, "num_items_in_batch") else {}
             return self._with_added(func(outputs, labels, **more))
         own = type(model).compute_loss is not self.keras.Model.compute_loss
         if getattr(model, "loss", None) is None and not own:

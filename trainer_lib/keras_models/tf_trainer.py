@@ -228,7 +228,11 @@ class TFTrainer(Trainer):
         """The mean loss of a batch, 0-dim, or (loss, logits), from `run_model`."""
         collate = self._trainflow_keras.collate
         batch = to_batch(inputs, collate.label_names, one_input=collate.one_input)
-        loss, logits = self.run_model(batch.features, batch.labels, self.model.training)
+        self._trainflow_keras.num_items = num_items_in_batch
+        try:
+            loss, logits = self.run_model(batch.features, batch.labels, self.model.training)
+        finally:
+            self._trainflow_keras.num_items = None
         if loss is None:
             raise ConfigError(
                 "The batch has no labels, so there is no loss.",

@@ -183,11 +183,17 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
     def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(outputs, labels)
 
-    one = trainer(tmp_path / "one", rows, compute_loss_func=loss, **PLAIN)
-    other = trainer(tmp_path / "other", pairs(16), **PLAIN)
-    for each in (one, other):
-        each.train()
-    np.testing.assert_allclose(losses(one), losses(other), rtol=1e-5)
+    def share(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
+        return total.div(num_items_in_batch)
+
+    plain = trainer(tmp_path / "plain", pairs(16), gradient_accumulation_steps=2, **PLAIN)
+    plain.train()
+    for func in (loss, share):
+        given: dict[str, Any] = {"compute_loss_func": func, "gradient_accumulation_steps": 2, **PLAIN}
+        one = trainer(tmp_path / func.__name__, rows, **given)
+        one.train()
+        np.testing.assert_allclose(losses(one), losses(plain), rtol=1e-5)
 
 
 def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: Path) -> None:
