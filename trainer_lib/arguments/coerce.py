@@ -221,7 +221,7 @@ def _sequence(value: Any, kind: type, hint: Any, field: str, secret: bool) -> An
 
 def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
     if isinstance(value, str) and value.strip().startswith("{"):
-        value = _json(value.strip(), field, secret)
+        value = read_json_mapping(value.strip(), field=field, secret=secret)
     if isinstance(value, dict) and type(value) is not dict:
         return value  # a class of its own, which code may hold on to: `args.accelerator_config.split_batches = True`
     if isinstance(value, Mapping):
