@@ -21,6 +21,8 @@ ROWS = classification_rows(16)
 TOLERANCE = 1e-5
 #: What a clock measures, and what the reference adds for a model that it prepares.
 _UNEQUAL = ("runtime", "per_second", "preparation_time", "total_flos")
+#: After a resume, the reference reports the mean loss of the resumed part alone.
+RESUMED = "train_loss"
 #: A pattern: it defines its classes on `make.lib` (transformers or trainer_lib) and returns a Trainer.
 Pattern = Callable[["Make"], Any]
 
@@ -88,14 +90,14 @@ def outcome(pattern: Pattern, lib: Any, folder: Path) -> dict[str, Any]:
         one.train()
     return {
         "weights": {name: value.detach().clone() for name, value in one.model.state_dict().items()},
-        "logs": [_comparable(entry) for entry in one.state.log_history],
+        "logs": [_comparable(entry, getattr(one, "leaves_out", ())) for entry in one.state.log_history],
         "seen": copy.copy(getattr(one, "seen", [])),
         "step": one.state.global_step,
     }
 
 
-def _comparable(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.endswith(_UNEQUAL)}
+def _comparable(entry: dict[str, Any], leaves_out: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_UNEQUAL) and name not in leaves_out}
 
 
 @contextlib.contextmanager

@@ -239,17 +239,19 @@ class TrainingLoop:
         trainer = self._trainer
         self._internals.checkpoints.observe()  # may fire `on_save`, which replaces `control`
         control = trainer.control
-        if control.should_log or control.should_evaluate or control.should_save:
+        asked = control.should_log or control.should_evaluate or control.should_save
+        if asked or "_maybe_log_save_evaluate" in self._internals.signatures.overridden:  # an override counts on it
             given = (norm, trainer.model_wrapped, run.trial, trainer.state.epoch, run.ignore_keys, run.started)
             if "_maybe_log_save_evaluate" in self._internals.signatures.overridden:
-                self._report_by_override(run, given)
+                self._report_by_override(run, given, asked=asked)
             else:
                 trainer._maybe_log_save_evaluate(loss, *given, learning_rate=run.rate)
 
-    def _report_by_override(self, run: TrainingRun, given: tuple[Any, ...]) -> None:
+    def _report_by_override(self, run: TrainingRun, given: tuple[Any, ...], *, asked: bool) -> None:
         """Call an override of any age, with the loss as the reference gives it: the sum since the last log."""
         trainer, signatures, history = self._trainer, self._internals.signatures, run.history
-        history.collect(trainer.state.global_step)
+        if asked:  # else the host need not wait
+            history.collect(trainer.state.global_step)
         total, count = history.sum_since_log().to(self._internals.world.device), signatures.report_takes - 1
         given = given[1:5] if count == 4 else given[:count]
         rate = {"learning_rate": run.rate} if signatures.report_takes_rate else {}
