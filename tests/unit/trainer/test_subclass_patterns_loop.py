@@ -21,7 +21,10 @@ SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 def whole_report(lib: Any, *, newest: bool) -> Any:
     """`_maybe_log_save_evaluate` written out, as overrides copy it."""
 
-    class Reporting(lib.Trainer):  # type: ignore[name-defined,misc]
+    class Reporting(lib.Trainer):  # type: ignore[misc]
+        control: Any
+        _globalstep_last_logged: Any
+
         def _report(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, ignore: Any, rate: Any = None) -> None:
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 logs: dict[str, float] = {}
@@ -364,7 +367,7 @@ def test_a_checkpoint_is_loaded_by_an_override_without_the_model(tmp_path: Path)
 
 def test_saving_with_the_metrics_of_older_trainers(tmp_path: Path) -> None:
     class Mine(trainer_lib.Trainer):
-        def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:
+        def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:  # type: ignore[override]
             super()._save_checkpoint(model, trial, metrics=metrics)
 
     Make(trainer_lib, tmp_path)(Mine, max_steps=2, **SAVES).train()

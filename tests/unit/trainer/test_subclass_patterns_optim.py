@@ -18,6 +18,8 @@ PATTERNS = Table()
 @PATTERNS.add
 def a_rate_for_every_layer(make: Make) -> Any:
     class LayerWise(make.lib.Trainer):  # type: ignore[name-defined,misc]
+        optimizer: Any
+
         def create_optimizer(self) -> Any:
             if self.optimizer is None:
                 groups = []
@@ -70,6 +72,8 @@ def no_decay_at_all(make: Make) -> Any:
 @PATTERNS.add
 def a_schedule_of_ones_own(make: Make) -> Any:
     class Cyclic(make.lib.Trainer):  # type: ignore[name-defined,misc]
+        lr_scheduler: Any
+
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if self.lr_scheduler is None:
                 rates = [1.0, 0.5, 0.25]
