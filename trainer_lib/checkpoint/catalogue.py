@@ -17,7 +17,7 @@ from trainer_lib.checkpoint.foreign.recognise import is_foreign
 from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks.claim import read_claim
+from trainer_lib.locks.claim import is_claim, read_claim
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.storage import Store
 
@@ -210,14 +210,20 @@ def list_uncommitted(root: Store) -> list[str]:
     found = []
     for name in _list_names(root):
         names = root.child(name).children()
-        if COMMIT not in names and DAMAGED not in names and not is_foreign(names):
+        if COMMIT not in names and DAMAGED not in names and not _is_of_another(names):
             found.append(name)
     return found
 
 
 def list_foreign(root: Store) -> list[str]:
     """List the folders named like a checkpoint that another program wrote, newest step first."""
-    return [name for name in _list_names(root) if is_foreign(root.child(name).children())]
+    return [name for name in _list_names(root) if _is_of_another(root.child(name).children())]
+
+
+def _is_of_another(names: list[str]) -> bool:
+    # A checkpoint, or the save that a kill interrupted, may hold files of an overridden `save_model`: pickles, too.
+    ours = COMMIT in names or DAMAGED in names or any(map(is_claim, names))
+    return not ours and is_foreign(names)
 
 
 def is_link(root: Store, name: str) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from trainer_lib.hub.draft import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.signatures import takes
 
 
 class SavingMethods(TrainerBase):
@@ -33,8 +34,11 @@ class SavingMethods(TrainerBase):
             output_dir: a local folder or any fsspec URL.
         """
         internals = self._trainflow
+        # Overrides of `_save` are given a folder in every case, and some take nothing else.
+        folder = str(self.args.output_dir) if output_dir is None else output_dir
         state = internals.engine.strategy.model_state(self.model_wrapped)
-        internals.world.run_on_main_process(lambda: self._save(output_dir, state_dict=state))
+        given = {"state_dict": state} if takes(self._save, "state_dict") else {}
+        internals.world.run_on_main_process(lambda: self._save(folder, **given))
         if self.args.push_to_hub and not _internal_call and not internals.checkpoints.is_adding_model:
             self.push_to_hub(commit_message="Model save", blocking=not self.is_in_train)
 

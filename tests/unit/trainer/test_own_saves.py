@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.toys import classification_rows
 from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import Trainer
+from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
 from trainer_lib.commit import COMMIT, read_commit, verify_files
+from trainer_lib.locks.claim import claim_folder
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 ROWS = classification_rows(32)
@@ -115,6 +118,41 @@ def test_a_remote_checkpoint_gets_the_files_of_a_local_folder_of_its_name() -> N
     assert [Path(folder).name for folder in one.folders] == ["checkpoint-2", "checkpoint-4"]  # type: ignore[attr-defined]
     assert not any(Path(folder).exists() for folder in one.folders)  # type: ignore[attr-defined]
     assert "head/notes.json" in _committed("memory://own-saves/run/checkpoint-4")
+
+
+class Pickling(Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        torch.save({"head": 1}, Path(str(output_dir)) / "head.pt")
+
+
+def test_a_checkpoint_with_a_pickle_of_an_overrides_is_ours_committed_or_interrupted(tmp_path: Path) -> None:
+    trainer(tmp_path, ROWS, cls=Pickling, **{**SAVING, "max_steps": 2}).train()
+    root = Store.open(str(tmp_path))
+    assert list_foreign(root) == []
+    interrupted = tmp_path / "checkpoint-3"
+    interrupted.mkdir()
+    claim_folder(root.child("checkpoint-3"), Holder.this_process(), lambda other: False)
+    (interrupted / "head.pt").write_bytes(b"half")
+    assert (list_foreign(root), list_uncommitted(root)) == ([], ["checkpoint-3"])
+    resumed = trainer(tmp_path, ROWS, cls=Pickling, resume_from_checkpoint=True, **SAVING)
+    resumed.train()
+    assert "head.pt" in _committed(tmp_path / "checkpoint-4")
+
+
+def test_an_override_of_save_is_given_a_folder_and_may_take_nothing_else(tmp_path: Path) -> None:
+    folders: list[Any] = []
+
+    class Oldest(Trainer):
+        def _save(self, output_dir: str) -> None:  # type: ignore[override]
+            folders.append(output_dir)
+            super()._save(output_dir)
+
+    one = trainer(tmp_path, ROWS, cls=Oldest, **{**SAVING, "max_steps": 2})
+    one.train()
+    one.save_model()
+    assert folders == [str(tmp_path / "checkpoint-2"), str(tmp_path)]
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folders[0] + "/model.safetensors").keys()
 
 
 def test_a_save_that_an_override_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
