@@ -115,17 +115,26 @@ def run_side(name: str, side: str, output: Path, *, only: str = "", processes: i
     """
     client, answer = CLIENTS[name], output / "answer.json"
     output.mkdir()
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
-    env["TMPDIR"] = str(output)  # torchrun leaves a folder there
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else ()), "-m", "tests.support.client_cases"]
     watched = [str(ROOT / f"{client.module.replace('.', '/')}.py"), f"{folder() / client.package}{os.sep}"]
     given = [client.module, side, str(output), str(answer), only, *(watched if processes == 1 else ())]
-    done = subprocess.run([*command, *given], cwd=output, env=env, capture_output=True, text=True, check=False)
+    done = run_module("tests.support.client_cases", *given, output=output, processes=processes)
     (output / "stderr").write_text(done.stderr, encoding="utf-8")
     assert answer.exists(), f"{name} on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"
     written: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     return written
+
+
+def run_module(module: str, *arguments: str, output: Path, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run a module where the clients can be imported, without a network; more than one process by torchrun.
+
+    Args:
+        output: the working directory, and the place of temporary files.
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
+    env["TMPDIR"] = str(output)  # torchrun leaves a folder there
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else ()), "-m", module, *arguments]
+    return subprocess.run(command, cwd=output, env=env, capture_output=True, text=True, check=False)
 
 
 if __name__ == "__main__":
