@@ -211,3 +211,31 @@ def test_accelerates_own_state_has_the_trainers_ranks(tmp_path: Path) -> None:
     zero, one = run_distributed(state_of_accelerate, 2, str(tmp_path))
     assert zero == [[2, 0, 0, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
     assert one == [[2, 1, 1, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
+
+
+class Means(Trainer):
+    """Its loss is a mean over its batch and stated to be no more, as those of TRL's preference trainers."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs["logits"].sum() * 0 + sum(value.sum() for value in model.parameters())
+        return (loss, outputs) if return_outputs else loss
+
+
+def mean_losses(folder: str) -> list[Any]:
+    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0}
+    given |= {"per_device_train_batch_size": 2, "global_batch_size": 8, "num_train_epochs": 1}
+    one = trainer(folder, ROWS, cls=Means, **given)
+    one.train()
+    return [[entry["loss"], entry["grad_norm"]] for entry in one.state.log_history if "loss" in entry]
+
+
+def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path) -> None:
+    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"))
+    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"))
+    assert zero == one and len(zero) == 2 and alone[0] == alone[1]
+    assert zero == [pytest.approx(pair, rel=1e-5) for pair in alone]

@@ -142,8 +142,12 @@ class DataMethods(TrainerBase):
     ) -> torch.Tensor | int | None:
         """Target items of a step's micro-batches: over all ranks with `average_tokens_across_devices`."""
         run, comm, count = self._trainflow.run, self._trainflow.world.comm, self._trainflow.forward.target_items
-        if run is not None:
-            total = run.weights.count(batch_samples, count)
-        else:
+        if run is None:
             total = sum(count(batch) for batch in batch_samples)
-        return comm.sum_ints([total])[0] if self.args.average_tokens_across_devices else total
+            return comm.sum_ints([total])[0] if self.args.average_tokens_across_devices else total
+        total = run.weights.count(batch_samples, count)
+        if comm.world_size == 1 or not self.args.average_tokens_across_devices:
+            return total
+        # In one message: a second one would make the host wait twice per step.
+        total, run.weights.all_batches = comm.sum_ints([total, sum(map(bool, run.weights.items))])
+        return total

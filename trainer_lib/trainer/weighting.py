@@ -169,6 +169,7 @@ class StepWeights:
         micro_step: the micro-batch under way, counted within the step.
         micro_steps: micro-batches of the step.
         computing: a micro-batch is under way.
+        all_batches: micro-batches with items over all ranks; None when it was not counted.
     """
 
     def __init__(self, *, data_parallel_size: int, over_ranks: bool) -> None:
@@ -180,6 +181,7 @@ class StepWeights:
         self.micro_step = 0
         self.micro_steps = 1
         self.computing = False
+        self.all_batches: int | None = None
 
     def open_epoch(self, batches: MicroBatches) -> MicroBatches:
         """Take the micro-batches of an epoch, to know which of them are dummies."""
@@ -192,6 +194,7 @@ class StepWeights:
         Args:
             count_items: (batch, samples that the collator was given) -> target items.
         """
+        self.all_batches = None
         known: list[int | None] = [None] * len(batches)
         self.samples = known if self._batches is None else self._batches.take_samples(len(batches))
         pairs = zip(batches, self.samples, strict=True)
@@ -209,7 +212,8 @@ class StepWeights:
         if scale is LossScale.STEP:
             return 1.0
         if scale is LossScale.BATCH or not self.num_items:
-            return 1.0 / self.micro_steps
+            # A rank with a dummy batch has one batch fewer, so the others' batches weigh more.
+            return self._scale / self.all_batches if self.all_batches else 1.0 / self.micro_steps
         return self._scale * items / float(self.num_items)
 
     @property
