@@ -25,8 +25,8 @@ def _run(code: str, folder: Path) -> str:
 
 
 def test_the_trainer_comes_without_what_few_trainings_need(tmp_path: Path) -> None:
-    few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna')"
-    code = f"import sys; from trainer_lib import Trainer; print([n for n in {few} if n in sys.modules])"
+    few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna', 'keras')"
+    code = f"import sys; from trainer_lib import TFTrainer, Trainer; print([n for n in {few} if n in sys.modules])"
     assert _run(code, tmp_path) == "[]"
 
 

@@ -1,0 +1,42 @@
+"""Keras runs on torch, or a TFTrainer says what to do. Keras itself is not needed here."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer_lib import TFTrainer, TFTrainingArguments
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.keras_models.keras_backend import choose_torch, import_keras, is_keras_model
+
+
+def test_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = types.SimpleNamespace(backend=lambda: "tensorflow")
+    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(config=config))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"KERAS_BACKEND = tensorflow: .*import TFTrainer before keras"):
+        TFTrainer(torch.nn.Linear(1, 1), TFTrainingArguments(str(tmp_path)), [])
+
+
+def test_a_backend_of_the_environment_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keras", None)  # type: ignore[arg-type]  # as if the import of its backend failed
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    choose_torch()
+    assert os.environ["KERAS_BACKEND"] == "jax"
+    with pytest.raises(ConfigError, match="KERAS_BACKEND = jax"):
+        import_keras()
+
+
+def test_without_keras_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keras", None)  # type: ignore[arg-type]
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    with pytest.raises(MissingExtraError, match=r"trainflow\[keras\]"):
+        import_keras()
+
+
+def test_a_model_of_torch_is_not_a_keras_model() -> None:
+    assert not is_keras_model(torch.nn.Linear(1, 1))
