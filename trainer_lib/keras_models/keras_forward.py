@@ -226,6 +226,7 @@ class KerasForward:
             return
         variables = self._model.trainable_variables
         if optimizer is None:
+            self._refuse_another_optimizer()
             from trainer_lib.keras_models import keras_defaults
 
             schedule = schedule or keras_defaults.create_schedule(trainer.args, self.total_steps)
@@ -237,9 +238,21 @@ class KerasForward:
 
     def _wants_keras(self) -> bool:
         args = self._trainer.args
-        is_default = str(args.optim) == args.default_optim and args.optim_args is None
         chosen = args.lr_scheduler_type != "linear" or args.lr_scheduler_kwargs
-        return is_default and not chosen and self._trainer.optimizer_cls_and_kwargs is None
+        return self._wants_adam() and not chosen
+
+    def _wants_adam(self) -> bool:
+        args = self._trainer.args
+        is_default = str(args.optim) == args.default_optim and args.optim_args is None
+        return is_default and self._trainer.optimizer_cls_and_kwargs is None
+
+    def _refuse_another_optimizer(self) -> None:
+        if not self._wants_adam():
+            raise ConfigError(
+                "A Keras schedule was given, and the arguments ask for an optimizer of torch, which cannot follow it.",
+                field="optimizers",
+                remedy="Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type.",
+            )
 
     def _refuse_power(self) -> None:
         power = getattr(self._trainer.args, "poly_power", 1.0)

@@ -17,13 +17,13 @@ from trainer_lib.keras_models.keras_backend import choose_torch, import_keras, i
 
 def test_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = types.SimpleNamespace(backend=lambda: "tensorflow")
-    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(config=config))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(config=config))
     with pytest.raises(ConfigError, match=r"KERAS_BACKEND = tensorflow: .*import TFTrainer before keras"):
         TFTrainer(torch.nn.Linear(1, 1), TFTrainingArguments(str(tmp_path)), [])
 
 
 def test_a_backend_of_the_environment_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "keras", None)  # type: ignore[arg-type]  # as if the import of its backend failed
+    monkeypatch.setitem(sys.modules, "keras", None)  # as if the import of its backend failed
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     choose_torch()
     assert os.environ["KERAS_BACKEND"] == "jax"
@@ -32,7 +32,7 @@ def test_a_backend_of_the_environment_is_kept_and_refused(monkeypatch: pytest.Mo
 
 
 def test_without_keras_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "keras", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "keras", None)
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     with pytest.raises(MissingExtraError, match=r"trainflow\[keras\]"):
         import_keras()

@@ -49,6 +49,7 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         (ConfigError, "trains Keras models", {"model": torch.nn.Linear(2, 2)}),
         (ConfigError, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
         (ConfigError, "poly_power", {"poly_power": 2.0, "optim": "sgd"}),
+        (ConfigError, "cannot follow it", {"optimizers": (None, decay(4)), "optim": "sgd"}),
         (ConfigError, "add_scalar", {"tb_writer": print}),
         (ConfigError, "past_index", {"past_index": 1}),
         (ConfigError, "bf16_full_eval", {"bf16_full_eval": True}),
