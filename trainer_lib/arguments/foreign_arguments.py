@@ -1,8 +1,8 @@
 """Arguments of transformers, and of classes derived from them, as our own.
 
 What has the value that transformers gives it by itself was not asked for, and keeps our default. Fields that a subclass
-adds, and what else was set on the object, come along under their names; so do its methods, as far as they do not call
-the class they were defined in. A field of transformers that is unknown here is refused by its name.
+adds, and what else was set on the object, come along under their names; so do its constants, and its methods, as far as
+they do not call `super()`. A field of transformers that is unknown here is refused by its name.
 """
 
 from __future__ import annotations
@@ -96,24 +96,28 @@ def _refuse_other_meanings(own: Mapping[str, Any]) -> None:
 
 
 def _target(cls: Any, base: Any) -> Any:
-    """Our class for arguments of class `cls`: with the fields and the methods that it adds."""
+    """Our class for arguments of class `cls`: with the fields, methods and constants that it and its mixins add."""
     ours = Seq2SeqTrainingArguments if base.__name__ == _NAMES[0] else TrainingArguments
     if cls is base:
         return ours
     annotated = [(name, Any, dataclasses.field(default=None)) for name in _added_fields(cls, base)]
-    derived = [each for each in reversed(cls.__mro__) if issubclass(each, base) and each is not base]
-    methods = {name: value for each in derived for name, value in vars(each).items() if _is_portable(name, value)}
-    methods["__module__"] = cls.__module__
-    return dataclasses.make_dataclass(cls.__name__, annotated, bases=(ours,), namespace=methods)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    for each in reversed(cls.__mro__):
+        if each not in base.__mro__:
+            own = {name: value for name, value in vars(each).items() if name not in fields}
+            members |= {name: value for name, value in own.items() if _is_portable(name, value)}
+    return dataclasses.make_dataclass(cls.__name__, annotated, bases=(ours,), namespace=members)
 
 
 def _is_portable(name: str, value: Any) -> bool:
-    """Whether a member of a class works in another one: a property or a method without `super()`."""
-    if name.startswith("__"):
+    """Whether a member of a class works in another one: a constant, or a property or method without `super()`."""
+    if name.startswith("__") or name == "_abc_impl":
         return False
-    wrapped = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    for inner in ("fget", "func", "__func__"):  # of a property, a cached property, a static or class method
+        value = getattr(value, inner, value)
     # `super()` and `__class__` are free variables that hold the class of the definition.
-    return inspect.isfunction(wrapped) and "__class__" not in wrapped.__code__.co_freevars
+    return not inspect.isfunction(value) or "__class__" not in value.__code__.co_freevars
 
 
 def _asked(args: Any, usual: Any, target: type) -> dict[str, Any]:

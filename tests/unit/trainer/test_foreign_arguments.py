@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,20 @@ COMMON: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 2, 
 
 
 @dataclass
-class LibraryConfig(transformers.TrainingArguments):
+class Mixin:
+    """What several configurations of a library share."""
+
+    shared: int = 5
+
+    def doubled(self) -> int:
+        return self.shared * 2
+
+
+@dataclass
+class LibraryConfig(Mixin, transformers.TrainingArguments):
     """A configuration that a library derives from transformers' arguments."""
+
+    SCALE = 3
 
     learning_rate: float = field(default=0.25)
     beta: float = field(default=0.1)
@@ -38,6 +51,14 @@ class LibraryConfig(transformers.TrainingArguments):
     @property
     def double(self) -> float:
         return self.beta * 2
+
+    @cached_property
+    def tripled(self) -> float:
+        return self.beta * self.SCALE
+
+    @staticmethod
+    def unit() -> str:
+        return "tokens"
 
     def scaled(self, by: float) -> float:
         return self.beta * by
@@ -105,6 +126,8 @@ def test_a_class_derived_from_theirs_keeps_its_fields_and_methods_and_trains(tmp
     assert type(args).__name__ == "LibraryConfig"
     assert (args.learning_rate, args.beta, args.double, args.names) == (0.25, 0.1, 0.2, ["a"])
     assert (args.scaled(3), args.derived, args.set_by_hand) == (pytest.approx(0.3), 7, "yes")
+    assert (args.shared, args.doubled(), args.SCALE, args.unit()) == (5, 10, 3, "tokens")
+    assert args.tripled == pytest.approx(0.3)
     assert "extra" not in args.to_dict()  # it calls `super()`, which only works in the class it was written for
     trainer.train()
     assert trainer.state.global_step == 2
