@@ -81,4 +81,4 @@ def losses(one: Any) -> list[float]:
 
 def weights(one: Any) -> dict[str, Any]:
     """The model's parameters as arrays by name."""
-    return {name: value.numpy() for name, value in one.model.state_dict().items()}
+    return {name: value.numpy().copy() for name, value in one.model.state_dict().items()}

@@ -76,7 +76,12 @@ def register_parameters(model: Any) -> None:
     start at 0, as in a new process.
     """
     names = _process_independent(model)
-    tensors = {names[variable.path]: variable.value for variable in model.variables}
+    tensors: dict[str, Any] = {}
+    for variable in model.variables:
+        name = names[variable.path]
+        # Layers of one model may share a name, and so their variables; every parameter needs its own.
+        same = sum(each.partition("~")[0] == name for each in tensors)
+        tensors[f"{name}~{same}" if same else name] = variable.value
     for module in list(model.modules()):
         if hasattr(type(module), "torch_params"):  # a layer of Keras: without any, it would register its own again
             module._modules.pop(_PARAMETERS, None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import arrays, keras, losses, pairs, trainer, weights
+from tests.support.keras_toys import arrays, keras, keras_model, losses, pairs, trainer, weights
 from trainer_lib import TFTrainer, TrainerCallback
 from trainer_lib.errors import CodeError, ConfigError
 
@@ -210,6 +210,27 @@ def test_saved_weights_fit_a_model_of_the_same_code_in_any_process(tmp_path: Pat
     resumed = trainer(tmp_path, pairs(8), num_train_epochs=3, save_strategy="epoch")
     resumed.train(resume_from_checkpoint=True)
     assert int(resumed.optimizer.iterations) == 6
+
+
+def test_layers_of_one_name_are_all_trained_and_saved(tmp_path: Path) -> None:
+    module, model = keras(), keras_model()
+
+    class Twins(model):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = (module.layers.Dense(size, name="twin") for size in (5, 3))
+
+        def call(self, x: Any) -> Any:
+            return self.other(self.one(x))
+
+    twins = Twins()
+    twins.compile(loss=module.losses.SparseCategoricalCrossentropy(from_logits=True))
+    one = trainer(tmp_path, pairs(8), model=twins, optimizers=(module.optimizers.Adam(0.1), None))
+    assert len(list(twins.parameters())) == 4
+    before = weights(one)
+    one.train()
+    assert all((value != before[name]).any() for name, value in weights(one).items())
+    assert {len(slots) for slots in one.optimizer.state.values()} == {2}
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
