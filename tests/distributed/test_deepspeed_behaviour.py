@@ -194,7 +194,10 @@ def refused(folder: str) -> dict[str, str]:
 def members(folder: str) -> dict[str, Any]:
     one = trainer(folder, ROWS, deepspeed={**zero(2), "gradient_clipping": 0.5}, max_steps=1, learning_rate=0.01)
     before = one.deepspeed
+    with pytest.raises(ConfigError, match="when training begins"):
+        one.accelerator.prepare(one.model)
     one.train()
+    assert one.accelerator.prepare(one.model) is one.deepspeed
     plugin: Any = one.accelerator.state.deepspeed_plugin
     return {
         "before": before,

@@ -91,7 +91,7 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         their gradients where there are several processes; no strategy shards it.
 
         Raises:
-            ConfigError: the strategy shards models, and this is not the Trainer's.
+            ConfigError: the strategy shards models, and this is not the Trainer's; or DeepSpeed has not started yet.
         """
         if self.unwrap_model(model) is self._trainer.model:
             return self._prepare_own_model(model, device_placement, evaluation_mode=evaluation_mode)
@@ -114,8 +114,15 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         return model
 
     def _prepare_own_model(self, model: nn.Module, placement: bool | None, *, evaluation_mode: bool) -> nn.Module:
-        engine = self._internals.engine
+        engine, trainer = self._internals.engine, self._trainer
         if not evaluation_mode:
+            if engine.strategy.name == "deepspeed" and trainer.model_wrapped is trainer.model:
+                raise ConfigError(
+                    "DeepSpeed makes its engine of the model and its optimizer together, when training begins.",
+                    field="prepare_model",
+                    value=type(model).__name__,
+                    remedy="Call train(), and override training_step or create_optimizer.",
+                )
             return engine.prepare_model()
         if not engine.strategy.places_model:
             self._place(model, placement)
