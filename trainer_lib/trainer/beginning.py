@@ -15,7 +15,7 @@ from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.history import StepHistory
 from trainer_lib.trainer.output_dir import SavePlan
 from trainer_lib.trainer.run import TrainingRun
-from trainer_lib.trainer.weighting import StepWeights
+from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -109,7 +109,11 @@ def begin_run(
     run = TrainingRun(
         source=source,
         history=StepHistory(engine.strategy, nonfinite_limit=args.max_nonfinite_steps + overflows),
-        weights=StepWeights(data_parallel_size=comm.data_parallel.size, over_ranks=args.average_tokens_across_devices),
+        weights=StepWeights(
+            data_parallel_size=comm.data_parallel.size,
+            over_ranks=args.average_tokens_across_devices,
+            by_targets=internals.forward.rule.undivided is LossScale.MEAN,
+        ),
         stop=internals.stop,
         max_steps=max_steps,
         num_epochs=num_epochs,

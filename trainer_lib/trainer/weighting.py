@@ -162,6 +162,11 @@ class MicroBatches:
 class StepWeights:
     """The target items of the step under way, and the weight of each of its micro-batches on this rank.
 
+    Args:
+        data_parallel_size: R.
+        over_ranks: N counts the items of all ranks.
+        by_targets: a micro-batch without targets has no loss; False where the author scales the loss.
+
     Attributes:
         items: target items of each micro-batch, n(r, m); 0 for a dummy batch.
         samples: samples of each micro-batch; 0 for a dummy batch, None for unknown.
@@ -172,8 +177,9 @@ class StepWeights:
         all_batches: micro-batches with items over all ranks; None when it was not counted.
     """
 
-    def __init__(self, *, data_parallel_size: int, over_ranks: bool) -> None:
+    def __init__(self, *, data_parallel_size: int, over_ranks: bool, by_targets: bool = True) -> None:
         self._scale = float(data_parallel_size) if over_ranks else 1.0
+        self._by_targets = by_targets
         self._batches: MicroBatches | None = None
         self.items: list[int] = []
         self.samples: list[int | None] = []
@@ -198,8 +204,12 @@ class StepWeights:
         known: list[int | None] = [None] * len(batches)
         self.samples = known if self._batches is None else self._batches.take_samples(len(batches))
         pairs = zip(batches, self.samples, strict=True)
-        self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
-        return sum(self.items)
+        items = self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
+        if not self._by_targets:  # such a loss may have a value without targets
+            self.items = [
+                1 if each == 0 and samples != 0 else each for each, samples in zip(items, self.samples, strict=True)
+            ]
+        return sum(items)
 
     def weight(self, scale: LossScale) -> float:
         """w(r, m) of the micro-batch under way."""

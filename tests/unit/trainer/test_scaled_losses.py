@@ -135,7 +135,9 @@ class settings:  # stands for the arguments that a script keeps in a global
     gradient_accumulation_steps = 4
 
 
-def _first_gradients(library: Any, make: Callable[[Any], Any], func: Any) -> tuple[dict[str, torch.Tensor], float]:
+def _first_gradients(
+    library: Any, make: Callable[[Any], Any], func: Any, rows: list[Any] = ROWS
+) -> tuple[dict[str, torch.Tensor], float]:
     found: dict[str, torch.Tensor] = {}
 
     class Watching(TrainerCallback):
@@ -157,7 +159,7 @@ def _first_gradients(library: Any, make: Callable[[Any], Any], func: Any) -> tup
             disable_tqdm=True,
         )
         given = {} if func is None else {"compute_loss_func": func}
-        one = make(library.Trainer)(Model(), args, train_dataset=ROWS, callbacks=[Watching()], **given)
+        one = make(library.Trainer)(Model(), args, train_dataset=rows, callbacks=[Watching()], **given)
         one.train()
         return found, next(entry["loss"] for entry in one.state.log_history if "loss" in entry)
 
@@ -174,6 +176,25 @@ def test_gradients_and_loss_are_those_of_transformers(make: Any, func: Any) -> N
     import transformers
 
     theirs, ours = _first_gradients(transformers, make, func), _first_gradients(trainer_lib, make, func)
+    assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_stated_loss_counts_without_targets_too(stated: bool) -> None:
+    """As in contrastive and reinforcement losses, whose labels, if there are any, are not what is trained on."""
+    import transformers
+
+    def make(base: Any) -> Any:
+        class One(base):  # type: ignore[misc]
+            loss_is_scaled_for_ga = stated
+
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+                return model(x=inputs["x"])["logits"].pow(2).mean()
+
+        return One
+
+    rows = [{**row, "labels": -100} if place in range(4, 8) else row for place, row in enumerate(ROWS)]
+    theirs, ours = (_first_gradients(each, make, None, rows) for each in (transformers, trainer_lib))
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
