@@ -109,11 +109,7 @@ def begin_run(
     run = TrainingRun(
         source=source,
         history=StepHistory(engine.strategy, nonfinite_limit=args.max_nonfinite_steps + overflows),
-        weights=StepWeights(
-            data_parallel_size=comm.data_parallel.size,
-            over_ranks=args.average_tokens_across_devices,
-            by_targets=internals.forward.rule.undivided is LossScale.MEAN,
-        ),
+        weights=_step_weights(internals, args),
         stop=internals.stop,
         max_steps=max_steps,
         num_epochs=num_epochs,
@@ -135,6 +131,14 @@ def begin_run(
         f", from {url}" if url else "",
     )
     return run, loaded
+
+
+def _step_weights(internals: Internals, args: TrainingArguments) -> StepWeights:
+    return StepWeights(
+        data_parallel_size=internals.world.comm.data_parallel.size,
+        over_ranks=args.average_tokens_across_devices,
+        by_targets=internals.forward.rule.undivided is LossScale.MEAN,
+    )
 
 
 def _begin_state(trainer: TrainerHooks, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
