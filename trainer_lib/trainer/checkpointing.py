@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 _log = logging.getLogger(__name__)
+_STATE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 
 
 class Checkpoints:
@@ -111,9 +112,11 @@ class Checkpoints:
         self._rotate(root, snapshot.step, best)
 
     def _own_files(self) -> WriteFiles | None:
-        """Writes the files of an overridden `save_model` or `_save`; None without an override."""
-        signatures, save = self._internals.signatures, self._trainer.save_model
-        if signatures.overridden.isdisjoint(("save_model", "_save")):
+        """Writes the files of an overridden `save_model` or `_save`, and of state; None without an override."""
+        own, trainer, save = self._internals.signatures.overridden, self._trainer, self._trainer.save_model
+        saves_model = not own.isdisjoint(("save_model", "_save"))
+        state = [getattr(trainer, name) for name in _STATE if name in own and not trainer.args.save_only_model]
+        if not saves_model and not state:
             return None
         internal = {"_internal_call": True} if takes(save, "_internal_call") else {}
 
@@ -122,7 +125,10 @@ class Checkpoints:
             with self._internals.evaluator.random_numbers_kept():
                 self.is_adding_model = True
                 try:
-                    save(str(folder), **internal)
+                    if saves_model:
+                        save(str(folder), **internal)
+                    for save_part in state:
+                        save_part(str(folder))
                 finally:
                     self.is_adding_model = False
 

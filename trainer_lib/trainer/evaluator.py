@@ -97,6 +97,7 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """One pass over a loader; the model is afterwards in the mode and precision that it had."""
         trainer, internals = self._trainer, self._internals
+        _refuse_own_gathering(trainer.gather_function)
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
         internals.forward.use_past(None)
         # As in transformers: an evaluation inside training takes the weights as they are.
@@ -273,3 +274,14 @@ class Evaluator:
             return None
         folder = store.local_path()
         return folder if folder.is_dir() else None
+
+
+def _refuse_own_gathering(gather: Any) -> None:
+    """Raise ConfigError for a function that this loop would not call; those of the accelerator do what it does."""
+    if getattr(getattr(gather, "func", gather), "__name__", None) not in ("gather", "gather_for_metrics"):
+        raise ConfigError(
+            "The evaluation loop gathers predictions by itself, so this function would not be called.",
+            field="gather_function",
+            value=getattr(gather, "__name__", type(gather).__name__),
+            remedy="Set it to accelerator.gather or accelerator.gather_for_metrics, or override evaluation_loop.",
+        )

@@ -13,7 +13,6 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 
 _SIZES = "Remove it: no layer is split over processes."
-_STATE = "Override _save_checkpoint; what it writes is listed in trainer_lib/trainer/snapshots.py."
 _LOADED = "Override _load_from_checkpoint for the weights, or _load_optimizer_and_scheduler."
 _BEGIN = "Use a callback's on_train_begin, or override training_step, create_optimizer or get_train_dataloader."
 _ROTATION = "Set save_total_limit, or remove checkpoints in a callback's on_save."
@@ -39,9 +38,6 @@ UNCALLED: Mapping[str, str] = {
     "_update_auto_batch_size": "Set auto_find_batch_size, which keeps the global batch.",
     "_issue_warnings_after_load": _LOADED,
     "_load_callback_state": "Make the callback an ExportableState: its state is saved and restored.",
-    "_save_optimizer_and_scheduler": _STATE,
-    "_save_rng_state": _STATE,
-    "_save_scaler": _STATE,
     # Of earlier Trainers of the reference.
     "_activate_neftune": _NOISE,
     "_deactivate_neftune": _NOISE,

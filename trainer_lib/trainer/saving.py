@@ -76,6 +76,15 @@ class SavingMethods(TrainerBase):
         """
         self._trainflow.restore.load_weights(resume_from_checkpoint, model)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Add files to a checkpoint: an override is called with its local folder. The library's own hold the state."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Add files to a checkpoint: an override is called with its local folder."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Add files to a checkpoint: an override is called with its local folder."""
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Restore optimizer and schedule from the checkpoint at this URL. Collective.
 

@@ -321,5 +321,6 @@ Trainer._trainflow_defaults = {
     for name in (
         *("compute_loss", "_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens", "_maybe_log_save_evaluate"),
         *("save_model", "_save", "create_accelerator_and_postprocess"),
+        *("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
     )
 }

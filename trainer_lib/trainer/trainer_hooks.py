@@ -182,6 +182,7 @@ class OptimizationHooks(Protocol):
 class EvaluationHooksOfTrainer(Protocol):
     """Evaluation and search."""
 
+    gather_function: Any
     compute_metrics: Callable[..., dict[str, Any]] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
     hp_name: Callable[[Any], str] | None

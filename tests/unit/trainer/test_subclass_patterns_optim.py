@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.patterns import Make, Small, Table, assert_same
+from tests.support.patterns import RESUMED, Make, Small, Table, assert_same
 
 PATTERNS = Table()
 
@@ -249,6 +249,39 @@ def two_optimizers_in_one(make: Make) -> Any:
             return self.optimizer
 
     return make(Mine, lr_scheduler_type="constant")
+
+
+@PATTERNS.add
+def a_second_optimizer_saved_and_resumed(make: Make) -> Any:
+    class Second(make.lib.Trainer):  # type: ignore[name-defined,misc]
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.head_optimizer = torch.optim.SGD(self.model.head.parameters(), lr=0.05, momentum=0.9)
+            rest = [*self.model.body.parameters(), *self.model.norm.parameters()]
+            self.optimizer = torch.optim.SGD(rest, lr=self.args.learning_rate)
+            return self.optimizer
+
+        def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, *args, **kwargs)
+            self.head_optimizer.step()
+            self.head_optimizer.zero_grad()
+            return loss
+
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            torch.save(self.head_optimizer.state_dict(), Path(output_dir) / "head_optimizer.pt")
+
+        def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                self.head_optimizer.load_state_dict(torch.load(Path(checkpoint) / "head_optimizer.pt"))
+
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    make(Second, **saves).train()
+    one = make(Second, **saves)
+    one.leaves_out = (RESUMED,)
+    one.train(resume_from_checkpoint=str(make.folder / "checkpoint-2"))
+    one.seen = sorted(each.name for each in (make.folder / "checkpoint-4").glob("head*"))
+    return one
 
 
 def split(make: Make) -> Any:
