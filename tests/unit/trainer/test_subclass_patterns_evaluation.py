@@ -115,10 +115,9 @@ def questions_with_their_examples(make: Make) -> Any:
             examples = self.eval_examples if eval_examples is None else eval_examples
             compute_metrics = self.compute_metrics
             self.compute_metrics = None
-            loop = self.evaluation_loop
             started = time.time()
             try:
-                output = loop(
+                output = self.evaluation_loop(
                     loader,
                     description="Evaluation",
                     prediction_loss_only=True if compute_metrics is None else None,
@@ -133,8 +132,7 @@ def questions_with_their_examples(make: Make) -> Any:
                 given = self.post_process_function(examples, eval_dataset, output.predictions)
                 metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.compute_metrics(given).items()}
             metrics.update(output.metrics)
-            if self.args.should_log:
-                self.log(metrics)
+            self.log(metrics)
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
 
@@ -186,13 +184,8 @@ def a_loop_written_out(make: Make) -> Any:
             model = self._wrap_model(self.model, training=False)
             if len(self.accelerator._models) == 0 and model is self.model:
                 model = self.accelerator.prepare_model(model, evaluation_mode=True)
-            if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-                model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16, device=args.device)
             model.eval()
-            if hasattr(self.optimizer, "eval") and callable(self.optimizer.eval):
-                self.optimizer.eval()
             self.callback_handler.eval_dataloader = dataloader
-            dataset: Any = getattr(dataloader, "dataset", None)
             losses, predictions, labels = (container(args.eval_do_concat_batches, -100) for _ in range(3))
             observed = 0
             for inputs in dataloader:
@@ -200,8 +193,6 @@ def a_loop_written_out(make: Make) -> Any:
                 observed += size
                 loss, logits, targets = self.prediction_step(model, inputs, bool(prediction_loss_only), ignore_keys)
                 losses.add(self.gather_function(loss.repeat(size)))
-                if targets is not None:
-                    targets = self.accelerator.pad_across_processes(targets, dim=1, pad_index=-100)
                 if logits is not None:
                     logits = self.accelerator.pad_across_processes(logits, dim=1, pad_index=-100)
                     predictions.add(self.gather_function(logits))
@@ -209,16 +200,13 @@ def a_loop_written_out(make: Make) -> Any:
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
             self.gather_function = self.accelerator.gather_for_metrics
             arrays = [each.get_arrays() for each in (losses, predictions, labels)]
-            metrics = {}
-            if self.compute_metrics is not None and arrays[1] is not None:
-                given = utils["EvalPrediction"](predictions=arrays[1], label_ids=arrays[2])
-                metrics = self.compute_metrics(given)
+            metrics = self.compute_metrics(utils["EvalPrediction"](predictions=arrays[1], label_ids=arrays[2]))
             metrics = utils["denumpify_detensorize"](metrics)
             metrics[f"{metric_key_prefix}_loss"] = arrays[0].mean().item()
             for name in [name for name in metrics if not name.startswith(f"{metric_key_prefix}_")]:
                 metrics[f"{metric_key_prefix}_{name}"] = metrics.pop(name)
-            count = len(dataset) if utils["has_length"](dataset) else observed
-            return utils["EvalLoopOutput"](arrays[1], arrays[2], metrics, count)
+            assert observed == len(dataloader.dataset)
+            return utils["EvalLoopOutput"](arrays[1], arrays[2], metrics, observed)
 
     one = make(Whole, compute_metrics=accuracy, **EVALUATES)
     one.train()
