@@ -26,7 +26,7 @@ _OBJECTS = "Gather tensors, texts, numbers, and lists or mappings of them."
 
 
 def leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
-    """The tensors of a tree of lists, tuples and mappings, in order.
+    """The tensors ``[...]`` of a tree of lists, tuples and mappings, in order.
 
     Raises:
         ConfigError: a leaf is not a tensor.
@@ -46,7 +46,7 @@ def has_tensors_only(tree: Any) -> bool:
 
 
 def replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field: str) -> Any:
-    """The tree with `function` of every tensor in its place; lists, tuples and mappings keep their types.
+    """The tree with `function` of every tensor ``[...]`` in its place; lists, tuples and mappings keep their types.
 
     Raises:
         ConfigError: a leaf is not a tensor.
