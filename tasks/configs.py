@@ -118,8 +118,8 @@ class StageSettings(KeyedSettings):
     recipe: str | None = setting(
         affects="result",
         default=None,
-        description="Python file with this stage's functions, when it is not the pipeline's recipe. "
-        "A stage with a file of its own is not re-run when the others' file changes.",
+        description="Python file with functions of this stage alone; what it does not define is taken from the "
+        "pipeline's recipe. A name set to None there is switched off.",
     )
     options: Options = setting(
         affects="result", default_factory=dict, description="Free settings handed to the recipe's function."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tasks.configs import PrepareConfig
+from tasks.stage import sources
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.keys import prepare_key
@@ -26,7 +27,10 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
 
     def work(attempt: StageAttempt) -> StageOutput:
         request = PrepareRequest(
-            **common_fields(config, context, attempt), shard_rows=config.shard_rows, allow_nan=config.allow_nan
+            **common_fields(config, context, attempt),
+            shard_rows=config.shard_rows,
+            allow_nan=config.allow_nan,
+            sources=sources.resolve(config.sources),
         )
         result = launch_request(request, config.launch, context, attempt)
         facts = PrepareFacts(result.splits, result.info)

@@ -11,6 +11,7 @@ from tasks.stage.keys import train_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import count_sharers, halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from tasks.stage.stage_code import code_of, metrics_digest
 from tasks.stage.task import stage_task
 from tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
 from trainer_lib.arguments import TrainingArguments
@@ -54,6 +55,8 @@ def _train(
     parsed: TrainingArguments,
     data: StageManifest[PrepareFacts],
 ) -> StageOutput:
+    # Before the launch: the workers load the recipe as it is now.
+    measured_by = metrics_digest(code_of(config, context))
     request = TrainRequest(
         **model_fields(config, context, attempt, data),
         args=sent_arguments(_arguments(context, config, attempt.batch_halvings, parsed), context),
@@ -71,6 +74,7 @@ def _train(
         parameters=result.parameters,
         model=config.model,
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
+        metrics_code=measured_by,
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)
 

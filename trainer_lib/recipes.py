@@ -58,10 +58,12 @@ class PrepareOutput:
 
     Attributes:
         info: JSON values, which other functions read as `DataInfo.info`.
+        sources: the spec's `prepare.sources` in their order: local ones as absolute paths, wherever this runs.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, sources: Sequence[str] = ()) -> None:
         self.info: dict[str, Any] = {}
+        self.sources: tuple[str, ...] = tuple(sources)
         self._store = store
         self._files: dict[str, FileEntry] = {}
 
@@ -117,9 +119,8 @@ class DataInfo:
         """
         known = self._files.get(f"{ASSETS}/{name}")
         if known is None:
-            names = ", ".join(
-                sorted(path.removeprefix(f"{ASSETS}/") for path in self._files if path.startswith(ASSETS))
-            )
+            written = sorted(path.removeprefix(f"{ASSETS}/") for path in self._files if path.startswith(ASSETS))
+            names = ", ".join(written)
             raise ConfigError(
                 "The function prepare() wrote no such file.",
                 field="recipe",
@@ -128,9 +129,8 @@ class DataInfo:
             )
         data = Store.open(self.url).child(ASSETS).read_bytes(name, limit=MAX_FILE_BYTES)
         if hashlib.sha256(data).hexdigest() != known["sha256"]:
-            raise DataError(
-                "The file differs from the one that prepare committed.", field=name, remedy="Run with --force prepare."
-            )
+            what = "The file differs from the one that prepare committed."
+            raise DataError(what, field=name, remedy="Run with --force prepare.")
         return data
 
 
@@ -140,31 +140,28 @@ class Recipe:
     Attributes:
         path: the file.
         root: the project's root.
+        fallback: the recipe with the functions that this file does not define; None: there is none.
         collate, compute_metrics, preprocess_logits_for_metrics, compute_loss_func, after_evaluate: the functions; None
             when the file does not define them.
     """
 
-    def __init__(self, module: ModuleType, path: Path, root: Path, needs: Collection[str]) -> None:
+    def __init__(
+        self, module: ModuleType, path: Path, root: Path, needs: Collection[str], fallback: Recipe | None = None
+    ) -> None:
         self.path = path
         self.root = root
+        self.fallback = fallback
         self._module = module
-        # Looked at now, so that a missing function is reported before any work.
+        # Now, so that a missing function is reported before any work.
         for name in (*REQUIRED, *OPTIONAL):
-            function = getattr(module, name, None)
+            function = self._find(name)
             if function is None and name in needs:
-                raise ConfigError(
-                    f"The recipe has no function {name}().",
-                    field="recipe",
-                    value=str(path),
-                    remedy=f"Define {name}; the examples show its signature.",
-                )
-            if function is not None and not callable(function):
-                raise ConfigError(
-                    f"The name {name} is not a function in the recipe.",
-                    field="recipe",
-                    value=str(path),
-                    remedy="Rename it.",
-                )
+                what, remedy = f"The recipe has no function {name}().", f"Define {name}; examples show its signature."
+            elif function is not None and not callable(function):
+                what, remedy = f"The name {name} is not a function in the recipe.", "Rename it."
+            else:
+                continue
+            raise ConfigError(what, field="recipe", value=str(path), remedy=remedy)
         self.collate = self._optional("collate")
         self.compute_metrics = self._optional("compute_metrics")
         self.preprocess_logits_for_metrics = self._optional("preprocess_logits_for_metrics")
@@ -178,7 +175,7 @@ class Recipe:
             DataError: the function did not return splits. CodeError: it raised an error.
         """
         with self.guarded():
-            splits = self._module.prepare(options, out)
+            splits = self._find("prepare")(options, out)
         if not isinstance(splits, Mapping) or not splits:
             raise DataError(
                 f"The function prepare() must return a mapping from split names to rows, not {type(splits).__name__}.",
@@ -191,37 +188,31 @@ class Recipe:
     def build_model(self, options: Mapping[str, Any], data: DataInfo) -> Any:
         """A new model, initialized from the present state of the random generators."""
         with self.guarded():
-            return self._module.build_model(options, data)
+            return self._find("build_model")(options, data)
 
     def call(self, name: str) -> Any:
         """Call another function of the file without arguments; return its result. Raises ConfigError without one."""
-        function = getattr(self._module, name, None)
+        function = self._find(name)
         if not callable(function):
-            raise ConfigError(
-                f"The file has no function {name}().",
-                field="model",
-                value=str(self.path),
-                remedy="Define it.",
-            )
+            what = f"The file has no function {name}()."
+            raise ConfigError(what, field="model", value=str(self.path), remedy="Define it.")
         with self.guarded():
             return function()
 
     def callbacks(self, options: Mapping[str, Any]) -> list[Any]:
         """The recipe's callbacks; an empty list without any."""
-        function = getattr(self._module, "callbacks", None)
         with self.guarded():
-            return list(function(options)) if function is not None else []
+            return list((self._find("callbacks") or (lambda _: []))(options))
 
     def prediction_columns(self, predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
         """The columns of a prediction file, one value per row, from model outputs ``[rows, …]``."""
-        function = getattr(self._module, "prediction_columns", default_prediction_columns)
         with self.guarded():
-            return dict(function(predictions, data))
+            return dict((self._find("prediction_columns") or default_prediction_columns)(predictions, data))
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""
         # A recipe may also just import our Trainer, which is a subclass of itself.
-        own = getattr(self._module, "Trainer", None)
+        own = self._find("Trainer")
         return own if isinstance(own, type) and issubclass(own, default) else default
 
     @contextmanager
@@ -234,8 +225,17 @@ class Recipe:
         except (Exception, SystemExit) as error:
             raise user_error(error, self.root) from error
 
+    def _find(self, name: str) -> Any:
+        """What the file binds to `name`, else the file that it falls back to; None for nothing.
+
+        A file that says ``collate = None`` has no collate, whatever the other one has.
+        """
+        if self.fallback is None or hasattr(self._module, name):
+            return getattr(self._module, name, None)
+        return self.fallback._find(name)
+
     def _optional(self, name: str) -> Callable[..., Any] | None:
-        function = getattr(self._module, name, None)
+        function = self._find(name)
         return None if function is None else Hook(self, name, function)
 
     def _guarded_rows(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -257,20 +257,24 @@ class Hook:
             return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_hook, (str(self._recipe.path), str(self._recipe.root), self._name)
+        other = self._recipe.fallback
+        return _load_hook, (str(self._recipe.path), str(self._recipe.root), self._name, other and str(other.path))
 
 
-def _load_hook(path: str, root: str, name: str) -> Any:
-    return getattr(load(path, root, needs=(name,)), name)
+def _load_hook(path: str, root: str, name: str, fallback: str | None) -> Any:
+    return getattr(load(path, root, needs=(name,), fallback=fallback), name)
 
 
-def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRED) -> Recipe:
+def load(
+    path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRED, fallback: str | Path | None = None
+) -> Recipe:
     """Load a recipe by its path.
 
     Args:
         path: the recipe's file.
         root: the project's root, which is appended to the module path.
-        needs: functions that the file must define; a stage's own file defines only that stage's.
+        needs: functions that the file, or the one it falls back to, must define.
+        fallback: the file that has the functions which the first does not define.
 
     Raises:
         ConfigError: the file does not exist or lacks a function, or the project hides one of our packages.
@@ -304,7 +308,8 @@ def load(path: str | Path, root: str | Path, *, needs: Collection[str] = REQUIRE
         # Otherwise a second load in this process would find a module that is half executed.
         del sys.modules[name]
         raise user_error(error, root) from error
-    return Recipe(module, path, root, needs)
+    other = None if fallback is None else load(fallback, root, needs=())
+    return Recipe(module, path, root, needs, other)
 
 
 def create_empty_recipe(root: Path) -> Recipe:

@@ -27,10 +27,15 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's Python file, and the folder where its imports start."""
+    """A recipe's Python file, and the folder where its imports start.
+
+    Attributes:
+        fallback: the file that has the functions which the first does not define; None: there is none.
+    """
 
     path: str
     root: str
+    fallback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -218,12 +223,14 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
     Attributes:
         shard_rows: rows of a shard.
         allow_nan: accept NaN and infinite values.
+        sources: what the data is made from; local paths are absolute.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)
 
     shard_rows: int = 10_000
     allow_nan: bool = False
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,10 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
         own = getattr(stage.config(spec), "recipe", None)
         field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
         resolver.closure(recipe, spec.root, field=field)
-        names = top_level_names(Path(recipe))  # None: a star import may define anything
-        if stage.recipe_function is not None and names is not None and stage.recipe_function not in names:
+        # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
+        names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
+        missing = all(each is not None and stage.recipe_function not in each for each in names)
+        if stage.recipe_function is not None and missing:
             raise ConfigError(
                 f"The recipe has no function '{stage.recipe_function}'.",
                 field=field,

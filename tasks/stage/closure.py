@@ -11,17 +11,15 @@ files as `prepare.sources`.
 from __future__ import annotations
 
 import ast
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
 from trainer_lib.errors import ConfigError
 
 # A change of trainer_lib that changes numbers raises `keys.NUMERICS` instead.
-_OURS = {"flows", "tasks", "trainer_lib"}
-_READS_DOCSTRINGS = {"__doc__", "getdoc"}
-_MAX_BYTES = 16 << 20
+OURS = {"flows", "tasks", "trainer_lib"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,28 @@ class Closure:
     """Places where a module is named only at run time, as ``file:line``."""
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     """Size in bytes and time of change (ns) of each file, taken before it was read."""
+    trees: dict[str, ast.Module] = field(default_factory=dict, compare=False, repr=False)
+    """The syntax tree of each file."""
+    paths: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
+    """Where each file lies on this machine."""
+    root: Path = field(default_factory=Path, compare=False)
+    """The folder that absolute imports start from."""
+
+    def name_of(self, path: Path) -> str:
+        """What a file is called in `files`."""
+        absolute = path.absolute()
+        return next((name for name, known in self.paths.items() if known == absolute), path.name)
+
+    def joined(self, other: Closure) -> Closure:
+        """The files of both."""
+        return Closure(
+            {**self.files, **other.files},
+            tuple(sorted({*self.unseen, *other.unseen})),
+            {**self.marks, **other.marks},
+            {**self.trees, **other.trees},
+            {**self.paths, **other.paths},
+            self.root,
+        )
 
     def is_current(self) -> bool:
         """Whether no file has changed since; a worker reads the files as they are now."""
@@ -55,7 +75,8 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
         )
     walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), field)
     walk.visit(recipe)
-    return Closure(dict(sorted(walk.digests.items())), tuple(sorted(walk.unseen)), walk.marks)
+    found = dict(sorted(walk.digests.items()))
+    return Closure(found, tuple(sorted(walk.unseen)), walk.marks, walk.trees, walk.paths, walk.root)
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
@@ -70,7 +91,7 @@ def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
 def top_level_names(path: Path) -> set[str] | None:
     """Names that a file defines or imports at its top level; None when a star import hides some of them."""
     names: set[str] = set()
-    waiting: list[ast.AST] = list(_parse(path, "recipe").body)
+    waiting: list[ast.AST] = list(parse_file(path, "recipe").body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -95,6 +116,8 @@ class _Walk:
         self.digests: dict[str, str] = {}
         self.unseen: list[str] = []
         self.marks: dict[Path, tuple[int, int]] = {}
+        self.trees: dict[str, ast.Module] = {}
+        self.paths: dict[str, Path] = {}
 
     def visit(self, first: Path) -> None:
         waiting = [first]
@@ -105,8 +128,10 @@ class _Walk:
                 continue
             # Before the read: a change in between then makes the closure stale, not wrong.
             self.marks[path] = _mark(path)
-            tree = _parse(path, self.field)
-            self.digests[name] = _digest(tree)
+            tree = parse_file(path, self.field)
+            self.digests[name] = digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+            self.trees[name] = tree
+            self.paths[name] = path
             waiting.extend(self._imports(path, tree))
 
     def _name(self, path: Path) -> str:
@@ -128,7 +153,7 @@ class _Walk:
         if node.level == 0:
             for name in names:
                 yield from self._absolute([*parts, *_submodules(name)])
-            if "*" in names and parts[0] not in _OURS:
+            if "*" in names and parts[0] not in OURS:
                 yield from _siblings(self.root.joinpath(*parts))
             return
         package = path.parent
@@ -140,7 +165,7 @@ class _Walk:
             yield from _siblings(package.joinpath(*parts))
 
     def _absolute(self, parts: list[str]) -> Iterator[Path]:
-        if not parts or parts[0] in _OURS:
+        if not parts or parts[0] in OURS:
             return
         yield from self._below(self.root, parts)
 
@@ -191,73 +216,3 @@ def _module_file(stem: Path) -> Path | None:
 def _siblings(package: Path) -> list[Path]:
     """A star import may take in any module of a package (`__all__` decides at run time): count them all."""
     return sorted(package.glob("*.py")) if package.is_dir() else []
-
-
-def _parse(path: Path, field: str) -> ast.Module:
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(
-                "The file is too large for Python source.", field=field, value=str(path), remedy="Check the path."
-            )
-        return ast.parse(path.read_bytes(), filename=str(path))
-    except SyntaxError as error:
-        raise ConfigError(
-            f"The file is not valid Python: {error.msg} (line {error.lineno}).",
-            field=field,
-            value=str(path),
-            remedy="Correct the file.",
-        ) from error
-    # A null byte, and an expression nested deeper than the parser goes.
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(
-            f"The file is not valid Python: {error}.", field=field, value=str(path), remedy="Correct it."
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"The file cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
-        ) from error
-
-
-def _digest(tree: ast.Module) -> str:
-    keep_docstrings = any(
-        (isinstance(node, ast.Name) and node.id in _READS_DOCSTRINGS)
-        or (isinstance(node, ast.Attribute) and node.attr in _READS_DOCSTRINGS)
-        for node in ast.walk(tree)
-    )
-    digest = hashlib.sha256()
-    for part in _canonical(tree, keep_docstrings):
-        # A string literal may hold a lone surrogate.
-        digest.update(part.encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
-
-
-def _canonical(value: object, keep_docstrings: bool) -> Iterator[str]:
-    """The tree as text without positions. Not `ast.dump`: its text differs between Python versions."""
-    if isinstance(value, ast.AST):
-        yield f"({type(value).__name__}"
-        for name, inner in ast.iter_fields(value):
-            # Absent fields are left out, because newer Pythons add some; in a Constant, None is the value.
-            if inner is None and not isinstance(value, ast.Constant):
-                continue
-            if inner == [] or name in ("kind", "type_comment", "type_ignores"):
-                continue
-            yield f" {name}="
-            if name == "body" and isinstance(inner, list) and not keep_docstrings and _has_docstring(value, inner):
-                inner = inner[1:]
-            yield from _canonical(inner, keep_docstrings)
-        yield ")"
-    elif isinstance(value, list):
-        yield "["
-        for item in value:
-            yield from _canonical(item, keep_docstrings)
-            yield ","
-        yield "]"
-    else:
-        yield repr(value)
-
-
-def _has_docstring(owner: ast.AST, body: list[ast.stmt]) -> bool:
-    if not isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return False
-    first = body[0]
-    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)

@@ -66,6 +66,8 @@ class TrainFacts(StageFacts, stage="train"):
         parameters: number of the model's parameters.
         model: settings that the recipe's build_model was given.
         mlflow_run_id: the run that has the training curve.
+        metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
+            an older version trained it.
     """
 
     global_step: int | None = None
@@ -76,6 +78,7 @@ class TrainFacts(StageFacts, stage="train"):
     parameters: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     mlflow_run_id: str | None = None
+    metrics_code: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Content keys: what decides whether a stage's committed result is still the right one.
 
 A key is the SHA-256 of canonical JSON. Every field that went into it is kept beside the result (``key.json``), so a
-miss can be explained field by field. A key holds what can change the output: the resolved settings, the recipe's source
-closure, the content digests of the inputs, and the versions that change numerics. It holds no absolute path, no
-storage URL, no time, no run id, and nothing about where or on how many processes the work runs: training is keyed by
-its *global* batch.
+miss can be explained field by field. A key holds what can change the output: the resolved settings, the functions of
+the recipe that the stage calls with all that they reach, the content digests of the inputs, and the versions that
+change numerics. It holds no absolute path, no storage URL, no time, no run id, and nothing about where or on how many
+processes the work runs: training is keyed by its *global* batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from importlib import metadata
@@ -25,10 +25,11 @@ from tasks.configs import (
     PredictConfig,
     PrepareConfig,
     PublishConfig,
-    StageSettings,
     TrainConfig,
 )
+from tasks.stage.reach import Place, Reach
 from tasks.stage.sources import memory
+from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, reach_of_predict, reach_of_train
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
 
@@ -45,10 +46,17 @@ _PACKAGES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class StageKey:
-    """A stage's content key and the fields it was made from."""
+    """A stage's content key and the fields it was made from.
+
+    Attributes:
+        stage: the stage's name.
+        fields: what can change its result.
+        places: label of a piece of the recipe's code in `fields` -> where it stands; not part of the key.
+    """
 
     stage: str
     fields: dict[str, Any]
+    places: dict[str, Place] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def digest(self) -> str:
@@ -62,19 +70,28 @@ class StageKey:
 
     def to_json(self) -> bytes:
         """The contents of ``key.json``."""
-        record = {"format": 1, "stage": self.stage, "key": self.digest, "fields": self.fields}
+        places = {label: [place.line, place.text] for label, place in self.places.items()}
+        record = {"format": 1, "stage": self.stage, "key": self.digest, "fields": self.fields, "places": places}
         return json.dumps(record, indent=1, sort_keys=True, default=_plain).encode()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that differs between two keys; None where one of them lacks it."""
+    """One field that differs between two keys; None where one of them lacks it.
+
+    Attributes:
+        field: its dotted name.
+        sentence: the difference in words, where the values say nothing to a reader (code); else None.
+    """
 
     field: str
     old: Any
     new: Any
+    sentence: str | None = None
 
     def __str__(self) -> str:
+        if self.sentence is not None:
+            return self.sentence
         # 64 hex digits tell a reader nothing beyond that they differ.
         if _is_digest(self.old) or _is_digest(self.new):
             change = "added" if self.old is None else "removed" if self.new is None else "changed"
@@ -87,12 +104,15 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
 
 
-def stage_key(stage: str, fields: Mapping[str, Any], *, schema: int = 1) -> StageKey:
+def stage_key(
+    stage: str, fields: Mapping[str, Any], *, schema: int = 1, places: Mapping[str, Place] | None = None
+) -> StageKey:
     """The key of a stage (also one of your own) from everything that can change its result.
 
     Args:
         schema: raise it when what the stage writes, or what its key holds, changes shape: older results are then not
             used.
+        places: where the code that the fields name stands, for the explanation of a miss.
 
     Raises:
         ConfigError: a field is not plain data.
@@ -104,7 +124,7 @@ def stage_key(stage: str, fields: Mapping[str, Any], *, schema: int = 1) -> Stag
         raise ConfigError(
             f"A key holds plain data only: {error}.", field=stage, remedy="Use numbers, texts, lists and mappings."
         ) from error
-    return StageKey(stage, plain)
+    return StageKey(stage, plain, dict(places or {}))
 
 
 def versions() -> dict[str, str]:
@@ -133,35 +153,47 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
 
 
 def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
-    """The key of prepare-data: its settings, with the contents of its sources and of the recipe."""
+    """The key of prepare-data: its settings, the contents of its sources, and the code that `prepare` reaches."""
     sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
-    return stage_key("prepare-data", settings_fields(config, sources=sources, recipe=_recipe_files(config, context)))
+    code = code_of(config, context).reach(PREPARE)
+    fields = settings_fields(config, sources=sources, recipe=code.digests)
+    return stage_key("prepare-data", fields, schema=2, places=code.places)
 
 
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
-    """The key of train: its settings, the recipe, versions, and the content of the prepared data."""
+    """The key of train: its settings, the code that it reaches, versions, and the content of the prepared data."""
     from trainer_lib.arguments import evaluation_matters, numeric_fields
 
     args = context.resolver.arguments(config.args, prefix="train.args")
     # The launch counts only through the global batch that its number of processes makes.
     launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    code = reach_of_train(code_of(config, context), evaluations_choose=evaluation_matters(args))
     settings = settings_fields(
         config,
         selects=evaluation_matters(args),
         args=numeric_fields(args, data_parallel_size=launch.world_size),
-        recipe=_recipe_files(config, context),
+        recipe=code.digests,
     )
-    return stage_key("train", {**settings, "data": data.content_digest, "versions": versions()})
+    fields = {**settings, "data": data.content_digest, "versions": versions()}
+    return stage_key("train", fields, schema=2, places=code.places)
 
 
 def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
-    """The key of evaluate: its settings, the recipe, versions, and the contents of data and model."""
-    return stage_key("evaluate", _inference_fields("evaluate", config, context, data, model), schema=2)
+    """The key of evaluate: its settings, the code that it reaches, versions, and the contents of data and model."""
+    code = code_of(config, context)
+    reached = code.reach(EVALUATE)
+    fields = _inference_fields("evaluate", config, context, data, model, reached)
+    if code.defines("after_evaluate"):
+        # It may show the curve of training, which the code that measured then has drawn.
+        fields["history"] = getattr(model.facts, "metrics_code", None)
+    return stage_key("evaluate", fields, schema=3, places=reached.places)
 
 
 def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
-    """The key of predict: its settings, the recipe, versions, and the contents of data and model."""
-    return stage_key("predict", _inference_fields("predict", config, context, data, model), schema=2)
+    """The key of predict: its settings, the code that it reaches, versions, and the contents of data and model."""
+    reached = reach_of_predict(code_of(config, context))
+    fields = _inference_fields("predict", config, context, data, model, reached)
+    return stage_key("predict", fields, schema=3, places=reached.places)
 
 
 def publish_key(
@@ -217,16 +249,13 @@ def _inference_fields(
     context: StageContext,
     data: StageManifest,
     model: StageManifest,
+    code: Reach,
 ) -> dict[str, Any]:
     from trainer_lib.arguments import evaluation_fields
 
     args = evaluation_fields(context.resolver.arguments(config.args, prefix=f"{stage}.args"))
-    settings = settings_fields(config, args=args, recipe=_recipe_files(config, context))
+    settings = settings_fields(config, args=args, recipe=code.digests)
     return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
-
-
-def _recipe_files(config: StageSettings, context: StageContext) -> dict[str, str]:
-    return context.resolver.closure(config.recipe or context.recipe, context.root).files
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Generic, cast
 
 from typing_extensions import TypeVar
 
+from tasks.stage.code_changes import describe_code
 from tasks.stage.facts import StageFacts
 from tasks.stage.keys import Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
@@ -240,9 +241,9 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
         return Miss("an earlier attempt did not finish", key.folder)
     found: list[tuple[int, bool, str, list[Difference]]] = []
     for name in names:
-        fields = _fields(stages, name)
-        if fields is not None and _same_subject(fields, key.fields):
-            changed = differences(fields, key.fields)
+        record = _read_key(stages, name)
+        if record is not None and _same_subject(record["fields"], key.fields):
+            changed = describe_code(differences(record["fields"], key.fields), record.get("places"), key.places)
             # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
     if not found:
@@ -262,8 +263,14 @@ def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     Pipelines may share a storage; another one's run explains nothing.
     """
     if "recipe" in ours:
-        return not set(ours["recipe"]).isdisjoint(theirs.get("recipe") or ())
+        return not _files_of(ours).isdisjoint(_files_of(theirs))
     return bool(theirs.get("name") == ours.get("name"))
+
+
+def _files_of(fields: Mapping[str, Any]) -> set[str]:
+    # Keys of older versions name files alone, newer ones the pieces in them ("recipe.py:prepare").
+    recipe = fields.get("recipe")
+    return {label.partition(":")[0] for label in recipe} if isinstance(recipe, Mapping) else set()
 
 
 def summary(changed: list[Difference], most: int = 3) -> str:
@@ -274,10 +281,10 @@ def summary(changed: list[Difference], most: int = 3) -> str:
     return "; ".join(parts)
 
 
-def _fields(stages: Store, name: str) -> dict[str, Any] | None:
+def _read_key(stages: Store, name: str) -> dict[str, Any] | None:
     try:
         data = stages.read_if_exists(f"{name}/{KEY_FILE}", limit=_KEY_BYTES)
         record = json.loads(data) if data else None
-        return dict(record["fields"]) if record else None
+        return {**record, "fields": dict(record["fields"])} if record else None
     except (ValueError, KeyError, TypeError, DamagedError):
         return None  # of another program, or half written

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.configs import LaunchSettings
 from tasks.stage.closure import Closure, closure
+from tasks.stage.reach import Code
 from trainer_lib.errors import TrainflowError
 
 if TYPE_CHECKING:
@@ -78,6 +79,25 @@ class Resolver:
             # Forgotten, so that the next line reads the edited file.
             self._found.pop(key, None)
         return self._once(key, lambda: closure(recipe, root, field=field))
+
+    def code(self, recipe: str | Path, fallback: str | Path | None, root: str | Path | None) -> Code:
+        """The recipe's code, function by function; of files that were edited meanwhile, as they are now.
+
+        Args:
+            recipe: the stage's file.
+            fallback: the file that has the functions which the first does not define; None: there is none.
+
+        Raises:
+            ConfigError: a file is not Python.
+        """
+        paths = [recipe, *([] if fallback is None or Path(fallback) == Path(recipe) else [fallback])]
+        closures = tuple(self.closure(path, root) for path in paths)
+        key = ("code", *(str(path) for path in paths), "" if root is None else str(root))
+        known: tuple[tuple[Closure, ...], Code] | None = self._found.get(key)
+        # Compared as objects: a closure that was read again is another one.
+        if known is None or any(one is not other for one, other in zip(known[0], closures, strict=True)):
+            self._found[key] = known = (closures, Code.of([Path(path) for path in paths], closures))
+        return known[1]
 
     def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:
         """A label and a digest of each declared source of the data; see `tasks.stage.sources.fingerprints`.

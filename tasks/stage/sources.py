@@ -55,6 +55,13 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
             raise ConfigError("The standard library has no such part.", field=field, value=source, remedy=remedy)
 
 
+def resolve(sources: Sequence[str]) -> tuple[str, ...]:
+    """The sources as a recipe gets them: a local one as an absolute path, any other as it is declared."""
+    kinds = [_kind(source, "prepare.sources") for source in sources]
+    pairs = zip(sources, kinds, strict=True)
+    return tuple(str(Path(rest).absolute()) if kind == "local" else source for source, (kind, rest) in pairs)
+
+
 def fingerprints(
     sources: Sequence[str],
     *,

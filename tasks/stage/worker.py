@@ -27,7 +27,7 @@ def common_fields(config: StageSettings, context: StageContext, attempt: StageAt
     root = context.root if context.root is not None else str(find_root(recipe))
     return {
         "output": attempt.store.url,
-        "recipe": RecipeFile(recipe, root),
+        "recipe": RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
         "options": config.options,
         "debug": context.debug,
     }

@@ -12,7 +12,6 @@ from flows.plan import explain
 from flows.stages import stage_names
 from tasks.stage import progress as _progress
 from tests.support.runs import ALL, ran, reason, run, spec_of
-from tests.support.toy import RECIPE
 from trainer_lib.errors import ConfigError
 
 AFTER_TRAIN = ALL - {"prepare-data"}
@@ -94,24 +93,71 @@ def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Pat
     assert file.name in reason(result, stage)
 
 
-def test_an_edited_line_of_the_recipe_runs_all_and_a_comment_none(folder: Path) -> None:
+def edit(folder: Path, old: str, new: str) -> int:
+    """Edit the recipe, and return the line of what was edited."""
+    recipe = folder / "recipe.py"
+    text = recipe.read_text()
+    assert old in text
+    recipe.write_text(text.replace(old, new))
+    return text[: text.index(old)].count("\n") + 1
+
+
+def test_a_fixed_metric_runs_evaluate_and_what_follows_and_a_comment_nothing(folder: Path) -> None:
     recipe = folder / "recipe.py"
     recipe.write_text("# a comment\n" + recipe.read_text())
     assert ran(run(folder)) == set()
-    recipe.write_text(recipe.read_text().replace("abs(p.predictions", "2 * abs(p.predictions"))
+    line = edit(folder, '    return {"error"', '    p = p\n    return {"error"') - 1
+    planned = {one.stage: one for one in explain(spec_of(folder))}
+    assert planned["evaluate"].reason == f"compute_metrics changed (recipe.py:{line})"
+    result = run(folder)
+    assert ran(result) == {"evaluate", "push-to-hub"}  # the model card shows the key of what measured
+    assert reason(result, "evaluate") == planned["evaluate"].reason
+    edit(folder, "abs(p.predictions", "2 * abs(p.predictions")
+    assert ran(run(folder)) == {"evaluate", "push-to-hub"}
+
+
+def test_an_edited_model_runs_all_but_prepare_and_says_so(folder: Path) -> None:
+    line = edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
+    result = run(folder)
+    assert "prepare-data" not in ran(result)
+    assert {"train", "evaluate", "predict"} <= ran(result)
+    start = (folder / "recipe.py").read_text().splitlines().index("def build_model(options, data):") + 1
+    assert start < line
+    assert reason(result, "train") == f"build_model changed (recipe.py:{start})"
+
+
+def test_a_statement_that_may_change_anything_runs_all_and_is_shown(folder: Path) -> None:
+    edit(folder, "def compute_metrics", "points.__doc__ = 'x'\n\n\ndef compute_metrics")
     result = run(folder)
     assert {"prepare-data", "train", "evaluate", "predict"} <= ran(result)
-    assert reason(result, "train") == "recipe.recipe.py changed"
+    assert "a statement that runs at import added (recipe.py:" in reason(result, "train")
+    assert "points.__doc__ = 'x'" in reason(result, "train")
 
 
 def test_a_stage_with_its_own_recipe_is_edited_alone(folder: Path) -> None:
     own = folder / "metrics.py"
-    own.write_text(RECIPE)
-    assert ran(run(folder, f"evaluate.recipe={own}")) <= {"evaluate", "push-to-hub"}
-    own.write_text(RECIPE.replace("abs(p.predictions", "2 * abs(p.predictions"))
+    own.write_text("def compute_metrics(p):\n    return {'error': 1.0}\n")
+    assert ran(run(folder, f"evaluate.recipe={own}")) == {"evaluate", "push-to-hub"}
+    own.write_text("def compute_metrics(p):\n    return {'error': 2.0}\n")
     result = run(folder, f"evaluate.recipe={own}")
     assert ran(result) == {"evaluate", "push-to-hub"}
-    assert reason(result, "evaluate") == "recipe.metrics.py changed"
+    assert reason(result, "evaluate") == "compute_metrics changed (metrics.py:1)"
+    # The model is the pipeline's: what the file does not define comes from there.
+    edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=False)")
+    assert {"train", "evaluate"} <= ran(run(folder, f"evaluate.recipe={own}"))
+
+
+def test_sources_reach_the_recipe_resolved_from_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "table.csv").write_text("7")
+    spec = folder / "pipeline.yaml"
+    spec.write_text(spec.read_text().replace("prepare:\n", "prepare:\n  sources: [table.csv, 'stdlib:json']\n"))
+    read = "    from pathlib import Path\n    out.info['read'] = Path(out.sources[0]).read_text() + out.sources[1]\n"
+    edit(folder, "    rows = int(", f"{read}    rows = int(")
+    monkeypatch.chdir("/")
+    result = run(folder)
+    [data] = [each.manifest for each in result.stages if each.stage == "prepare-data"]
+    assert data is not None
+    assert data["meta"]["info"]["read"] == "7stdlib:json"
 
 
 def test_force_runs_a_stage_again(folder: Path) -> None:

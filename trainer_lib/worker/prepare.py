@@ -21,7 +21,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
         return None
     request = work.request
     store = Store.open(request.output, field="storage")
-    out = PrepareOutput(store)
+    out = PrepareOutput(store, request.sources)
     splits: dict[str, PreparedSplit] = {}
     files: list[FileEntry] = []
     for name, rows in work.recipe.prepare(request.options, out).items():

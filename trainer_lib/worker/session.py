@@ -182,7 +182,8 @@ def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: 
 def _load_recipe(request: Request[Any], run_dir: RunDir) -> recipes.Recipe:
     if request.recipe is None:
         return recipes.create_empty_recipe(run_dir.path)
-    return recipes.load(request.recipe.path, request.recipe.root, needs=request.functions)
+    recipe = request.recipe
+    return recipes.load(recipe.path, recipe.root, needs=request.functions, fallback=recipe.fallback)
 
 
 def _run_verb(work: Work[Any]) -> Any:

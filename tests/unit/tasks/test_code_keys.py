@@ -1,0 +1,219 @@
+"""Which edit of a recipe counts for which stage: keys follow functions, not files."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tasks.stage import stage_code
+from tasks.stage.reach import Code, Reach
+from tasks.stage.resolver import Resolver
+from tests.support.recipe_edits import Counts, check
+
+BASE = """
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+import numpy as np
+from helper import scale, spread
+
+log = logging.getLogger(__name__)
+ROOT = Path(__file__).parent
+WIDTH = 4
+NAMES = {"a": 1, "b": WIDTH}
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = WIDTH
+
+
+CONFIG = Config(width=3)
+
+
+def clean(rows):
+    return [scale(row) for row in rows]
+
+
+def prepare(options, out):
+    return {"train": clean([1, 2])}
+
+
+class Net:
+    width = CONFIG.width
+
+    def forward(self, x):
+        return spread(x)
+
+
+def build_model(options, data):
+    return Net()
+
+
+def collate(rows):
+    return np.array(rows)
+
+
+def compute_metrics(p):
+    return {"error": score(p)}
+
+
+@lru_cache
+def score(p):
+    log.info("scoring")
+    return len(NAMES)
+"""
+HELPER = "FACTOR = 2\n\ndef scale(x):\n    return x * FACTOR\n\ndef spread(x):\n    return x\n"
+
+
+def reach(folder: Path, recipe: str = BASE, helper: str = HELPER) -> dict[str, Reach]:
+    (folder / "recipe.py").write_text(recipe)
+    (folder / "helper.py").write_text(helper)
+    code = Resolver().code(folder / "recipe.py", None, folder)
+    return {
+        "prepare": code.reach(stage_code.PREPARE),
+        "train": stage_code.reach_of_train(code, evaluations_choose=False),
+        "evaluate": code.reach(stage_code.EVALUATE),
+        "predict": stage_code.reach_of_predict(code),
+    }
+
+
+def changed(folder: Path, old: str, new: str, *, base: str = BASE, helper: str = HELPER) -> set[str]:
+    """The stages that an edit runs again."""
+    assert old in base or old in helper
+    before = reach(folder, base, helper)
+    after = reach(folder, base.replace(old, new), helper.replace(old, new))
+    return {stage for stage in before if before[stage].digests != after[stage].digests}
+
+
+ALL = {"prepare", "train", "evaluate", "predict"}
+MODELS = ALL - {"prepare"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "stages"),
+    [
+        ('{"error": score(p)}', '{"error": 1 + score(p)}', {"evaluate"}),
+        ("return len(NAMES)", "return 2 * len(NAMES)", {"evaluate"}),
+        ('"b": WIDTH', '"b": 7', {"evaluate"}),
+        ("return np.array(rows)", "return np.array(rows) + 1", MODELS),
+        ("return Net()", "return Net() or None", MODELS),
+        ("Config(width=3)", "Config(width=5)", MODELS),
+        ("return x * FACTOR", "return x * FACTOR + 1", {"prepare"}),
+        ("FACTOR = 2", "FACTOR = 3", {"prepare"}),
+        ("    return x\n", "    return -x\n", MODELS),
+        ("WIDTH = 4", "WIDTH = 6", MODELS),
+        ("import numpy as np", "import numpy as np\nimport seaborn", set()),
+        (
+            "def compute_metrics",
+            "def prediction_columns(p, data):\n    return {}\n\n\ndef compute_metrics",
+            {"predict"},
+        ),
+        ("def compute_metrics", "def after_evaluate(m, d, o):\n    return {}\n\n\ndef compute_metrics", {"evaluate"}),
+        ("def compute_metrics", "def unused(p):\n    return {}\n\n\ndef compute_metrics", set()),
+        ("def collate(rows):", "def collate(rows):\n    'What it does.'  # and why", set()),
+        ("def compute_metrics", "if __name__ == '__main__':\n    print(1)\n\n\ndef compute_metrics", set()),
+    ],
+)
+def test_an_edit_counts_for_the_stages_that_reach_it(tmp_path: Path, old: str, new: str, stages: set[str]) -> None:
+    assert changed(tmp_path, old, new) == stages
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "NAMES['c'] = 3",
+        "NAMES.update(c=3)",
+        "Net.width = 5",
+        "exec('WIDTH = 9')",
+        "np.random.seed(3)",
+        "from helper import *",
+        "if WIDTH > 3:\n    WIDTH = 5",
+        "for name in NAMES:\n    pass",
+        "WIDTH += 1",
+        "np.array = list",
+        "import some_plugin",
+        "REGISTERED = make(Net)",
+        "@register\ndef more(x):\n    return x",
+        "from registry import Registered\n\n\nclass Other(Registered):\n    pass",
+        "class Other(Net, key=1):\n    pass",
+        "del log",
+        "try:\n    import fast\nexcept ImportError:\n    fast = None",
+    ],
+)
+def test_what_may_change_anything_at_import_counts_for_every_stage(tmp_path: Path, statement: str) -> None:
+    assert changed(tmp_path, "def compute_metrics", f"{statement}\n\n\ndef compute_metrics") == ALL
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["eval(text)", "globals()[text]", "pickle.loads(text)", "sys.modules[__name__]", "score.__globals__[text]"],
+)
+def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Path, call: str) -> None:
+    base = BASE.replace("return np.array(rows)", f"import pickle, sys\n    text = rows\n    return {call}")
+    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
+    assert "recipe.py" in str(reach(tmp_path, base)["train"].everything)
+
+
+def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
+    base = BASE.replace("return np.array(rows)", "import helper\n    return getattr(helper, rows)")
+    assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == ALL
+    base = BASE.replace("return np.array(rows)", "import helper\n    return helper.spread(rows)")
+    assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == {"prepare"}
+
+
+def test_names_that_a_function_holds_itself_are_not_the_modules(tmp_path: Path) -> None:
+    base = BASE.replace("return np.array(rows)", "FACTOR = rows\n    return [WIDTH for WIDTH in FACTOR]")
+    base = base.replace("WIDTH = 4\n", "WIDTH = 4\nFACTOR = 1\n")
+    assert changed(tmp_path, "FACTOR = 1", "FACTOR = 2", base=base, helper=HELPER) == set()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "def callbacks(options):\n    return [Stop()]\n\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
+        "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
+        "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
+    ],
+)
+def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str) -> None:
+    base = f"{BASE}\n\n{more}\n"
+    assert "train" in changed(tmp_path, "return len(NAMES)", "return 3", base=base)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["np.random.rand()", "NAMES.update(p=1)", "CONFIG.more = 1", "torch.set_num_threads(1)", "global WIDTH; WIDTH = 1"],
+)
+def test_metrics_that_may_disturb_training_count_for_train(tmp_path: Path, body: str) -> None:
+    base = BASE.replace("return Net()", "return Net(NAMES)").replace('    log.info("scoring")', f"    {body}")
+    assert "train" in changed(tmp_path, body, f"{body}; print(1)", base=base)
+
+
+def test_metrics_count_for_train_where_they_choose_the_weights(tmp_path: Path) -> None:
+    reach(tmp_path)
+    code: Code = Resolver().code(tmp_path / "recipe.py", None, tmp_path)
+    assert "recipe.py:score" in stage_code.reach_of_train(code, evaluations_choose=True).digests
+    assert "recipe.py:score" not in stage_code.reach_of_train(code, evaluations_choose=False).digests
+
+
+def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path) -> None:
+    reach(tmp_path)
+    own = tmp_path / "own.py"
+    own.write_text("def compute_metrics(p):\n    return {}\n")
+    code = Resolver().code(own, tmp_path / "recipe.py", tmp_path)
+    labels = set(code.reach(stage_code.EVALUATE).digests)
+    assert {"own.py:compute_metrics", "recipe.py:build_model", "recipe.py:collate"} <= labels
+    assert "recipe.py:compute_metrics" not in labels
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.integers(1 << 20, 1 << 40))
+def test_no_edit_that_changes_an_output_keeps_its_key(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        check(seed, Path(folder), Counts())
