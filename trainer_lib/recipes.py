@@ -148,9 +148,7 @@ class Recipe:
     def __init__(
         self, module: ModuleType, path: Path, root: Path, needs: Collection[str], fallback: Recipe | None = None
     ) -> None:
-        self.path = path
-        self.root = root
-        self.fallback = fallback
+        self.path, self.root, self.fallback = path, root, fallback
         self._module = module
         # Now, so that a missing function is reported before any work.
         for name in (*REQUIRED, *OPTIONAL):
