@@ -29,12 +29,14 @@ class Case:
         build: output folder -> the client's trainer, always from the same weights and data.
         load: folder of a saved model -> the model.
         halfway: the step whose checkpoint a second trainer resumes from.
+        look: trainer -> what else is to be compared, as JSON; of both trainers.
     """
 
     name: str
     build: Callable[[str], Any]
     load: Callable[[str], Any]
     halfway: int = 2
+    look: Callable[[Any], Any] | None = None
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -42,9 +44,10 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
     Returns:
         errors: step -> what was raised. logs: every entry of the log, with its step. resumed: those of the second
-        trainer. loaded: the largest difference between a weight that was loaded and the one that was saved.
+        trainer. loaded: the largest difference between a weight that was loaded and the one that was saved. looks: what
+        the case looks at, of the first and of the second trainer.
     """
-    outcome: dict[str, Any] = {"errors": {}, "logs": [], "resumed": [], "loaded": None}
+    outcome: dict[str, Any] = {"errors": {}, "logs": [], "resumed": [], "loaded": None, "looks": []}
     whole, saved = str(folder / "whole"), str(folder / "saved")
 
     def attempt(step: str, function: Callable[[], Any]) -> Any:
@@ -65,6 +68,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         outcome["resumed"] = second.state.log_history if second is not None else []
         if "saves" not in outcome["errors"]:
             outcome["loaded"] = attempt("loads", lambda: _difference(trainer.model, case.load(saved)))
+        if case.look is not None and not outcome["errors"]:
+            outcome["looks"] = [case.look(each) for each in (trainer, second)]
     outcome["logs"] = trainer.state.log_history
     return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def triplets(folder: str) -> Any:
     model = encoder()
     return SentenceTransformerTrainer(
         model=model,
-        args=_arguments(folder, {"batch_sampler": BatchSamplers.GROUP_BY_LABEL, "learning_rate": 5e-4}),
+        args=_arguments(folder, {"batch_sampler": BatchSamplers.GROUP_BY_LABEL, "learning_rate": 1e-4}),
         train_dataset=columns(32, "sentence", label=[i % 4 for i in range(32)]),
         loss=losses.BatchAllTripletLoss(model),
         evaluator=_similarity(),
@@ -284,17 +285,50 @@ def load_scorer(folder: str) -> Any:
     return CrossEncoder(folder, device="cpu")
 
 
+def look(trainer: Any) -> dict[str, Any]:
+    """What the log does not say: encodings of the saved model, weights of the losses, the best step, the model card."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_model(folder)
+        trainer.create_model_card()
+        again = type(trainer.model)(folder, device="cpu")
+    data = trainer.model.model_card_data
+    each_loss = trainer.loss if isinstance(trainer.loss, dict) else {"loss": trainer.loss}
+    return {
+        "encoded": float(abs(_encode(trainer.model) - _encode(again)).max()),
+        "weights": {
+            f"{key}.{name}": float(weight.double().norm())
+            for key, loss in each_loss.items()
+            for name, weight in loss.named_parameters()
+        },
+        "best": trainer.state.best_global_step,
+        "card": Path(trainer.args.output_dir, "README.md").read_text(encoding="utf-8").startswith("---"),
+        "curve": [sorted(entry) for entry in data.training_logs],
+        "settings": sorted(data.non_default_hyperparameters),
+    }
+
+
+def _encode(model: Any) -> Any:
+    if hasattr(model, "encode"):
+        return model.encode(TEXTS[:6])
+    return model.predict(list(zip(TEXTS[:6], TEXTS[6:12], strict=True)))
+
+
+def _case(name: str, build: Callable[[str], Any]) -> Case:
+    load = load_scorer if name.startswith("CrossEncoder") else load_encoder
+    return Case(name, build, load, look=look)
+
+
 CASES = [
-    Case("SentenceTransformerTrainer, pairs with a score", similarity, load_encoder),
-    Case("SentenceTransformerTrainer, ranking with prompts", ranking, load_encoder),
-    Case("SentenceTransformerTrainer, a loss with weights", classifying, load_encoder),
-    Case("SentenceTransformerTrainer, data sets in turn", in_turn, load_encoder),
-    Case("SentenceTransformerTrainer, data sets in proportion", in_proportion, load_encoder),
-    Case("SentenceTransformerTrainer, triplets", triplets, load_encoder),
-    Case("SentenceTransformerTrainer, nested losses", nested, load_encoder),
-    Case("SentenceTransformerTrainer, a loss of several parts", parts, load_encoder),
-    Case("SentenceTransformerTrainer, streaming", streamed, load_encoder),
-    Case("CrossEncoderTrainer, pairs", pairs, load_scorer),
-    Case("CrossEncoderTrainer, negatives", negatives, load_scorer),
-    Case("CrossEncoderTrainer, lists and pairs", lists, load_scorer),
+    _case("SentenceTransformerTrainer, pairs with a score", similarity),
+    _case("SentenceTransformerTrainer, ranking with prompts", ranking),
+    _case("SentenceTransformerTrainer, a loss with weights", classifying),
+    _case("SentenceTransformerTrainer, data sets in turn", in_turn),
+    _case("SentenceTransformerTrainer, data sets in proportion", in_proportion),
+    _case("SentenceTransformerTrainer, triplets", triplets),
+    _case("SentenceTransformerTrainer, nested losses", nested),
+    _case("SentenceTransformerTrainer, a loss of several parts", parts),
+    _case("SentenceTransformerTrainer, streaming", streamed),
+    _case("CrossEncoderTrainer, pairs", pairs),
+    _case("CrossEncoderTrainer, negatives", negatives),
+    _case("CrossEncoderTrainer, lists and pairs", lists),
 ]
