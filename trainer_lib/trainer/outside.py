@@ -74,7 +74,7 @@ class OutsideParameters:
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         trainer = self._trainer
-        for name, value in vars(trainer).items():
+        for name, value in trainer.__dict__.items():
             several = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
             for key, each in [(None, value), *several]:
                 if isinstance(each, nn.Module) and each is not trainer.model and each is not trainer.model_wrapped:
