@@ -106,6 +106,7 @@ def begin_run(
     engine.set_optimizer_mode("train")  # again: `prepare_to_train` found only an optimizer that was given
     engine.resolve()
     overflows = _OVERFLOWS if engine.precision.name == "fp16" else 0
+    per_step, per_epoch = _count_micro_batches(trainer, internals, source, max_steps)
     run = TrainingRun(
         source=source,
         history=StepHistory(engine.strategy, nonfinite_limit=args.max_nonfinite_steps + overflows),
@@ -113,9 +114,8 @@ def begin_run(
         stop=internals.stop,
         max_steps=max_steps,
         num_epochs=num_epochs,
-        micros_per_step=source.micro_steps(0),
-        # A stream without a length is one epoch of `max_steps` steps.
-        micros_per_epoch=source.micros_per_epoch or max_steps * source.micro_steps(0),
+        micros_per_step=per_step,
+        micros_per_epoch=per_epoch,
         trial=trial,
         ignore_keys=ignore_keys,
     )
@@ -131,6 +131,20 @@ def begin_run(
         f", from {url}" if url else "",
     )
     return run, loaded
+
+
+def _count_micro_batches(
+    trainer: TrainerHooks, internals: Internals, source: TrainSource, max_steps: int
+) -> tuple[int, int]:
+    """Micro-batches of a full step and of an epoch, as one process counts them: logs are equal on any number."""
+    if internals.world.comm.data_parallel.size == 1 or source.epoch_samples is None or source.steps_per_epoch is None:
+        per_step = source.micro_steps(0)
+        # A stream without a length is one epoch of `max_steps` steps.
+        return per_step, source.micros_per_epoch or max_steps * per_step
+    step, micro = trainer.get_total_train_batch_size(trainer.args), trainer.args.per_device_train_batch_size
+    full, rest = divmod(min(source.epoch_samples, source.steps_per_epoch * step), step)
+    per_step = math.ceil(step / micro)
+    return per_step, full * per_step + math.ceil(rest / micro)
 
 
 def _step_weights(internals: Internals, args: TrainingArguments) -> StepWeights:

@@ -37,7 +37,7 @@ class TrainingRun:
         weights: target items and weights of the step under way.
         stop: the request to stop, which signals set.
         max_steps, num_epochs: where training ends.
-        micros_per_step, micros_per_epoch: micro-batches of a full step, and of an epoch.
+        micros_per_step, micros_per_epoch: micro-batches of a full step, and of an epoch, as one process counts them.
         trial: the search's trial, or its parameters.
         ignore_keys: keys of the model's output that evaluations leave out of predictions.
         epoch, step_in_epoch: the position: `step_in_epoch` steps of `epoch` are done.
