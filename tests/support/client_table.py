@@ -26,9 +26,8 @@ COLUMNS = ("constructs", "trains", "evaluates", "logs the same names", "saves", 
 CLOSE = 1e-5
 #: Parts of the names of figures that the clock decides.
 _TIMES = ("runtime", "per_second", "step_time")
-#: Here the steps of an epoch that are done, there its micro-batches: equal at the end of each epoch. Here the
-#: operations of any model, there those of a model that counts them itself.
-_COUNTED_OTHERWISE = {"epoch", "total_flos"}
+#: Here the operations of any model, there those of a model that counts them itself.
+_COUNTED_OTHERWISE = {"total_flos"}
 
 Outcome = Mapping[str, Any]
 

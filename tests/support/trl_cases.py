@@ -110,6 +110,28 @@ def sft(folder: str, *, streams: bool = False, peft: bool = False, **given: Any)
     )
 
 
+def sft_watched(folder: str) -> Any:
+    """An `SFTTrainer` with two evaluation sets, metrics of its user, early stopping, the best model, counted tokens."""
+    from transformers import EarlyStoppingCallback
+    from trl import SFTConfig, SFTTrainer
+
+    def measure(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+        return {"right": float(right.mean())}
+
+    data = chats()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_one_loss"}
+    return SFTTrainer(
+        model=tiny_models.llama(),
+        args=SFTConfig(output_dir=folder, **{**RUN, **best, "max_length": 16, "include_num_input_tokens_seen": "all"}),
+        train_dataset=data,
+        eval_dataset={"one": data.select(range(5)), "two": data.select(range(5, 9))},
+        processing_class=tokenizer(),
+        compute_metrics=measure,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )
+
+
 def dpo(folder: str, *, peft: bool = False, **given: Any) -> Any:
     """A `DPOTrainer` with a reference model, or with the adapter switched off as the reference."""
     from trl import DPOConfig, DPOTrainer
@@ -213,6 +235,7 @@ CASES = [
     Case("SFTTrainer, packing", partial(sft, packing=True, eval_packing=False), load_causal),
     Case("SFTTrainer, LoRA", partial(sft, peft=True), load_adapter),
     Case("SFTTrainer, streaming", partial(sft, streams=True), load_causal),
+    Case("SFTTrainer, best of several sets", sft_watched, load_causal),
     Case("DPOTrainer", dpo, load_causal),
     Case("DPOTrainer, LoRA", partial(dpo, peft=True), load_adapter),
     Case("DPOTrainer, precomputed reference", partial(dpo, precompute_ref_log_probs=True), load_causal),

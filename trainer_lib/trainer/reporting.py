@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib import distributed
+from trainer_lib.outputs import speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.base import TrainerBase
 
@@ -17,12 +18,21 @@ class ReportingMethods(TrainerBase):
     """What is shown, logged and written about a run."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add an entry to the log history, and pass it to every callback (trackers, progress)."""
+        """Add an entry to the log history, and pass it to every callback (trackers, progress).
+
+        Args:
+            logs: names and figures; epoch and counted tokens are added to it.
+            start_time: when training started, in seconds since the epoch of `time.time`. Where tokens are counted, the
+                entry then has the run time in seconds and the tokens per second as well.
+        """
         entry = dict(logs)
         if self.state.epoch is not None:
             entry["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
             entry["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                here = self.state.num_input_tokens_seen - self._initial_num_input_tokens_seen
+                entry |= speed_metrics("train", start_time, num_tokens=here)
         # In place, as in the reference: the caller's dictionary has the epoch afterwards.
         logs.update(entry)
         self.state.log_history.append({**entry, "step": self.state.global_step})

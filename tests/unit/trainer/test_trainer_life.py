@@ -189,6 +189,9 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert one.state.num_input_tokens_seen == 70
     assert output.metrics["total_flos"] == one.state.total_flos == 10_000
     assert [entry["num_input_tokens_seen"] for entry in one.state.log_history] == [28, 56, 70, 70]
+    for entry in one.state.log_history[:3]:  # the run so far, as the Trainer of transformers logs it
+        tokens = entry["train_tokens_per_second"] * entry["train_runtime"]
+        assert tokens == pytest.approx(entry["num_input_tokens_seen"], rel=0.05)
     assert one.num_tokens(one.get_train_dataloader()) == 70
 
 
