@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Any
 from flows.spec import checks
 from flows.spec.spec import PipelineSpec
 from flows.stages import Stage, all_stages, find_stage, stage_names
+from tasks.configs import StageSettings
 from tasks.stage import manifest as _manifests
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
-from tasks.stage.keys import Difference, StageKey, stage_key
+from tasks.stage.keys import Difference, StageKey, differences, stage_key
 from tasks.stage.manifest import StageManifest
+from tasks.stage.options_read import warn_of_unread
+from tasks.stage.stage_code import code_of
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import nearest
 
@@ -37,6 +40,7 @@ class StageReason:
 
     Attributes:
         hit: whether its result is committed and intact.
+        certain: False while it depends on the result of a stage that runs first.
         key: its content key; None: not known before its inputs are.
         nearest: folder of the earlier run that differs least.
         differences: the fields of the key in which that run differs.
@@ -50,11 +54,12 @@ class StageReason:
     nearest: str | None = None
     differences: tuple[Difference, ...] = ()
     manifest: StageManifest | None = None
+    certain: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as plain JSON, without the manifest."""
         changed = [vars(difference) for difference in self.differences]
-        plain = {name: getattr(self, name) for name in ("stage", "hit", "reason", "key", "nearest")}
+        plain = {name: getattr(self, name) for name in ("stage", "hit", "certain", "reason", "key", "nearest")}
         return {**plain, "differences": changed}
 
 
@@ -169,11 +174,20 @@ class Plan:
         found: dict[str, StageReason] = {}
         committed: dict[str, StageManifest] = {}
         for name in self.stages:
-            found[name] = self._explain(name, committed)
+            found[name] = self._explain(name, committed, found)
             manifest = found[name].manifest
             if manifest is not None:
                 committed[name] = manifest
         return found
+
+    @cached_property
+    def warnings(self) -> Mapping[str, list[str]]:
+        """What looks like a mistake in the spec but stops nothing, by stage: options that the recipe never reads."""
+        plans = {name: plan for name, plan in self.stages.items() if isinstance(plan.config, StageSettings)}
+        return {
+            name: list(warn_of_unread(name, plan.stage.section, plan.config, code_of(plan.config, self.context)))
+            for name, plan in plans.items()
+        }
 
     def key_of(self, name: str, manifests: Mapping[str, StageManifest]) -> StageKey:
         """The content key of a stage, given the manifests of the stages that it takes."""
@@ -229,12 +243,14 @@ class Plan:
             return False
         return one.has_devices_apart_from(other)
 
-    def _explain(self, name: str, committed: Mapping[str, StageManifest]) -> StageReason:
+    def _explain(
+        self, name: str, committed: Mapping[str, StageManifest], found: Mapping[str, StageReason]
+    ) -> StageReason:
         inputs = self.stages[name].stage.inputs.values()
         # Without the content of its inputs the stage's key is not known.
         missing = [each for each in inputs if each in self.stages and each not in committed]
         if missing:
-            return StageReason(name, False, f"{missing[0]} runs first; if its result is the same, this is kept")
+            return self._explain_early(name, missing, found)
         key = self.key_of(name, committed)
         manifest, damage = _manifests.look_up(self.spec.storage, key)
         if manifest is not None:
@@ -243,6 +259,24 @@ class Plan:
             return StageReason(name, False, f"its result is damaged: {damage}", key.digest)
         miss = _manifests.explain_miss(self.spec.storage, key)
         return StageReason(name, False, miss.reason, key.digest, miss.nearest, miss.differences)
+
+    def _explain_early(self, name: str, missing: Sequence[str], found: Mapping[str, StageReason]) -> StageReason:
+        """Explain a stage whose inputs are not made yet: it surely runs if more than those differs."""
+        known = {each: reason.manifest for each, reason in found.items() if reason.manifest is not None}
+
+        def key_with(letter: str) -> StageKey:
+            made = {each: StageManifest(each, found[each].key or letter, "", letter) for each in missing}
+            return self.key_of(name, {**known, **made})
+
+        key = key_with("a")
+        unknown = [each.field for each in differences(key.fields, key_with("b").fields)]
+        miss = _manifests.explain_certain_miss(self.spec.storage, key, unknown)
+        if miss is None:
+            reason = f"{missing[0]} runs first; if its result is the same, this is kept"
+            return StageReason(name, False, reason, certain=False)
+        if all(each.field.startswith("stage_keys.") for each in miss.differences) and miss.differences:
+            return StageReason(name, False, f"{missing[0]} runs first", nearest=miss.nearest)
+        return StageReason(name, False, miss.reason, nearest=miss.nearest, differences=miss.differences)
 
 
 def explain(spec: PipelineSpec) -> list[StageReason]:

@@ -30,6 +30,9 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
         TrainflowError: the failure of the first stage that failed. Stages that ran beside it have ended, too: their
             results are committed.
     """
+    for name, sentences in plan.warnings.items():
+        for sentence in sentences:
+            progress.publish({"event": "warning", "stage": name, "message": sentence})
     run = _StageRun(plan, record)
     for group in plan.groups():
         for name in group:

@@ -165,14 +165,15 @@ def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
 @app.command()
 def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
-    from flows.plan import explain
+    from flows.plan import Plan
 
-    parsed = load_spec(spec, overrides or [], Resolver())
-    reasons = explain(parsed)
+    plan = Plan.of(load_spec(spec, overrides or [], Resolver()))
+    reasons, warnings = list(plan.reasons.values()), [each for found in plan.warnings.values() for each in found]
     if as_json:
-        print_json({"ok": True, "exit_code": 0, "stages": [reason.to_dict() for reason in reasons]})
+        stages = [reason.to_dict() for reason in reasons]
+        print_json({"ok": True, "exit_code": 0, "stages": stages, "warnings": warnings})
     else:
-        terminal.show(presentation.reasons(reasons))
+        terminal.show(presentation.reasons(reasons, warnings))
 
 
 @app.command()

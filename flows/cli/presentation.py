@@ -169,14 +169,16 @@ def _versions() -> str:
     return ", ".join(found)
 
 
-def reasons(found: Sequence[StageReason]) -> list[Text]:
-    """For each stage: kept or run, and why: the one field that differs, or all of them below."""
+def reasons(found: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[Text]:
+    """For each stage: kept or run, and why: the one field that differs, or all of them below; then the warnings."""
     lines: list[Text] = [Text()]
     width = max((len(reason.stage) for reason in found), default=0)
     for reason in found:
-        word, style = ("kept", STYLES["cached"]) if reason.hit else ("runs", STYLES["ran"])
+        word = "kept" if reason.hit else "runs" if reason.certain else "may run"
+        styled = (word.ljust(7), STYLES["cached" if reason.hit else "ran"])
         several = reason.differences if len(reason.differences) > 1 else ()
         why = f"{len(several)} fields differ from its nearest earlier run" if several else readable(reason.reason)
-        lines.append(Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), (word, style), (f"  {why}", "dim")))
-        lines += [Text.assemble(" " * (width + 10), str(change)) for change in several]
+        lines.append(Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), styled, (f"  {why}", "dim")))
+        lines += [Text.assemble(" " * (width + 13), str(change)) for change in several]
+    lines += [Text(f"  warning: {sentence}", "yellow") for sentence in warnings]
     return [*lines, Text()]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, cast
 
@@ -235,26 +235,42 @@ class Miss:
 def explain_miss(storage: str, key: StageKey) -> Miss:
     """Why nothing is committed under `key`, field by field against the nearest earlier run of the stage."""
     stages = Store.open(storage).child(STAGES, key.stage)
-    names = stages.children()
-    if key.folder in names and stages.exists(f"{key.folder}/{KEY_FILE}"):
+    if stages.exists(f"{key.folder}/{KEY_FILE}"):
         # The folder is there under this very key, so no field differs.
         return Miss("an earlier attempt did not finish", key.folder)
+    return _explain_nearest(stages, key) or Miss("its result is gone from the storage")
+
+
+def explain_certain_miss(storage: str, key: StageKey, unknown: Collection[str]) -> Miss | None:
+    """Why nothing can be committed under `key`, whatever `unknown` fields of it turn out to be.
+
+    Args:
+        key: a key with anything in those fields.
+        unknown: dotted names of the fields that depend on stages which run first.
+
+    Returns:
+        None when an earlier run differs in those fields alone: its result may be the right one.
+    """
+    return _explain_nearest(Store.open(storage).child(STAGES, key.stage), key, unknown)
+
+
+def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()) -> Miss | None:
+    """How `key` differs from the nearest earlier run; None when it does not differ."""
     found: list[tuple[int, bool, str, list[Difference]]] = []
-    for name in names:
+    for name in stages.children():
         record = _read_key(stages, name)
         if record is not None and _same_subject(record["fields"], key.fields):
-            changed = describe_code(differences(record["fields"], key.fields), record.get("places"), key.places)
+            known = [each for each in differences(record["fields"], key.fields) if each.field not in unknown]
+            changed = describe_code(known, record.get("places"), key.places)
             # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
     if not found:
         return Miss("never run before")
     _, _, name, changed = min(found, key=lambda candidate: candidate[:3])
-    if not changed:
-        return Miss("its result is gone from the storage", name)
     # Another schema gives the key other fields, so their differences say nothing about the user's settings.
     if schema := tuple(each for each in changed if each.field == "schema"):
         return Miss("a newer trainflow keys or writes this stage in another form", name, schema)
-    return Miss(summary(changed), name, tuple(changed))
+    return Miss(summary(changed), name, tuple(changed)) if changed else None
 
 
 def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:

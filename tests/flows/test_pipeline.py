@@ -126,6 +126,17 @@ def test_an_edited_model_runs_all_but_prepare_and_says_so(folder: Path) -> None:
     assert reason(result, "train") == f"build_model changed (recipe.py:{start})"
 
 
+def test_a_stage_that_runs_whatever_comes_before_it_gives_its_own_reason(folder: Path) -> None:
+    edit(folder, "rows = int(", "rows = 0 + int(")
+    planned = {one.stage: one for one in explain(spec_of(folder))}
+    assert planned["prepare-data"].reason == "prepare changed (recipe.py:5)"
+    assert (planned["train"].certain, planned["train"].reason.partition(";")[0]) == (False, "prepare-data runs first")
+    edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
+    planned = {one.stage: one for one in explain(spec_of(folder))}
+    assert planned["train"].certain
+    assert planned["train"].reason.startswith("build_model changed (recipe.py:")
+
+
 def test_a_statement_that_may_change_anything_runs_all_and_is_shown(folder: Path) -> None:
     edit(folder, "def compute_metrics", "points.__doc__ = 'x'\n\n\ndef compute_metrics")
     result = run(folder)
