@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.support import client_table
-from tests.support.clients import Runs, run_cases
+from tests.support.clients import Runs, run_cases, run_side
 
 pytestmark = [pytest.mark.needs("clients"), pytest.mark.timeout(900)]
 ENCODER, SCORER = "SentenceTransformerTrainer", "CrossEncoderTrainer"
@@ -54,6 +57,18 @@ def test_what_it_saved_encodes_equally_and_its_card_says_the_same(name: str, run
     for what in ("best", "card", "curve"):
         assert ours[what] == theirs[what], what
     assert set(ours["settings"]) ^ set(theirs["settings"]) <= SHOWN_OTHERWISE
+
+
+def test_two_processes_log_what_they_log_with_transformers(tmp_path: Path) -> None:
+    def train(side: str) -> Any:
+        return run_side("sentence-transformers", side, tmp_path / side, only=NAMES[0], processes=2)["outcomes"][
+            NAMES[0]
+        ]
+
+    ours, theirs = train("ours"), train("transformers")
+    assert (ours["errors"], theirs["errors"]) == ({}, {})
+    assert client_table.log_differences(ours["logs"], theirs["logs"]) == []
+    assert client_table.resumed_differences(ours) == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -65,20 +66,25 @@ def columns(count: int, *names: str, first: int = 0, **label: list[Any]) -> Data
     return Dataset.from_dict({**texts, **{name: values[:count] for name, values in label.items()}})
 
 
+@functools.cache
+def _bert() -> str:
+    """The folder of a tiny BERT; written once, since only one of several processes would write it later."""
+    folder = Path(tempfile.mkdtemp())
+    save_models(folder, "bert")
+    return str(folder / "bert")
+
+
 def encoder() -> SentenceTransformer:
     """A tiny BERT and the mean of its tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_models(Path(folder), "bert")
-        body = Transformer(str(Path(folder) / "bert"), max_seq_length=16)
+    body = Transformer(_bert(), max_seq_length=16)
     return SentenceTransformer(modules=[body, Pooling(16)], device="cpu")
 
 
 def scorer(labels: int = 1) -> CrossEncoder:
     """A tiny BERT that reads two texts."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_models(Path(folder), "bert")
-        torch.manual_seed(0)
-        return CrossEncoder(str(Path(folder) / "bert"), num_labels=labels, device="cpu")
+    folder = _bert()
+    torch.manual_seed(0)
+    return CrossEncoder(folder, num_labels=labels, device="cpu")
 
 
 def _arguments(folder: str, given: dict[str, Any], cls: Any = SentenceTransformerTrainingArguments) -> Any:
@@ -290,6 +296,8 @@ def look(trainer: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer.save_model(folder)
         trainer.create_model_card()
+        if not trainer.is_world_process_zero():  # the others save nothing
+            return {}
         again = type(trainer.model)(folder, device="cpu")
     data = trainer.model.model_card_data
     each_loss = trainer.loss if isinstance(trainer.loss, dict) else {"loss": trainer.loss}
