@@ -1,7 +1,7 @@
 """The modules of a recipe as definitions: each function, class, constant and imported name by itself.
 
-A module is cut at its top level. A piece that only defines a name belongs to whoever uses the name. Any other piece
-(a call, a loop, a condition, a changed global) may change what the others mean: it runs when the module is imported.
+A module is cut at its top level. A piece that only defines a name belongs to the code that uses the name. Any other
+piece (a call, a loop, a condition, a changed global) may change what the others mean: it runs at import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which statements only define a name, and which may change something else when their module is imported.
 
-A definition belongs to whoever uses its name; anything else counts for every stage. In doubt a statement has an effect:
-only literals, operators, and calls that are known to change nothing are definitions.
+A definition belongs to the code that uses its name; anything else counts for every stage. In doubt a statement has
+an effect: only literals, operators, and calls that are known to change nothing are definitions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Random recipes of two files and random edits of them: what each stage gives, and what its key covers.
 
-The recipes are executed for real: each stage loads both files anew, calls its functions, and its output and every
+The recipes are executed for real: each stage loads both files again, calls its functions, and its output and every
 function that ran are recorded. By hand: ``python -m tests.support.recipe_edits 20000``.
 """
 

@@ -306,11 +306,14 @@ def test_a_split_that_was_not_prepared_is_named(spec_file: Path, override: str, 
         check_splits(load_spec(spec_file, [override, *off]), ["train", "test"])
 
 
-def test_a_stages_own_file_needs_that_stages_function_only(spec_file: Path) -> None:
-    (spec_file.parent / "data.py").write_text("def prepare(options, out): ...\n")
-    own = f"prepare.recipe={spec_file.parent / 'data.py'}"
-    load_spec(spec_file, [own])
-    error = refused(spec_file, f"predict.recipe={spec_file.parent / 'data.py'}")
+def test_what_a_stages_own_file_lacks_is_looked_for_in_the_pipelines_recipe(spec_file: Path) -> None:
+    data, model = spec_file.parent / "data.py", spec_file.parent / "model.py"
+    data.write_text("def prepare(options, out): ...\n")
+    model.write_text("def build_model(options, data): ...\n")
+    load_spec(spec_file, [f"prepare.recipe={data}"])
+    load_spec(spec_file, [f"predict.recipe={data}"])
+    others = [f"{section}.recipe={model}" for section in ("train", "evaluate")]
+    error = refused(spec_file, f"recipe={data}", *others, f"predict.recipe={spec_file.parent / 'data.py'}")
     assert (error.field, "build_model" in str(error)) == ("predict.recipe", True)
 
 
