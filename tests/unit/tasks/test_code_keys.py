@@ -151,6 +151,21 @@ def test_what_may_change_anything_at_import_counts_for_every_stage(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    "statement",
+    [
+        "import torch\nDEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
+        "import torch\nLOSS = torch.nn.CrossEntropyLoss()",
+        "RNG = np.random.default_rng(3)",
+        "TABLE = {name: index * 2 for index, name in enumerate(sorted(NAMES))}",
+        "import os\nHOME = Path(os.environ.get('HOME', '.')) / 'data'",
+        "def timed(f):\n    def inner(x):\n        return f(x)\n    return inner\n\n\n@timed\ndef slow(x): ...",
+    ],
+)
+def test_a_usual_definition_that_nothing_uses_counts_for_no_stage(tmp_path: Path, statement: str) -> None:
+    assert changed(tmp_path, "def compute_metrics", f"{statement}\n\n\ndef compute_metrics") == set()
+
+
+@pytest.mark.parametrize(
     "call",
     ["eval(text)", "globals()[text]", "pickle.loads(text)", "sys.modules[__name__]", "score.__globals__[text]"],
 )
