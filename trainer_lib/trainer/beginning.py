@@ -141,7 +141,7 @@ def _count_micro_batches(
         per_step = source.micro_steps(0)
         # A stream without a length is one epoch of `max_steps` steps.
         return per_step, source.micros_per_epoch or max_steps * per_step
-    step, micro = trainer.get_total_train_batch_size(trainer.args), trainer.args.per_device_train_batch_size
+    step, micro = trainer.get_total_train_batch_size(trainer.args), trainer._train_batch_size
     full, rest = divmod(min(source.epoch_samples, source.steps_per_epoch * step), step)
     per_step = math.ceil(step / micro)
     return per_step, full * per_step + math.ceil(rest / micro)
