@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Test processes of `make test`: one more than cores, since tests of whole runs wait for servers and for processes.
+TESTERS ?= $(shell expr $(CORES) + 1)
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 FUZZ_SECONDS ?= 180
 
@@ -28,22 +30,22 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 	@$(BIN)/trainflow run examples/digits/pipeline.yaml train.launch.processes=$(CORES)
 
 # A file stays on one worker: its imports and its fixtures are paid once.
-PYTEST := $(BIN)/pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 unit: install  ## Run the unit tests (at most two minutes on two cores)
-	@$(PYTEST) tests/unit
+	@$(PYTEST) -n $(CORES) tests/unit
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
 # may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
 test: install  ## Run the whole test suite (at most twelve minutes on two cores)
 	@failed=0; \
-	$(PYTEST) tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit || failed=1; \
-	$(PYTEST) tests/e2e tests/flows || failed=1; \
+	$(PYTEST) -n $(TESTERS) tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit || failed=1; \
+	$(PYTEST) -n $(TESTERS) tests/e2e tests/flows || failed=1; \
 	exit $$failed
 
 # Libraries that subclass the Trainer, in a folder of their own. Without a network their tests are skipped.
 clients: install  ## Install the client libraries and run their tests (about three minutes)
 	@$(BIN)/python -m tests.support.clients
-	@$(PYTEST) tests/clients
+	@$(PYTEST) -n $(CORES) tests/clients
 
 check: install  ## Lint, format check, types, architecture
 	$(BIN)/ruff check --no-cache .
