@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police, script_runs
+from tests.support import clients, memory_group, police, script_runs, xla_cases
 
 pytest_plugins = ("tests.support.hub", "tests.support.s3", "tests.support.stores", "tests.support.tiny_runs")
 
@@ -148,6 +148,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
+    "xla": xla_cases.is_installed,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import os
@@ -10,6 +9,7 @@ import sys
 
 import torch
 
+from trainer_lib import xla
 from trainer_lib.arguments import environment
 from trainer_lib.errors import ConfigError
 
@@ -43,30 +43,24 @@ def choose_device(*, use_cpu: bool) -> torch.device:
         return torch.device("cuda", ranks.local_rank)
     # torch_xla needs this variable, so where it is set the user means that device.
     if "PJRT_DEVICE" in os.environ and importlib.util.find_spec("torch_xla") is not None:
-        _refuse_several("XLA", ranks)
-        return _xla_device()
+        _refuse_several("XLA", ranks.world_size)
+        device = xla.take_device()
+        _refuse_several("XLA", xla.count_replicas())
+        return device
     if torch.backends.mps.is_available():
-        _refuse_several("MPS", ranks)
+        _refuse_several("MPS", ranks.world_size)
         return torch.device("mps")
     return torch.device("cpu")
 
 
-def _refuse_several(name: str, ranks: environment.Ranks) -> None:
-    if ranks.world_size > 1:
+def _refuse_several(name: str, world_size: int) -> None:
+    if world_size > 1:
         raise ConfigError(
             f"{name} serves one process only.",
             field="WORLD_SIZE",
-            value=ranks.world_size,
+            value=world_size,
             remedy="Start one process, or set use_cpu=True.",
         )
-
-
-def _xla_device() -> torch.device:
-    """Return the device of torch_xla in eager mode, since nothing here marks the ends of its lazy graphs. Untested."""
-    xla = importlib.import_module("torch_xla")
-    importlib.import_module("torch_xla.experimental").eager_mode(True)
-    device: torch.device = xla.device()
-    return device
 
 
 def mention_idle_gpus(device: torch.device, world_size: int) -> None:

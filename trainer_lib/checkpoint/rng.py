@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_lib import xla
 from trainer_lib.errors import DamagedError
 
 
@@ -26,6 +27,8 @@ def capture_rng() -> dict[str, Any]:
         state["cuda"] = encode_state(torch.cuda.get_rng_state())
     if torch.backends.mps.is_available():
         state["mps"] = encode_state(torch.mps.get_rng_state())
+    if xla.is_used():
+        state["xla"] = xla.random_state()
     return state
 
 
@@ -42,6 +45,7 @@ def restore_rng(state: dict[str, Any]) -> None:
         # Parsed before the first generator is set, so that a malformed state changes none.
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
         device = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
+        number = _xla_state(state.get("xla", 0))
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(device["torch"])
@@ -49,6 +53,8 @@ def restore_rng(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(device["cuda"])
         if "mps" in device and torch.backends.mps.is_available():
             torch.mps.set_rng_state(device["mps"])
+        if "xla" in state and xla.is_used():
+            xla.set_random_state(number)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DamagedError(
             f"A saved random state cannot be used: {error}.",
@@ -71,6 +77,12 @@ def _numpy_state(saved: Any) -> tuple[Any, ...]:
     if not isinstance(keys, list) or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
         raise ValueError("NumPy's state is not a Mersenne Twister's")
     return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
+
+
+def _xla_state(saved: Any) -> int:
+    if type(saved) is not int or not 0 <= saved < 2**64:
+        raise ValueError("XLA's state is not an unsigned 64-bit number")
+    return saved
 
 
 def encode_state(state: torch.Tensor) -> str:

@@ -24,6 +24,7 @@ from trainer_lib.checkpoint.sharded import LocalShard
 from trainer_lib.checkpoint.snapshot import Snapshot, select_part
 from trainer_lib.checkpoint.values import render_json
 from trainer_lib.errors import OutOfMemoryError
+from trainer_lib.xla import memory_address
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size
 Key = TypeVar("Key", bound=Hashable)
@@ -165,7 +166,7 @@ def _distinct_tensors(tensors: Iterable[Tensor]) -> dict[Hashable, Tensor]:
 def _memory_key(tensor: Tensor) -> Hashable:
     """A key that two tensors share if they are the same values in the same memory (tied weights)."""
     view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) if tensor.layout is torch.strided else ()
-    return (tensor.device, tensor.dtype, *view, tensor.data_ptr() if view and not tensor.is_meta else id(tensor))
+    return (tensor.device, tensor.dtype, *view, memory_address(tensor) if view and not tensor.is_meta else id(tensor))
 
 
 def _align(size: int) -> int:

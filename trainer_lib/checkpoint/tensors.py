@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer_lib.checkpoint.parsing import damaged_file, parse_json
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
+from trainer_lib.xla import memory_address
 
 ALIASES = "trainflow.aliases"
 """The metadata key of the tied names: JSON, {other name: stored name}."""
@@ -216,7 +217,7 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
                 remedy="Materialize it before saving.",
             )
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.device, tensor.data_ptr(), *view)
+        memory = (tensor.device, memory_address(tensor), *view)
         if tensor.numel() and memory in first:
             aliases[name] = first[memory]
         else:

@@ -7,6 +7,7 @@ classes of ours serve `lion` and `muon`, and the packages of `trainer_lib.optim.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_lib import xla
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
@@ -22,6 +24,8 @@ from trainer_lib.optim.muon import MuonAdamW, parameters_for_adamw
 from trainer_lib.optim.packages import PACKAGED
 from trainer_lib.optim.request import OptimizerRequest, Served
 from trainer_lib.suggestions import suggestion
+
+_log = logging.getLogger(__name__)
 
 # These take the learning rate alone; the next table's take Adam's decays and epsilon as well.
 _TORCH: Mapping[OptimizerNames, str] = {
@@ -161,13 +165,21 @@ def _serve(request: OptimizerRequest) -> Served:
     if name in _TORCH:
         return Served(getattr(torch.optim, _TORCH[name]), request.lr)
     if name in _TORCH_ADAMS:
-        fused = {"fused": True} if name is OptimizerNames.ADAMW_TORCH_FUSED else {}
+        fused = {"fused": True} if name is OptimizerNames.ADAMW_TORCH_FUSED and _has_fused(request.args) else {}
         return Served(getattr(torch.optim, _TORCH_ADAMS[name]), {**request.adam, **fused})
     if name is OptimizerNames.LION_TORCH:
         return Served(Lion, {**request.lr, **request.betas})
     if name is OptimizerNames.MUON:
         return Served(MuonAdamW, {**request.adam, "for_adamw": parameters_for_adamw(request.model)})
     return PACKAGED[name](request)
+
+
+def _has_fused(args: TrainingArguments) -> bool:
+    """Whether torch's fused AdamW serves the device; a line is logged when it does not."""
+    if args.use_cpu or not xla.is_used():
+        return True
+    _log.info("torch's fused AdamW does not serve XLA devices: its AdamW that is not fused trains.")
+    return False
 
 
 def _check_settings(name: OptimizerNames, cls: Any, settings: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision, PrecisionSettings, create_precision
 from trainer_lib.strategies.base import Strategy, total_norm
+from trainer_lib.xla import memory_address
 
 
 class SingleStrategy(Strategy):
@@ -164,7 +165,7 @@ def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tenso
     for name, value in own.items():
         # Empty tensors all have the address 0.
         if value.numel():
-            by_storage.setdefault((value.data_ptr(), value.shape), []).append(name)
+            by_storage.setdefault((memory_address(value), value.shape), []).append(name)
     for names in by_storage.values():
         present = [name for name in names if name in given]
         for name in names if present else []:

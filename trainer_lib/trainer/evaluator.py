@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trainer_lib import xla
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.distributed import Communicator
@@ -155,7 +156,7 @@ class Evaluator:
         # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []
         fork = torch.random.fork_rng(devices=devices, enabled=bool(devices))
-        with keep_generators(), fork, keep_seeds(self._trainer.model):
+        with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self._trainer.model):
             yield
 
     def note_best(self, metrics: Mapping[str, float]) -> bool:

@@ -11,6 +11,7 @@ from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.xla import move_module
 
 
 class OptimizationMethods(TrainerBase):
@@ -108,4 +109,4 @@ class OptimizationMethods(TrainerBase):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to the device; an override may leave it where it is."""
-        model.to(device)
+        move_module(model, device)

@@ -8,12 +8,16 @@ import random
 import numpy as np
 import torch
 
+from trainer_lib import xla
+
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch (all devices); with `deterministic`, also `enable_full_determinism`'s switches."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # NumPy takes 32 bits only
     torch.manual_seed(seed)
+    if xla.is_used():  # torch does not know its generator
+        xla.set_random_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

@@ -33,7 +33,10 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
         lambda args: args.parallelism_config is not None,
         'Remove it: layers are not split over processes. fsdp="full_shard" divides them all.',
     ),
-    "debug": (lambda args: "tpu_metrics_debug" in (args.debug or ()), "Remove it: XLA devices are not served."),
+    "debug": (
+        lambda args: "tpu_metrics_debug" in (args.debug or ()),
+        "Remove it: torch_xla.debug.metrics prints them.",
+    ),
 }
 
 

@@ -296,7 +296,7 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
         ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
         ({"deepspeed": {}}, "deepspeed.*stage = 0: Stage 0 shards nothing.*start several processes"),
         ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
-        ({"debug": "tpu_metrics_debug"}, "debug = .*XLA devices are not served"),
+        ({"debug": "tpu_metrics_debug"}, "debug = .*torch_xla.debug.metrics prints them"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(given: dict[str, Any], match: str, tmp_path: Path) -> None:

@@ -214,7 +214,9 @@ def _precision(reading: Reading, key: str, value: Any) -> None:
             reading.set_value(str(name), chosen, by=f"{where}.{name}")
 
 
-_XLA = _refused("XLA devices are not.", "Remove it; on TPUs use the transformers Trainer with torch_xla.")
+_XLA = _refused(
+    "torch_xla's own FSDP is not served.", "Remove it; on several TPUs use the transformers Trainer with torch_xla."
+)
 
 #: Key without the prefix ``fsdp_`` -> the function that reads it.
 KEYS: Mapping[str, _Reader] = {

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.xla import memory_address
 
 Names = list[list[str]]
 """Parameter names by group, in the order of the group's numbers."""
@@ -134,7 +135,7 @@ def _distinct(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     seen: set[tuple[int, Shape]] = set()
     found = {}
     for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+        key = (memory_address(tensor), tuple(tensor.shape))
         # Empty tensors all have one address, so they are not ties.
         if (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.numel() and key in seen):
             seen.add(key)
