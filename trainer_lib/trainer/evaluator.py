@@ -22,6 +22,7 @@ from trainer_lib.precision import back_up_weights, full_eval_dtype
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
+from trainer_lib.trainer.overrides import is_set
 from trainer_lib.trainer.seed_states import keep_seeds
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ class Evaluator:
     ) -> EvalLoopOutput:
         """One pass over a loader; the model is afterwards in the mode and precision that it had."""
         trainer, internals = self._trainer, self._internals
-        _refuse_own_gathering(trainer.gather_function)
+        # The default is not read: it makes the accelerator, and a subclass may have something else under that name.
+        if is_set(trainer, "gather_function"):
+            _refuse_own_gathering(trainer.gather_function)
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
         internals.forward.use_past(None)
         # As in transformers: an evaluation inside training takes the weights as they are.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.trainer.overrides import own_classes
+from trainer_lib.trainer.overrides import is_set, own_classes
 from trainer_lib.trainer.weighting import LossScale
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LossRule:
         """
         func: Any = trainer.compute_loss_func  # some subclasses give text, to switch scaling off
         stated = trainer.loss_is_scaled_for_ga
-        accepts = trainer.model_accepts_loss_kwargs if _is_set(trainer, "model_accepts_loss_kwargs") else None
+        accepts = trainer.model_accepts_loss_kwargs if is_set(trainer, "model_accepts_loss_kwargs") else None
         passes = func is not None or accepts is not False
         given: dict[str, Any] = {"passes_items": passes, "model_takes_items": accepts is True}
         if stated is not None:
@@ -81,11 +81,6 @@ class LossRule:
         scaled = found or (computes_own and ((func is not None and not callable(func)) or accepts is True))
         scale = LossScale.STEP if scaled else LossScale.BATCH if not passes else LossScale.MEAN
         return cls(scale, divided, **given)
-
-
-def _is_set(one: object, name: str) -> bool:
-    """Whether a subclass gave an attribute of the Trainer a value."""
-    return name in vars(one) or any(name in vars(each) for each in own_classes(type(one)))
 
 
 def _overrides(one: object, name: str) -> list[Any]:

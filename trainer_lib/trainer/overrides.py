@@ -91,3 +91,8 @@ def own_classes(cls: type) -> Iterable[type]:
     """The classes of a Trainer that are not the library's, the most derived first."""
     # Mixins in between are the user's as well.
     return (each for each in cls.__mro__ if each is not object and not each.__module__.startswith("trainer_lib."))
+
+
+def is_set(one: object, name: str) -> bool:
+    """Whether a subclass gave an attribute of the Trainer a value."""
+    return name in vars(one) or any(name in vars(each) for each in own_classes(type(one)))

@@ -26,7 +26,8 @@ ROWS = classification_rows(12)
 def test_training_without_the_accelerator_does_not_import_accelerate(tmp_path: Path) -> None:
     run_python(
         "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows;"
-        f"one = trainer({str(tmp_path)!r}, classification_rows(4), max_steps=1); one.train();"
+        f"rows = classification_rows(4); one = trainer({str(tmp_path)!r}, rows, max_steps=1, eval_dataset=rows);"
+        "one.train(); one.evaluate(); one.predict(rows);"
         "assert 'accelerate' not in sys.modules; one.accelerator; assert 'accelerate' in sys.modules"
     )
 
@@ -66,8 +67,9 @@ def test_an_accelerator_that_a_subclass_sets_is_the_trainers(tmp_path: Path) -> 
             self.accelerator: Any = "mine"
             super().__init__(*given, **more)
 
-    one = trainer(tmp_path, ROWS, cls=Own, max_steps=1)
+    one = trainer(tmp_path, ROWS, cls=Own, max_steps=1, eval_dataset=ROWS)
     one.train()
+    assert one.evaluate()["eval_loss"] > 0 and len(one.predict(ROWS).predictions) == len(ROWS)
     assert one.accelerator == "mine"
 
 
