@@ -48,9 +48,11 @@ _VARIABLES = {
 }
 # Tokens by their prefixes: Hugging Face, GitHub, GitLab, Slack, AWS, OpenAI and Anthropic, Google, PyPI; signed JSON.
 _KNOWN_TOKENS = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|sk-[\w-]{20,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|pypi-[\w-]{20,}"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9_]{20,}|github_pat_\w{20,}|xox[abprs]-[\w-]{10,}"
+    r"|gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|oas|soat|ffct)-[\w-]{20,}|(?:AKIA|ASIA)[0-9A-Z]{16}\b"
+    # Not every text that begins so: "sk-en" is a pair of languages.
+    r"|sk-(?:proj|ant|svcacct|admin|or)-[\w-]{20,}|sk-[A-Za-z0-9]{32,}|AIza[\w-]{35}|ya29\.[\w-]{20,}|pypi-[\w-]{20,}"
+    r"|eyJ[\w-]{8,4096}\.eyJ[\w-]{8,}\.[\w-]{8,})"
 )
 # Connection strings: ``AccountKey=…`` of Azure, ``password=…`` of databases.
 _ASSIGNED = re.compile(
@@ -59,11 +61,15 @@ _ASSIGNED = re.compile(
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----|.*)", re.DOTALL)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_PASSWORD_IN_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^/@\s:]*:(?!\*\*\*@)[^/@\s]+@")
+_PASSWORD_IN_URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/@\s:]*:(?!\*\*\*@)[^/@\s]+@")
 _QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s'\"]+)")
 # Parameters of signed links, as object stores make them.
 _SIGNATURES = frozenset({"sig", "signature"})
-_AUTHORIZATION = re.compile(r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)(?!\*\*\*)[^\s'\",}]{8,}")
+# A word alone ("the bearer certificate") is not one: a digit, or twenty characters.
+_AUTHORIZATION = re.compile(
+    r"(?i)(\bauthorization['\"]?:\s*['\"]?(?:\w+\s+)?|\bbearer\s+)(?!\*\*\*)"
+    r"(?=[^\s'\",}]*\d|[^\s'\",}]{20})[^\s'\",}]{8,}"
+)
 _PLACEHOLDER = re.compile(r"<\w+>")
 
 
@@ -119,7 +125,7 @@ def mask(text: str) -> str:
     for pattern in (_PRIVATE_KEY, _USER_IN_URL, _KNOWN_TOKENS):
         text = pattern.sub(MASK, text)
     text = _mask_parts(_ASSIGNED.sub(rf"\1={MASK}", text))
-    for value in _environment_secrets():
+    for value in sorted(_environment_secrets(), key=len, reverse=True):  # one may begin with another
         text = text.replace(value, MASK)
     return text
 
@@ -132,7 +138,8 @@ def _environment_secrets() -> Iterator[str]:
     """The secrets that this process was given: in no text that leaves it, in whatever form a server repeats them."""
     for name, value in os.environ.items():
         # A short value, or one that is a word, would be masked in texts that do not mean it.
-        if len(value) >= 8 and not value.isalpha() and _is_secret_variable(name):
+        # GOOGLE_APPLICATION_CREDENTIALS is the path of a file.
+        if len(value) >= 8 and not value.isalpha() and not value.startswith("/") and _is_secret_variable(name):
             yield value
 
 

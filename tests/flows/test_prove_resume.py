@@ -26,7 +26,7 @@ def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path) -> None
     assert (found["verdict"], found["resumed_from"], found["compared"]["checkpoints"]) == ("equal", 4, [4, 8])
     assert found["compared"]["steps"] == found["compared"]["learning_rates"] == 8
     assert {"model.safetensors", "optimizer.safetensors", "rng/rank-00000.json"} <= set(found["compared"]["states"])
-    assert list(found["source"]) == ["recipe.py"]
+    assert list(found["source"]) == ["recipe.py:build_model"]  # what train reaches in the recipe
     assert seal_holds(found) and not seal_holds({**found, "steps": 9})
     assert not (tmp_path / "store").exists()
 

@@ -110,6 +110,7 @@ SECRETS = [
     "x AKIA" + "A" * 16,
     "glpat-" + "a1B2" * 6,
     "sk-" + "a1B2" * 8,
+    "sk-proj-" + "a1_B2-" * 5,
     "sk-ant-api03-" + "a1B2" * 8,
     "AIza" + "a1B2c" * 7,
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
@@ -162,5 +163,10 @@ def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "correct-horse-7")
+    monkeypatch.setenv("MY_TOKEN", "correct-horse-77")
+    monkeypatch.setenv("HF_TOKEN", "correct-horse-77")
     monkeypatch.setenv("PGPASSWORD", "password")  # a word: it stays in sentences that mean the word
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/keys/gcp1.json")
     assert mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"
+    assert mask("correct-horse-77") == "***"
+    assert mask("no file /etc/keys/gcp1.json") == "no file /etc/keys/gcp1.json"
