@@ -84,6 +84,14 @@ class Checkpoint:
         self.training_args: dict[str, Any] = self._read_json(layout.TRAINING_ARGS) or {}
 
     @property
+    def earlier_runs(self) -> tuple[str, ...]:
+        """Folders beside it, with checkpoints of an earlier run: a run that continues it spares them."""
+        names = self.commit.meta.get("earlier_runs", [])
+        if not isinstance(names, list):
+            raise self._damaged(COMMIT, f"it states the earlier runs {str(names)[:40]}")
+        return tuple(map(str, names))
+
+    @property
     def has_optimizer(self) -> bool:
         """Whether training can resume from it; False when only the model was saved."""
         return layout.OPTIMIZER in self._entries

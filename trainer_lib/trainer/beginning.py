@@ -94,7 +94,7 @@ def begin_run(
     loaded = _open_checkpoint(internals, url)  # before the loader is made: it may lower the micro-batch
     source = internals.loaders.train_source()
     max_steps, num_epochs = _planned_length(trainer, source, trainer.callback_handler.train_dataloader)
-    internals.checkpoints.claim_folder(SavePlan.of(args, max_steps, source.steps_per_epoch), resumed_from=url)
+    internals.checkpoints.claim_folder(SavePlan.of(args, max_steps, source.steps_per_epoch), resumed=loaded)
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
         internals.restore.load_model(loaded.url)

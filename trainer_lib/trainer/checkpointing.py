@@ -21,6 +21,7 @@ from trainer_lib.checkpoint.added_files import WriteFiles
 from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
@@ -58,13 +59,19 @@ class Checkpoints:
         """The folder that holds the checkpoints of this training."""
         return Store.open(self._trainer._get_output_dir(self._trainer._trial), field="output_dir")
 
-    def claim_folder(self, plan: SavePlan, *, resumed_from: str | None) -> None:
-        """Prepare the folder of checkpoints for a training. Collective. Raises ConfigError when it cannot be used."""
+    def claim_folder(self, plan: SavePlan, *, resumed: Checkpoint | None) -> None:
+        """Prepare the folder of checkpoints for a training. Collective. Raises ConfigError when it cannot be used.
+
+        An earlier run's checkpoints stay as long as any attempt of this run lasts: its own checkpoints name them.
+
+        Args:
+            plan: what the training will save.
+            resumed: the checkpoint that it continues; None for a new run.
+        """
         args, world = self._trainer.args, self._internals.world
+        recorded = None if resumed is None else resumed.earlier_runs
         found = world.run_on_main_process(
-            lambda: claim_output_dir(
-                self.root(), args, plan, resumed_from=resumed_from, is_own=lambda url: url in self._own
-            )
+            lambda: claim_output_dir(self.root(), args, plan, recorded=recorded, is_own=lambda url: url in self._own)
         )
         names, newest, foreign = world.comm.broadcast_json(None if found is None else list(astuple(found)))
         self.occupied = Occupied(tuple(names), newest, tuple(foreign))

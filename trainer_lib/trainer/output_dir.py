@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.checkpoint.catalogue import delete_leftovers, list_checkpoints, list_foreign
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, delete_leftovers, list_checkpoints, list_foreign
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.commit import withdraw_folder
 from trainer_lib.errors import ConfigError
@@ -78,14 +78,20 @@ class Occupied:
 
 
 def claim_output_dir(
-    root: Store, args: TrainingArguments, plan: SavePlan, *, resumed_from: str | None, is_own: Callable[[str], bool]
+    root: Store,
+    args: TrainingArguments,
+    plan: SavePlan,
+    *,
+    recorded: Collection[str] | None,
+    is_own: Callable[[str], bool],
 ) -> Occupied:
     """Prepare the folder of checkpoints for this run, and remove what interrupted saves left.
 
     Args:
         root: the folder.
         plan: what this run will save.
-        resumed_from: URL of the checkpoint that this run continues; None for a new run.
+        recorded: folders of an earlier run's checkpoints, as the checkpoint that this run continues names them; None
+            for a new run.
         is_own: whether this process committed the checkpoint at a URL.
 
     Returns:
@@ -96,9 +102,12 @@ def claim_output_dir(
             would lie below those of an earlier run, whose newest a later resume would find.
     """
     foreign = _check_foreign(root, args, plan)
-    names, newest = _check_earlier_run(root, args, plan, is_own) if resumed_from is None else ((), 0)
+    if recorded is None:
+        earlier = _check_earlier_run(root, args, plan, is_own)
+    else:
+        earlier = [info for info in list_checkpoints(root) if info.name in recorded]
     delete_leftovers(root)
-    return Occupied(names, newest, foreign)
+    return Occupied(tuple(info.name for info in earlier), max((info.step for info in earlier), default=0), foreign)
 
 
 def _check_foreign(root: Store, args: TrainingArguments, plan: SavePlan) -> tuple[int, ...]:
@@ -120,8 +129,8 @@ def _check_foreign(root: Store, args: TrainingArguments, plan: SavePlan) -> tupl
 
 def _check_earlier_run(
     root: Store, args: TrainingArguments, plan: SavePlan, is_own: Callable[[str], bool]
-) -> tuple[tuple[str, ...], int]:
-    """(names, highest step) of an earlier run's checkpoints that stay; those of this Trainer's last `train` go."""
+) -> list[CheckpointInfo]:
+    """An earlier run's checkpoints, which stay; those of this Trainer's last `train` are removed."""
     present = list_checkpoints(root)
     earlier = [] if args.overwrite_output_dir else [i for i in present if not is_own(root.child(i.name).url)]
     if earlier:
@@ -142,4 +151,4 @@ def _check_earlier_run(
     for info in present:
         if info.name not in kept:
             withdraw_folder(root.child(info.name))
-    return tuple(info.name for info in earlier), max((info.step for info in earlier), default=0)
+    return earlier

@@ -81,6 +81,7 @@ class Snapshots:
                 "global_samples": run.samples,
                 "precision": engine.precision.name,
                 "frozen": self.frozen_fingerprint(),
+                "earlier_runs": list(self._internals.checkpoints.occupied.names),
             },
             extra=extra,
         )

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.toys import classification_rows
+from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, trainer
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.trainer.output_dir import Occupied, SavePlan
@@ -127,3 +128,35 @@ def test_plans_know_every_step_that_is_saved() -> None:
     assert [step for step in range(12) if SavePlan(4, 10).includes(step) and step] == [4, 8, 10]
     assert (SavePlan(0, 10).first, SavePlan(None, 10).first, SavePlan(500, 10).first) == (None, 1, 10)
     assert not Occupied(newest=3).forbids(4)
+
+
+def test_an_earlier_runs_checkpoints_stay_after_a_resume(tmp_path: Path) -> None:
+    before = _earlier(tmp_path)
+    given: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    for step in (5, 7):  # the checkpoint of a resumed run names them too
+        one = trainer(tmp_path, ROWS, resume_from_checkpoint=step > 5, callbacks=[StopAt(step)], **given)
+        with pytest.raises(Preempted, match="is committed"):
+            one.train()
+        assert _names(tmp_path) == ["checkpoint-2", "checkpoint-3", f"checkpoint-{step}"]
+    trainer(tmp_path, ROWS, resume_from_checkpoint=True, **given).train()
+    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
+    assert _content(tmp_path, 2, 3) == before
+
+
+def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(tmp_path: Path) -> None:
+    class Hungry(Classifier):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            if self.calls > 5 and len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(x, labels)
+
+    before = _earlier(tmp_path)
+    given: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    one = trainer(tmp_path, ROWS, model=Hungry(), auto_find_batch_size=True, **given)
+    one.train()
+    assert one.state.train_batch_size == 2
+    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
+    assert _content(tmp_path, 2, 3) == before
