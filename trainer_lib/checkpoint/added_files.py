@@ -71,6 +71,8 @@ class _DigestSink:
 
 def _entries(store: Store) -> dict[str, FileEntry]:
     found = [info for info in store.list() if not is_claim(info.path)]
+    for info in found:
+        store.sync_file(info.path)  # the caller's code only closed it
     return {info.path: FileEntry(_checked(info.path), info.size, store.digest(info.path)) for info in found}
 
 

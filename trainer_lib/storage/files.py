@@ -77,5 +77,8 @@ class Backend(Protocol):
     def free_bytes(self) -> int | None:
         """Return the bytes that may still be written; None when the store has no such number."""
 
+    def sync_file(self, rel: str) -> None:
+        """Make the bytes of a file durable that other code wrote."""
+
     def sync(self) -> None:
         """Make every entry of every folder durable."""

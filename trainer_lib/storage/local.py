@@ -168,6 +168,11 @@ class LocalBackend:
         status = os.statvfs(_existing(self.root))
         return status.f_bavail * status.f_frsize
 
+    def sync_file(self, rel: str) -> None:
+        """Fsync a file; `sync` makes the folder's entry durable."""
+        with self.open_read(rel) as stream:
+            os.fsync(stream.fileno())
+
     def sync(self) -> None:
         """Fsync every folder of the tree, and the folder that holds it."""
         if not self.root.is_dir():

@@ -227,6 +227,9 @@ class RemoteBackend:
         """Return None: no remote store has such a number."""
         return None
 
+    def sync_file(self, rel: str) -> None:
+        """Do nothing: a finished put is durable."""
+
     def sync(self) -> None:
         """Do nothing: a finished put is durable."""
 

@@ -353,6 +353,11 @@ class Store:
         with self._typed("delete", checked(rel, root_too=True)):
             self._backend.delete_tree(rel)
 
+    def sync_file(self, rel: str) -> None:
+        """Make the bytes of a file durable that other code wrote; a file of `open_write` is durable already."""
+        with self._typed("sync", checked(rel)):
+            self._backend.sync_file(rel)
+
     def sync(self) -> None:
         """Make the entries of folders durable on a local disk; on other stores a finished write is durable."""
         with self._typed("sync", ""):

@@ -32,6 +32,10 @@ def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypa
     assert set(synced) == {str(root), str(root / "a"), str(root.parent)}
 
     synced.clear()
+    store.sync_file("a/x")
+    assert synced == [str(root / "a" / "x")]
+
+    synced.clear()
     assert store.create("COMMIT.json", b"1")
     assert synced[-1] == str(root)
     assert any("COMMIT.json" in path for path in synced[:-1])

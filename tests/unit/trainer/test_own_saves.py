@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,23 @@ def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, bac
         notes = json.loads((tmp_path / "one" / f"checkpoint-{step}" / "head" / "notes.json").read_text())
         assert notes == {"step": step}
     assert_equal(final_state(one), final_state(plain))
+
+
+def test_every_committed_file_is_fsynced_before_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    one = trainer(tmp_path, ROWS, cls=Noting, **{**SAVING, "max_steps": 2})
+    one.folders = []  # type: ignore[attr-defined]
+    one.train()
+    folder = tmp_path / "checkpoint-2"
+    before = synced[: next(index for index, path in enumerate(synced) if COMMIT in Path(path).name)]
+    assert {str(folder / path) for path in _committed(folder)} | {str(folder / "head")} <= set(before)
 
 
 @pytest.mark.parametrize("cls", [Noting, Replacing, WithoutLoading, OfOld])
