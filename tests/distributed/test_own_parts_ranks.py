@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
-from trainer_lib import Trainer
+from trainer_lib import Trainer, TrainingArguments, distributed
+from trainer_lib.checkpoint.added_files import add_files
 from trainer_lib.commit import read_commit
+from trainer_lib.errors import StorageFullError
 from trainer_lib.storage import Store
 
 ROWS = classification_rows(24)
@@ -70,3 +75,30 @@ def test_a_loss_with_weights_and_a_save_of_ones_own_on_two_ranks(tmp_path: Path)
     for _, found, own in resumed:
         assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)
         assert own == ["of-rank-0.txt", "of-rank-1.txt"]
+
+
+def _add_without_space(failing: int) -> str:
+    comm = distributed.init(TrainingArguments(output_dir="memory://added", use_cpu=True))
+    made = tempfile.mkdtemp, Path.mkdir
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if comm.rank == failing:
+        # Rank 0 makes the folder under a new name, and every rank the one inside.
+        if failing == 0:
+            tempfile.mkdtemp = fail
+        else:
+            Path.mkdir = fail  # type: ignore[method-assign]
+    try:
+        add_files(Store.open("memory://added/checkpoint-1"), comm, lambda folder: None)
+    except StorageFullError as error:
+        return f"rank {error.rank}"
+    finally:
+        tempfile.mkdtemp, Path.mkdir = made  # type: ignore[method-assign]
+    return "no error"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_temporary_folder_that_one_rank_cannot_make_fails_on_every_rank(failing: int) -> None:
+    assert run_distributed(_add_without_space, 2, failing, timeout_s=20) == [f"rank {failing}"] * 2

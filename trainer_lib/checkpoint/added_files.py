@@ -38,7 +38,7 @@ def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, 
         On rank 0, the entries of all added files by path; empty on the other ranks.
 
     Raises (the same on every rank):
-        ConfigError: a file has a name that a checkpoint cannot hold.
+        ConfigError: a file has a name that a checkpoint cannot hold, or other bytes on another machine.
         TrainflowError: what `write` raised on the lowest rank where it failed.
     """
     if store.is_local:
@@ -49,7 +49,8 @@ def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, 
         # One rank of each machine: those of a machine share the folder.
         own = run_on_all_ranks(comm, lambda: _upload(store, folder) if comm.local_rank == 0 else [])
         gathered = comm.gather_json([asdict(entry) for entry in own]) or []
-    return {record["path"]: FileEntry(**record) for records in gathered for record in records}
+    entries = [FileEntry(**record) for records in gathered for record in records]
+    return run_on_all_ranks(comm, lambda: _merge(entries))
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -81,6 +82,20 @@ def _upload(store: Store, folder: Path) -> list[FileEntry]:
     return [store.upload(path, _checked(path.relative_to(folder).as_posix())) for path in paths]
 
 
+def _merge(entries: list[FileEntry]) -> dict[str, FileEntry]:
+    """The entries of all machines by path; where two machines uploaded one path, they uploaded the same bytes."""
+    merged: dict[str, FileEntry] = {}
+    for entry in entries:
+        if merged.setdefault(entry.path, entry) != entry:
+            raise ConfigError(
+                "Two machines wrote different bytes under one name into the checkpoint.",
+                field="save_model",
+                value=entry.path,
+                remedy="Write the file on the main process only, or put the rank into its name.",
+            )
+    return merged
+
+
 def _checked(name: str) -> str:
     problem = "is the commit's own" if name == COMMIT else relative_problem(name)
     if problem:
@@ -96,10 +111,11 @@ def _checked(name: str) -> str:
 @contextlib.contextmanager
 def _staging_folder(store: Store, comm: Communicator) -> Iterator[Path]:
     """A temporary folder at one path on every machine, with the name of the checkpoint's."""
-    above = comm.broadcast_json(tempfile.mkdtemp(prefix="trainflow-save-") if comm.rank == 0 else None)
+    made = run_on_all_ranks(comm, lambda: tempfile.mkdtemp(prefix="trainflow-save-") if comm.rank == 0 else None)
+    above = comm.broadcast_json(made)
     folder = Path(above) / store.url.rstrip("/").rpartition("/")[2]
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        run_on_all_ranks(comm, lambda: folder.mkdir(parents=True, exist_ok=True))
         yield folder
     finally:
         if comm.local_rank == 0:
