@@ -158,7 +158,7 @@ class TrainingLoop:
     def _next_samples(self, run: TrainingRun, batches: Any) -> list[Any]:
         """The micro-batches of the next step, with their target items counted; none at the end of the epoch."""
         trainer, weights = self._trainer, run.weights
-        weights.items = []
+        weights.items, batches.drawn = [], []
         if run.step_in_epoch == run.source.steps_per_epoch:
             # Not through an override, which may expect a batch. The data may be longer than it says.
             extra = next(batches, None)

@@ -138,25 +138,37 @@ def _plain(argument: Any, notes: list[list[bool]]) -> Any:
 
 
 class MicroBatches:
-    """This rank's micro-batches of an epoch as plain batches; it remembers their samples, and which were dummies."""
+    """This rank's micro-batches of an epoch as plain batches.
+
+    Attributes:
+        drawn: the batches of the step under way, each with its samples: 0 for a dummy, None for unknown.
+    """
 
     def __init__(self, source: TrainSource, epoch: int, start_step: int) -> None:
         self._micros = source.micros(epoch, start_step)
-        self._samples: list[int | None] = []
+        self.drawn: list[tuple[Any, int | None]] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         micro = next(self._micros)
-        self._samples.append(micro.samples if micro.real else 0)
+        self.drawn.append((micro.batch, micro.samples if micro.real else 0))
         return micro.batch
 
-    def take_samples(self, count: int) -> list[int | None]:
-        """Samples of each of the last `count` batches: 0 for a dummy, None for unknown. Earlier ones are dropped."""
-        # An override may drop batches that it drew: the newest ones count.
-        samples, self._samples = self._samples[len(self._samples) - count :], []
-        return samples
+    def samples_of(self, batches: list[Any]) -> list[int | None]:
+        """Samples of each of a step's batches: 0 for a dummy, None for unknown.
+
+        An override may draw more batches than it computes, or compute pieces of what it drew.
+        """
+        drawn = self.drawn
+        if len(drawn) == len(batches):
+            return [samples for _, samples in drawn]
+        known = {id(batch): samples for batch, samples in drawn}
+        if len(batches) < len(drawn) and not any(id(batch) in known for batch in batches):
+            return [samples for _, samples in drawn[len(drawn) - len(batches) :]]  # changed copies of the newest
+        unknown = 0 if drawn and all(samples == 0 for _, samples in drawn) else None  # a piece of a dummy is a dummy
+        return [known.get(id(batch), unknown) for batch in batches]
 
 
 class StepWeights:
@@ -202,7 +214,7 @@ class StepWeights:
         """
         self.all_batches = None
         known: list[int | None] = [None] * len(batches)
-        self.samples = known if self._batches is None else self._batches.take_samples(len(batches))
+        self.samples = known if self._batches is None else self._batches.samples_of(batches)
         pairs = zip(batches, self.samples, strict=True)
         items = self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
         if not self._by_targets:  # such a loss may have a value without targets
