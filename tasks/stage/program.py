@@ -88,8 +88,9 @@ class Program:
         module = self.modules[file]
         for piece in module.by_name.get(head, ()):
             found.pieces.append(piece)
-            if piece.target is not None:
-                found.add(self._follow(file, piece.target, rest, depth))
+            # An import below a condition is part of the statement that holds it.
+            for target in [piece.target] if piece.target is not None else piece.references.aliases.get(head, ()):
+                found.add(self._follow(file, target, rest, depth))
         for piece in module.by_name.get("*", ()):
             # The name may come from a star import.
             if piece.target is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tasks.stage.closure import Closure
 from tasks.stage.definitions import Module, Piece
 from tasks.stage.import_effects import ImportEffects
-from tasks.stage.program import Program
+from tasks.stage.program import Meaning, Program
 from tasks.stage.run_time_names import names_made_at_run_time, reads_source
 
 ORDER = "(order)"
@@ -63,6 +63,7 @@ class _Walk:
         self._effects = effects
         self.pieces: dict[Piece, None] = {}
         self._ran: set[str] = set()
+        self._whole: set[str] = set()
         self.everything: str | None = None
         self._waiting: list[Piece] = []
 
@@ -88,6 +89,8 @@ class _Walk:
         self._waiting.extend(module.by_name.get(name, ()))
         if name not in module.by_name and "__getattr__" in module.by_name:
             self._take_whole(file)
+        # An imported function counts as well, not only the statement that imports it.
+        self._note_maker(self._take(self._program.resolve(file, (name,))), file, name)
         self.finish()
 
     def finish(self) -> None:
@@ -114,16 +117,22 @@ class _Walk:
                 self.run(file)
         outside: set[str] = set()
         for chain in found.chains:
-            meaning = program.resolve(piece.file, chain, found.aliases)
-            outside |= meaning.outside
-            self._waiting.extend(meaning.pieces)
-            for file in meaning.runs:
-                self.run(file)
-            for file in meaning.wholes:
-                self._take_whole(file)
-        maker = names_made_at_run_time(outside, words=found.words)
+            outside |= self._take(program.resolve(piece.file, chain, found.aliases))
+        self._note_maker(outside, piece.file, piece.line, words=found.words)
+
+    def _take(self, meaning: Meaning) -> set[str]:
+        """Count what a name means; returns the names outside of the project that it leads to."""
+        self._waiting.extend(meaning.pieces)
+        for file in meaning.runs:
+            self.run(file)
+        for file in meaning.wholes:
+            self._take_whole(file)
+        return meaning.outside
+
+    def _note_maker(self, outside: set[str], file: str, place: int | str, *, words: Iterable[str] = ()) -> None:
+        maker = names_made_at_run_time(outside, words=words)
         if maker is not None and self.everything is None:
-            self.everything = f"{maker}, {piece.file}:{piece.line}"
+            self.everything = f"{maker}, {file}:{place}"
 
     def _visit_import(self, piece: Piece, files: Sequence[str]) -> None:
         for file in files:
@@ -133,8 +142,17 @@ class _Walk:
                 self._take_whole(file)
 
     def _take_whole(self, file: str) -> None:
+        if file in self._whole:
+            return
+        self._whole.add(file)
         self.run(file)
-        self._waiting.extend(self._program.modules[file].pieces)
+        for piece in self._program.modules[file].pieces:
+            self._waiting.append(piece)
+            # What the file imports can be read from it by name; below `if TYPE_CHECKING` it imports nothing.
+            names = piece.names if piece.target is not None else piece.references.aliases.keys() & set(piece.names)
+            for name in sorted(names) if piece.is_unconditional else ():
+                if name != "*":
+                    self._note_maker(self._take(self._program.resolve(file, (name,))), file, piece.line)
 
 
 class Code:

@@ -40,7 +40,7 @@ class References:
 
     Attributes:
         chains: names of the module (or builtins) with the attributes behind them.
-        aliases: names that import statements inside of functions bind -> what they mean.
+        aliases: names that import statements inside of functions, classes and conditions bind -> what they mean.
         imports: what those statements import.
         words: every identifier, attribute, keyword and parameter.
         texts: every string literal.
@@ -130,6 +130,7 @@ class _Visitor(ast.NodeVisitor):
         self.found = References()
         self._annotations = annotations
         self._scopes: list[_Scope] = []
+        self._in_class = False
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -199,6 +200,9 @@ class _Visitor(ast.NodeVisitor):
         for name, target in import_targets(node):
             self.found.imports.append(target)
             self.found.aliases.setdefault(name, []).append(target)
+            if self._in_class:
+                # An attribute of the class, which code reads without naming the import.
+                self.found.chains.add((name,))
 
     # -- scopes -------------------------------------------------------------------------------------------------------
 
@@ -227,8 +231,10 @@ class _Visitor(ast.NodeVisitor):
         for each in (*node.decorator_list, *node.bases, *node.keywords, *getattr(node, "type_params", ())):
             self.visit(each)
         # The body of a class hides nothing from its methods, and its own names may be the module's before they are set.
+        outer, self._in_class = self._in_class, True
         for statement in node.body:
             self.visit(statement)
+        self._in_class = outer
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.visit(node.target)
@@ -264,8 +270,10 @@ class _Visitor(ast.NodeVisitor):
         parameters = {argument.arg for argument in _parameters(arguments)}
         # An imported name is found by its alias, a global one in the module.
         self._scopes.append(_Scope(bound_names(body) | parameters, outside | imported))
+        outer, self._in_class = self._in_class, False
         for node in body:
             self.visit(node)
+        self._in_class = outer
         self._scopes.pop()
 
     def _comprehend(self, node: _Comprehension) -> None:

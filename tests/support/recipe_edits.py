@@ -1,6 +1,6 @@
-"""Random recipes of two files and random edits of them: what each stage gives, and what its key covers.
+"""Random recipes of three files and random edits of them: what each stage gives, and what its key covers.
 
-The recipes are executed for real: each stage loads both files again, calls its functions, and its output and every
+The recipes are executed for real: each stage loads its files again, calls its functions, and its output and every
 function that ran are recorded. By hand: ``python -m tests.support.recipe_edits 20000``.
 """
 
@@ -37,20 +37,22 @@ class Part:
 
 @dataclass
 class Project:
-    """Two files as lists of statements."""
+    """Three files as lists of statements; the recipe reaches `base` only through the helper."""
 
+    base: list[Part] = field(default_factory=list)
     helper: list[Part] = field(default_factory=list)
     recipe: list[Part] = field(default_factory=list)
 
     def sources(self) -> dict[str, str]:
-        return {
-            "helper_of_edits": "\n".join(part.source() for part in self.helper) + "\n",
-            "recipe": "\n".join(part.source() for part in self.recipe) + "\n",
-        }
+        files = {"base_of_edits": self.base, "helper_of_edits": self.helper, "recipe": self.recipe}
+        return {name: "\n".join(part.source() for part in file) + "\n" for name, file in files.items()}
 
     def copy(self) -> Project:
         return Project(
-            *([Part(part.text, part.number, part.name) for part in file] for file in (self.helper, self.recipe))
+            *(
+                [Part(part.text, part.number, part.name) for part in file]
+                for file in (self.base, self.helper, self.recipe)
+            )
         )
 
 
@@ -60,21 +62,46 @@ IMPORTS = (
     "from helper_of_edits import a0, a1, A_K0, A_T0",
     "from helper_of_edits import *",
     "try:\n    from helper_of_edits import a0\nexcept ImportError:\n    a0 = None",
+    "try:\n    from missing_of_edits import a0\nexcept ImportError:\n    from helper_of_edits import a0",
+    "try:\n    from helper_of_edits import c0 as a0\nexcept ImportError:\n    from helper_of_edits import a0",
+)
+AGAIN = (
+    "from base_of_edits import c0, c1",
+    "from base_of_edits import *",
+    "if True:\n    from base_of_edits import c0, c1\nelse:\n    c0 = c1 = None",
+)
+"""How the helper hands on what the third file defines."""
+ENTRY_IMPORTS = (
+    "from helper_of_edits import WHAT as ENTRY",
+    "try:\n    from missing_of_edits import WHAT as ENTRY\n"
+    "except ImportError:\n    from helper_of_edits import WHAT as ENTRY",
+    "import helper_of_edits as ENTRY_home\nENTRY = ENTRY_home.WHAT",
+    "class ENTRY_class:\n    from helper_of_edits import WHAT\nENTRY = ENTRY_class.WHAT",
+    "def ENTRY(x):\n    class Inner:\n        from helper_of_edits import WHAT\n    return [Inner.WHAT(x), {n}]",
+    "import helper_of_edits as ENTRY_home\ndef ENTRY(x):\n    return [getattr(ENTRY_home, 'WH' 'AT')(x), {n}]",
 )
 
 
 def make_project(draw: random.Random) -> Project:
-    """Make a random project; names of the helper begin with a, those of the recipe with b."""
-    helper = _definitions(draw, "a", [])
+    """Make a random project; names of the helper begin with a, those of the recipe with b, of the third file with c."""
+    base = _definitions(draw, "c", [])
+    helper = [Part(draw.choice(AGAIN), 0), *_definitions(draw, "a", ["c0", "c1"])]
     public = ["a0", "a1", "A_K0", "A_T0"]
     imported = draw.choice(IMPORTS)
     known = {"import helper_of_edits": "helper_of_edits.", "import helper_of_edits as h": "h."}.get(imported)
     names = [f"{known}{name}" for name in public] if known else ["a0"] if imported.startswith("try") else public
     recipe = [Part(imported, 0), *_definitions(draw, "b", names)]
     callees = [*names, *(part.name for part in recipe if part.name)]
-    recipe += [Part(f"def {entry}(x):\n    return [{{n}}, {_expression(draw, callees)}]", draw.randrange(9), entry)
-               for entry in ENTRIES]  # fmt: skip
-    return Project(helper, recipe)
+    recipe += [Part(_entry(draw, entry, callees), draw.randrange(9), entry) for entry in ENTRIES]
+    return Project(base, helper, recipe)
+
+
+def _entry(draw: random.Random, entry: str, callees: list[str]) -> str:
+    if draw.random() < 0.3:
+        wanted = draw.choice(("a0", "a1", "c0", "c1"))
+        text = draw.choice(ENTRY_IMPORTS).replace("'WH' 'AT'", f"'{wanted[0]}' '{wanted[1]}'")
+        return text.replace("ENTRY", entry).replace("WHAT", wanted)
+    return f"def {entry}(x):\n    return [{{n}}, {_expression(draw, callees)}]"
 
 
 def _definitions(draw: random.Random, letter: str, outside: list[str]) -> list[Part]:
@@ -153,7 +180,7 @@ EDITS = ("number", "number", "number", "number", "delete", "swap", "effect", "co
 def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
     """An edited copy, and what was done."""
     found = project.copy()
-    file = draw.choice([found.helper, found.recipe, found.recipe])
+    file = draw.choice([found.base, found.helper, found.recipe, found.recipe])
     kind = draw.choice(EDITS)
     place = draw.randrange(len(file))
     part = file[place]
@@ -163,7 +190,7 @@ def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
         second = draw.randrange(len(file))
         file[place], file[second] = file[second], part
     elif kind == "effect":
-        letter = "A" if file is found.helper else "B"
+        letter = "C" if file is found.base else "A" if file is found.helper else "B"
         text = draw.choice(EFFECTS).replace("UP", letter).replace("INNER", "x").replace("NAME", f"{letter.lower()}0")
         file.insert(place, Part(text, draw.randrange(9)))
     elif kind == "copy body":
@@ -172,6 +199,8 @@ def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
             part.text, part.number = other.text.replace(other.name, part.name), other.number
     elif kind == "rename import" and file is found.recipe:
         file[0].text = draw.choice(IMPORTS)
+    elif kind == "rename import" and file is found.helper:
+        file[0].text = draw.choice(AGAIN)
     else:
         part.number = part.number + 1 + draw.randrange(3)
         kind = "number"
@@ -205,10 +234,9 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
 
     def trace(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename in ("recipe.py", "helper_of_edits.py"):
+        if event == "call" and code.co_filename in ("recipe.py", "helper_of_edits.py", "base_of_edits.py"):
             functions.add((code.co_filename, code.co_firstlineno))
 
-    helper = ModuleType("helper_of_edits")
     recipe = ModuleType("recipe")
     calls = {
         "prepare-data": ["prepare"],
@@ -221,8 +249,9 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
     before = sys.gettrace()
     try:
         sys.settrace(trace)
-        sys.modules["helper_of_edits"] = helper
-        exec(compiled["helper_of_edits"], helper.__dict__)
+        for name in ("base_of_edits", "helper_of_edits"):
+            sys.modules[name] = ModuleType(name)
+            exec(compiled[name], sys.modules[name].__dict__)
         exec(compiled["recipe"], recipe.__dict__)
         for name in calls:
             if name.startswith("-"):
@@ -236,7 +265,8 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
         return Ran(None, functions)
     finally:
         sys.settrace(before)
-        sys.modules.pop("helper_of_edits", None)
+        for name in ("base_of_edits", "helper_of_edits"):
+            sys.modules.pop(name, None)
     return Ran(repr(output), functions)
 
 

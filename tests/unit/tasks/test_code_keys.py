@@ -182,6 +182,71 @@ def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
     assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == {"prepare"}
 
 
+FILES = {
+    "models.py": "def build_model(options, data):\n    return 4\n\n\ndef other():\n    return 5\n",
+    "nets.py": "from models import build_model, other\n",
+}
+
+
+def changed_files(folder: Path, name: str, old: str, new: str, files: dict[str, str]) -> set[str]:
+    """The stages that an edit of one of several files runs again."""
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    before = reach(folder, files["recipe.py"])
+    assert old in files[name]
+    edited = files[name].replace(old, new)
+    if name == "recipe.py":
+        after = reach(folder, edited)
+    else:
+        (folder / name).write_text(edited)
+        after = reach(folder, files["recipe.py"])
+    return {stage for stage in before if before[stage].digests != after[stage].digests}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "from models import build_model",
+        "from nets import build_model",
+        "from models import *",
+        "from nets import *",
+        "try:\n    from fast import build_model\nexcept ImportError:\n    from models import build_model",
+        "if True:\n    from nets import build_model",
+        "import models\nbuild_model = models.build_model",
+        "def build_model(o, d):\n    import nets\n    return getattr(nets, o['net'])()",
+        "import nets as shapes\n\n\ndef build_model(o, d):\n    return getattr(shapes, o['net'])()",
+        "try:\n    import nets\nexcept ImportError:\n    nets = None\n\n\n"
+        "def build_model(o, d):\n    return nets.build_model(o, d)",
+        "class Net:\n    from models import build_model\n\n\ndef build_model(o, d):\n    return Net().build_model(o)",
+        "def build_model(o, d):\n    class Net:\n        from models import build_model as f\n    return Net.f(o, d)",
+    ],
+)
+def test_an_imported_function_counts_for_the_stages_that_call_it(tmp_path: Path, recipe: str) -> None:
+    files = {**FILES, "recipe.py": f"{recipe}\n\n\ndef prepare(options, out):\n    return {{}}\n"}
+    stages = changed_files(tmp_path, "models.py", "return 4", "return 8", files)
+    # A conditional import of a module, and an import in a class, count for every stage.
+    assert stages == MODELS if recipe.startswith(("from models import b", "def ", "if ")) else stages >= MODELS
+
+
+def test_an_imported_function_leaves_others_of_its_file_out(tmp_path: Path) -> None:
+    conditional = "try:\n    from models import build_model, other\nexcept ImportError:\n    pass\n"
+    for recipe in ("from nets import build_model, other\n", conditional):
+        assert changed_files(tmp_path, "models.py", "return 5", "return 6", {**FILES, "recipe.py": recipe}) == set()
+
+
+def test_imported_metrics_count_for_the_curve_of_training(tmp_path: Path) -> None:
+    reach(tmp_path, "from helper import spread as compute_metrics\n")
+    before = stage_code.metrics_digest(Resolver().code(tmp_path / "recipe.py", None, tmp_path))
+    (tmp_path / "helper.py").write_text(HELPER.replace("    return x\n", "    return -x\n"))
+    assert before != stage_code.metrics_digest(Resolver().code(tmp_path / "recipe.py", None, tmp_path))
+
+
+def test_unpickling_below_a_conditional_import_reaches_everything(tmp_path: Path) -> None:
+    base = BASE.replace("import logging", "try:\n    import cPickle as pickle\nexcept ImportError:\n    import pickle")
+    base = base.replace("return np.array(rows)", "return pickle.loads(rows)")
+    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
+
+
 def test_names_that_a_function_holds_itself_are_not_the_modules(tmp_path: Path) -> None:
     base = BASE.replace("return np.array(rows)", "FACTOR = rows\n    return [WIDTH for WIDTH in FACTOR]")
     base = base.replace("WIDTH = 4\n", "WIDTH = 4\nFACTOR = 1\n")
