@@ -101,12 +101,13 @@ class Internals:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards model, optimizer, schedule, state and control of the Trainer are what they were."""
+        """Afterwards model, trained modules beside it, optimizer, schedule, state and control are what they were."""
         trainer = self._trainer
         model, wrapped, optimizer = trainer.model, trainer.model_wrapped, trainer.optimizer
         schedule, state, control = trainer.lr_scheduler, trainer.state, trainer.control
         try:
-            yield
+            with self.engine.outside.first_values_kept():
+                yield
         finally:
             self.model.use(model)
             self.engine.use_wrapped(wrapped)
@@ -118,9 +119,13 @@ class Internals:
             trainer._trainflow_look_at_model()
 
     def release_model(self) -> None:
-        """Free the model and the optimizer of the last training; another model must follow."""
+        """Free the model and the optimizer of a trial, and undo what it trained beside the model.
+
+        Another model must follow.
+        """
         nothing: Any = None  # typed `Any`: everywhere else the attributes are modules
         self.model.use(nothing)
         self.engine.use_wrapped(nothing)
         self._trainer.callback_handler.model = None
+        self.engine.outside.put_back()
         self.engine.reset()

@@ -89,16 +89,17 @@ class MicroBatchSearch:
         if not trainer.args.auto_find_batch_size:
             return attempt(url)
         backup = _Backup.of(trainer, self._internals)
-        while True:
-            try:
-                return attempt(url)
-            except MemoryRanOut as error:
-                reason = str(error)  # the error itself would keep the attempt's tensors alive
-            self._internals.checkpoints.finish()  # a save under way may become the one to continue from
-            self._halve(reason)
-            url = self._newest_checkpoint() or url
-            self._release_attempt()
-            backup.restore(trainer, self._internals)
+        with self._internals.engine.outside.first_values_kept():
+            while True:
+                try:
+                    return attempt(url)
+                except MemoryRanOut as error:
+                    reason = str(error)  # the error itself would keep the attempt's tensors alive
+                self._internals.checkpoints.finish()  # a save under way may become the one to continue from
+                self._halve(reason)
+                url = self._newest_checkpoint() or url
+                self._release_attempt()
+                backup.restore(trainer, self._internals)
 
     def _halve(self, reason: str) -> None:
         run = self._internals.run
@@ -152,7 +153,7 @@ class MicroBatchSearch:
 
 @dataclass
 class _Backup:
-    """What training changes, as it was before the first attempt.
+    """What training changes, as it was before the first attempt; `OutsideParameters` keeps what is not the model's.
 
     Attributes:
         tensors: parameters and buffers by name, on the CPU; empty with `model_init`, which builds the weights again.
@@ -183,6 +184,7 @@ class _Backup:
         with torch.no_grad():
             for name, value in self.tensors.items():
                 present[name].copy_(value)
+        internals.engine.outside.put_back()
         # Copies: a third attempt needs the same states again.
         for one, state in self.given:
             one.load_state_dict(copy.deepcopy(state))

@@ -7,6 +7,7 @@ not know them: here their gradients are averaged over ranks, and checkpoints get
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ class OutsideParameters:
         self._trainer = trainer
         self.named: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, torch.Tensor] = {}
+        self._owners: dict[str, tuple[str, nn.Module]] = {}  # of the buffers: attribute of the Trainer, and module
+        # By name: attribute, the buffer's module or the parameter itself, value on the CPU.
+        self._first: dict[str, tuple[str, nn.Module | torch.Tensor, torch.Tensor]] | None = None
 
     def groups_of_loss(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Groups of the trained parameters that only `compute_loss_func` has, where it is a module."""
@@ -47,7 +51,7 @@ class OutsideParameters:
 
     def find(self, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
         """Find what the optimizer holds beside the model, and make its values equal on all ranks. Collective."""
-        self.named, self._buffers = {}, {}
+        self.named, self._buffers, self._owners = {}, {}, {}
         if strategy.name == "deepspeed":
             return  # its optimizer holds parts of all parameters
         model = self._trainer.model_wrapped
@@ -65,12 +69,15 @@ class OutsideParameters:
             own = {name: each for name, each in module.named_parameters(prefix) if id(each) in held}
             self.named.update({name: each for name, each in own.items() if held.pop(id(each), None) is not None})
             if own:
-                self._buffers.update({n: each for n, each in module.named_buffers(prefix) if id(each) not in known})
+                buffers = {n: each for n, each in module.named_buffers(prefix) if id(each) not in known}
+                self._buffers.update(buffers)
+                self._owners.update(dict.fromkeys(buffers, (prefix, module)))
         self.named.update({name: each for each, name in held.values()})
         if strategy.comm.world_size > 1:
             first = strategy.comm.rank == 0
             for each in self.named.values():
                 each.data.copy_(strategy.sum(each.data if first else torch.zeros_like(each.data)))
+        self._note_first()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         trainer = self._trainer
@@ -79,6 +86,39 @@ class OutsideParameters:
             for key, each in [(None, value), *several]:
                 if isinstance(each, nn.Module) and each is not trainer.model and each is not trainer.model_wrapped:
                     yield (name if key is None else f"{name}.{key}"), each
+
+    # -- several trainings that begin alike ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def first_values_kept(self) -> Iterator[None]:
+        """Inside, `put_back` returns to the values ``[...]`` that the first training began with."""
+        is_outermost = self._first is None
+        if is_outermost:
+            self._first = {}
+        try:
+            yield
+        finally:
+            if is_outermost:
+                self._first = None
+
+    def _note_first(self) -> None:
+        if self._first is None:
+            return
+        for name, each in {**self.named, **self._buffers}.items():
+            prefix, owner = self._owners.get(name, ("", each))
+            # A module that an override makes for every training replaces the one before it.
+            if name not in self._first or self._first[name][1] is not owner:
+                self._first[name] = prefix, owner, each.detach().to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        """Restore the values ``[...]`` that the first training began with; nothing outside of `first_values_kept`."""
+        for name, (prefix, owner, value) in (self._first or {}).items():
+            # A forward may have replaced a buffer, also by one of another shape.
+            each = dict(owner.named_buffers(prefix)).get(name) if isinstance(owner, nn.Module) else owner
+            if each is not None:
+                each.data, each.grad = value.to(each.device, copy=True), None
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
 
     def average_gradients(self, strategy: Strategy) -> None:
         """Average their gradients over ranks, as the strategy does with the model's. Collective."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.searching import search_trainer
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import Trainer
@@ -69,7 +70,7 @@ def _by_override(folder: Path, cls: Any = WithLoss, **given: Any) -> tuple[Train
     torch.manual_seed(0)
     model = Classifier()
     loss = Scaled(model)
-    one = trainer(folder, ROWS, model=model, cls=cls, **SAVING, **given)
+    one = trainer(folder, ROWS, model=model, cls=cls, **{**SAVING, **given})
     one.loss = loss  # type: ignore[attr-defined]
     return one, loss
 
@@ -86,7 +87,7 @@ def _anonymous(folder: Path, **given: Any) -> tuple[Trainer, Scaled]:
 
 def _as_loss_func(folder: Path, **given: Any) -> tuple[Trainer, Scaled]:
     loss = Scaled()
-    return trainer(folder, ROWS, compute_loss_func=loss, **SAVING, **given), loss
+    return trainer(folder, ROWS, compute_loss_func=loss, **{**SAVING, **given}), loss
 
 
 @pytest.mark.parametrize("build", [_by_override, _by_name, _anonymous, _as_loss_func])
@@ -109,6 +110,37 @@ def test_weights_of_a_loss_train_and_are_resumed_bit_for_bit(tmp_path: Path, bui
         ]
         one.optimizer.state.clear()
     assert_equal(final_state(resumed), final_state(whole))
+
+
+@pytest.mark.parametrize("build", [_by_override, _by_name, _as_loss_func])
+def test_a_retry_with_less_memory_begins_with_the_first_weights_of_the_loss(tmp_path: Path, build: Any) -> None:
+    class Hungry(Classifier):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            if self.calls > 3 and len(x) > 2:  # in the second half of a step: the first has left a gradient
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(x, labels)
+
+    given: dict[str, Any] = {"max_steps": 4, "save_steps": 10, "global_batch_size": 8}
+    small, expected = build(tmp_path / "small", per_device_train_batch_size=2, **given)
+    small.train()
+    found, loss = build(tmp_path / "found", auto_find_batch_size=True, **given)
+    found.model.__class__ = Hungry
+    found.train()
+    assert found.state.train_batch_size == 2 and found.model.calls > 4
+    assert torch.equal(loss.scale, expected.scale) and torch.equal(loss.calls, expected.calls)
+
+
+def test_every_trial_begins_with_the_first_weights_of_the_loss(tmp_path: Path) -> None:
+    loss = Scaled()
+    one = search_trainer(tmp_path, compute_loss_func=loss)
+    best = one.hyperparameter_search(lambda trial: {"learning_rate": 1e-2}, n_trials=3)
+    assert len({each["objective"] for each in best.run_summary}) == 1
+    assert torch.equal(loss.scale.detach(), torch.ones(4)) and loss.calls == 0
+    one.train()
+    assert not torch.equal(loss.scale.detach(), torch.ones(4))
 
 
 def test_a_checkpoint_without_the_weights_of_the_loss_says_so(tmp_path: Path) -> None:
