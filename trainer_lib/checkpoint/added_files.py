@@ -38,7 +38,7 @@ def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, 
         On rank 0, the entries of all added files by path; empty on the other ranks.
 
     Raises (the same on every rank):
-        ConfigError: a file has a name that a checkpoint cannot hold, or other bytes on another machine.
+        ConfigError: a file is a link, has a name that a checkpoint cannot hold, or other bytes on another machine.
         TrainflowError: what `write` raised on the lowest rank where it failed.
     """
     if store.is_local:
@@ -71,6 +71,7 @@ class _DigestSink:
 
 
 def _entries(store: Store) -> dict[str, FileEntry]:
+    _refuse_links(store)
     found = [info for info in store.list() if not is_claim(info.path)]
     for info in found:
         store.sync_file(info.path)  # the caller's code only closed it
@@ -78,8 +79,20 @@ def _entries(store: Store) -> dict[str, FileEntry]:
 
 
 def _upload(store: Store, folder: Path) -> list[FileEntry]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    _refuse_links(Store.open(folder))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [store.upload(path, _checked(path.relative_to(folder).as_posix())) for path in paths]
+
+
+def _refuse_links(store: Store) -> None:
+    """Before the save's own files: one of them, written under a link's name, would replace what the link leads to."""
+    for name in store.links():
+        raise ConfigError(
+            "A file or folder that save_model wrote into the checkpoint is a symbolic link.",
+            field="save_model",
+            value=name,
+            remedy="Copy what it leads to.",
+        )
 
 
 def _merge(entries: list[FileEntry]) -> dict[str, FileEntry]:

@@ -205,6 +205,8 @@ def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> No
 
 def _delete_files(store: Store) -> None:
     """Empty the folder; claims stay, because they are what protects the folder."""
+    for path in store.links():
+        store.delete(path)
     for info in store.list():
         if not is_claim(info.path):
             store.delete(info.path)

@@ -47,6 +47,9 @@ class Backend(Protocol):
     def files(self, rel: str) -> list[FileInfo]:
         """List every file below, recursively and in no order, by paths relative to the root; follow no links."""
 
+    def links(self) -> list[str]:
+        """List every symbolic link, recursively and in no order, by its path relative to the root."""
+
     def names(self, rel: str) -> list[str]:
         """List the names of the files and folders directly below, in no order; none when `rel` is absent."""
 

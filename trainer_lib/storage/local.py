@@ -53,6 +53,12 @@ class LocalBackend:
                         found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
         return found
 
+    def links(self) -> list[str]:
+        """List the links to files, to folders and to nothing; follow none."""
+        walk = os.walk(self.root)
+        found = [Path(folder, name) for folder, folders, names in walk for name in (*folders, *names)]
+        return [path.relative_to(self.root).as_posix() for path in found if path.is_symlink()]
+
     def names(self, rel: str) -> list[str]:
         """List the names directly below."""
         try:

@@ -227,6 +227,10 @@ class RemoteBackend:
         """Return None: no remote store has such a number."""
         return None
 
+    def links(self) -> list[str]:
+        """Return none: what `files` lists can be read and replaced."""
+        return []
+
     def sync_file(self, rel: str) -> None:
         """Do nothing: a finished put is durable."""
 

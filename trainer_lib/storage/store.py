@@ -202,6 +202,11 @@ class Store:
         with self._typed("list", checked(rel, root_too=True)):
             return sorted(self._backend.names(rel))
 
+    def links(self) -> list[str]:
+        """List every symbolic link of a local folder, recursively and sorted; `delete` removes one, not its target."""
+        with self._typed("list", ""):
+            return sorted(self._backend.links())
+
     def list(self, rel: str = "") -> list[FileInfo]:
         """List every file below `rel`, recursively and sorted by path; none when it is absent. Links are left out."""
         with self._typed("list", checked(rel, root_too=True)):

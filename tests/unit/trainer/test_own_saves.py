@@ -16,6 +16,7 @@ from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import Trainer
 from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
 from trainer_lib.commit import COMMIT, read_commit, verify_files
+from trainer_lib.errors import ConfigError
 from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
@@ -171,6 +172,61 @@ def test_an_override_of_save_is_given_a_folder_and_may_take_nothing_else(tmp_pat
     one.save_model()
     assert folders == [str(tmp_path / "checkpoint-2"), str(tmp_path)]
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(folders[0] + "/model.safetensors").keys()
+
+
+class Linking(Trainer):
+    """Adds links to files and folders of the user's in place of copies."""
+
+    links: dict[str, Path]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        for name, target in self.links.items():
+            (Path(str(output_dir)) / name).symlink_to(target)
+
+
+def _base(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("the base model's")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("trainer_state.json", "config.json"),  # a name that the save writes itself
+        ("base.json", "config.json"),
+        ("base", ""),
+        ("absent", "nowhere"),
+    ],
+)
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_link_that_an_override_leaves_is_refused_and_removed_and_its_target_stays(
+    tmp_path: Path, name: str, target: str, remote: bool
+) -> None:
+    base = _base(tmp_path / "base")
+    where: Any = f"memory://links-{name}" if remote else tmp_path / "run"
+    one = trainer(where, ROWS, cls=Linking, **SAVING)
+    one.links = {name: base / target}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="link") as caught:
+        one.train()
+    assert (caught.value.field, caught.value.value) == ("save_model", name)
+    assert [path.name for path in base.iterdir()] == ["config.json"]
+    assert (base / "config.json").read_text() == "the base model's"
+    assert "checkpoint-2" not in Store.open(where).children()
+
+
+def test_a_save_removes_the_links_that_an_interrupted_one_left(tmp_path: Path) -> None:
+    base = _base(tmp_path / "base")
+    left = tmp_path / "run" / "checkpoint-2"
+    left.mkdir(parents=True)
+    claim_folder(Store.open(left), Holder.this_process(), lambda other: False)
+    (left / "trainer_state.json").symlink_to(base / "config.json")
+    (left / "base").symlink_to(base)
+    one = trainer(tmp_path / "run", ROWS, cls=OfOld, **SAVING)
+    one.train()
+    assert "trainer_state.json" in _committed(left)
+    assert not (left / "base").is_symlink()
+    assert (base / "config.json").read_text() == "the base model's"
 
 
 def test_a_save_that_an_override_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
