@@ -44,7 +44,7 @@ class Precision:
     def __init__(self, name: str, dtype: torch.dtype | None, device: torch.device) -> None:
         self.name = name
         self.dtype = dtype
-        self._device_type = device.type
+        self._device, self._device_type = device, device.type
         # Only fp16 needs scaling: bf16 has the exponent range of fp32, so its gradients do not underflow.
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
@@ -57,6 +57,13 @@ class Precision:
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=cache_enabled)
+
+    def forget_step(self) -> None:
+        """Forget what the scaler recorded of a step that did not end; the scale stays."""
+        if self.scaler is None:
+            return
+        self.scaler.scale(torch.zeros((), device=self._device))  # `update` needs the scale on the device
+        self.scaler.update(self.scaler.get_scale())
 
     def scaler_state(self) -> dict[str, float] | None:
         """The scaler as JSON (scale, growth and backoff factors, growth interval and tracker); None without one."""

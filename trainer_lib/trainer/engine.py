@@ -14,7 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.accelerator_config import AcceleratorConfig
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision
-from trainer_lib.strategies.base import Strategy
+from trainer_lib.strategies.base import Strategy, total_norm
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.outside import OutsideParameters
 
@@ -175,6 +175,9 @@ class Engine:
         self.use_wrapped(wrapped)
         self._trainer.optimizer = optimizer
         self.outside.find(optimizer, self.strategy)
+        self._trainer.model.zero_grad()  # an error may have cut the newest step of an earlier training short
+        for each in self.outside.named.values():
+            each.grad = None
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
@@ -185,6 +188,8 @@ class Engine:
     def start_training(self, *, measures_norm: bool) -> None:
         """Before a training: drop what the one before it made; `measures_norm`: a subclass measures the norm."""
         self._measures_norm, self._held = measures_norm, -1
+        self._unscaled = False  # an error may have cut the newest step short
+        self.precision.forget_step()
         if self._has_trained:
             self.reset()
         self._has_trained = True
@@ -258,7 +263,10 @@ class Engine:
         self.strategy.backward(loss if scaler is None else scaler.scale(loss), gradient)
 
     def step(self, model: nn.Module, run: TrainingRun) -> torch.Tensor:
-        """Clip, step if gradients are finite, advance the schedule. Returns the norm before clipping, ``[]``."""
+        """Clip, step if gradients are finite, advance the schedule. Returns the model's norm before clipping, ``[]``.
+
+        The norm is NaN when a gradient outside of the model is not finite: the step is skipped and counted.
+        """
         trainer, fire, scaler = self._trainer, self._events.fire, self.precision.scaler
         optimizer = self.ready_optimizer()
         if self.outside.named:
@@ -268,6 +276,9 @@ class Engine:
         norm = trainer._clip_grad_norm(model)
         if self._measures_norm:  # an override may return None or a number
             norm = torch.as_tensor(trainer._get_grad_norm(model, grad_norm=norm), dtype=torch.float32)
+        if self.outside.named:  # clipping leaves them out, and they decide too: 0 is added, or NaN
+            others = total_norm(self.outside.named.values(), None)
+            norm = norm + (others - others)
         self.last_norm = norm
         fire("on_pre_optimizer_step")
         self._step_if_finite(optimizer, norm)

@@ -158,7 +158,7 @@ class _Backup:
     Attributes:
         tensors: parameters and buffers by name, on the CPU; empty with `model_init`, which builds the weights again.
         rng: states of the random number generators.
-        given: the user's own optimizer, schedule and stateful dataset, with their states.
+        given: the user's own optimizer, schedule and stateful dataset, and the loss scaler, with their states.
         callbacks: stateful callbacks, with their states.
     """
 
@@ -170,7 +170,8 @@ class _Backup:
     @classmethod
     def of(cls, trainer: TrainerHooks, internals: Internals) -> _Backup:
         tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
-        stateful = [*internals.engine.given_optimizers, trainer.train_dataset]
+        engine = internals.engine
+        stateful = [*engine.given_optimizers, trainer.train_dataset, engine.precision.scaler]
         given = [one for one in stateful if one is not None and callable(getattr(one, "load_state_dict", None))]
         return cls(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},

@@ -359,3 +359,22 @@ def test_a_trials_checkpoints_never_replace_those_of_an_earlier_search(tmp_path:
         search_trainer(tmp_path, **given).hyperparameter_search(rate, n_trials=2)
     assert (tmp_path / "run-1" / "checkpoint-4").is_dir()
     assert len(ROWS) == 24
+
+
+def test_a_trial_without_memory_leaves_the_next_one_as_it_is(tmp_path: Path) -> None:
+    class Full(TrainerCallback):
+        """Memory runs out inside the first optimizer step of all, after fp16 gradients were unscaled."""
+
+        raised = False
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not self.raised:
+                self.raised = True
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    best = search_trainer(tmp_path / "a", fp16=True, callbacks=[Full()]).hyperparameter_search(
+        _tried, n_trials=2, sampler=_fixed(0.01, 0.05)
+    )
+    alone = search_trainer(tmp_path / "b", fp16=True, learning_rate=best.hyperparameters["learning_rate"])
+    alone.train()
+    assert best.run_id == "1" and best.objective == alone.evaluate()["eval_loss"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from tests.support.searching import search_trainer
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import assert_equal, final_state, trainer
+from tests.support.training import assert_equal, final_state, note_heads, trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError
 
@@ -174,3 +175,43 @@ def test_a_models_own_load_state_dict_is_reached(tmp_path: Path) -> None:
     resumed.train()
     assert Renaming.loads == 1
     assert_equal(final_state(resumed), final_state(whole))
+
+
+class Overflowing(Scaled):
+    """The gradient of its weight is infinite at the second step; the model's gradients are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients = 0
+        self.scale.register_hook(self._overflow)  # type: ignore[no-untyped-call]
+
+    def _overflow(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.gradients += 1
+        return gradient * float("inf") if self.gradients == 2 else gradient
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_an_overflow_in_a_loss_skips_the_step(tmp_path: Path, optim: str, fp16: bool) -> None:
+    heads = note_heads()
+    one = trainer(
+        tmp_path,
+        ROWS,
+        compute_loss_func=Overflowing(),
+        optim=optim,
+        fp16=fp16,
+        max_steps=3,
+        callbacks=[heads],
+        logging_strategy="steps",
+        logging_steps=1,
+        lr_scheduler_type="constant",
+    )
+    one.train()
+    loss: Any = one.compute_loss_func
+    assert torch.isfinite(loss.scale).all() and not torch.equal(loss.scale.detach(), torch.ones(4))
+    assert torch.equal(heads.kept[1], heads.kept[0]) and not torch.equal(heads.kept[2], heads.kept[1])
+    first, second, third = [entry for entry in one.state.log_history if "grad_norm" in entry]
+    assert math.isfinite(second["loss"]) and math.isnan(second["grad_norm"]) and math.isfinite(third["grad_norm"])
+    # With fp16, the first scale is too large for the model's own gradients.
+    assert third["nonfinite_steps"] == second["nonfinite_steps"] == first.get("nonfinite_steps", 0) + 1
+    assert not one.accelerator.optimizer_step_was_skipped

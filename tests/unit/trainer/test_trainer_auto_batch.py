@@ -252,3 +252,59 @@ def test_settings_that_cannot_be_served_are_refused_by_name(config: Any, match: 
     with pytest.raises(ConfigError, match=match):
         trainer(tmp_path, ROWS, accelerator_config=config)
     assert list(tmp_path.iterdir()) == []
+
+
+class FullAt(TrainerCallback):
+    """Memory runs out once inside the optimizer's step, after the gradients were unscaled."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            raise cuda()
+
+
+class Overflows(Classifier):
+    """The loss of 10 samples is infinite: the loss scale falls in the attempt that runs out of memory."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        return {**found, "loss": found["loss"] * (float("inf") if len(x) == 10 else 1.0)}
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("model", [Classifier, Overflows])
+def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, model: Any) -> None:
+    """The gradients of the second attempt are unscaled, and its loss scale is that of the beginning."""
+    given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **EVERY_STEP}
+    more: dict[str, Any] = {"callbacks": [FullAt(step)], "auto_find_batch_size": True}
+    found = trainer(tmp_path / "a", ROWS, model=_seeded(model), per_device_train_batch_size=10, **more, **given)
+    found.train()
+    small = trainer(tmp_path / "b", ROWS, model=_seeded(model), per_device_train_batch_size=5, **given)
+    small.train()
+    assert found.state.train_batch_size == 5
+    assert_equal(final_state(found), final_state(small))
+    assert found.accelerator.scaler.get_scale() == small.accelerator.scaler.get_scale()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path: Path, fp16: bool) -> None:
+    def build(folder: str, *callbacks: TrainerCallback) -> Trainer:
+        given: dict[str, Any] = {"max_steps": 2, "fp16": fp16, "callbacks": list(callbacks)}
+        torch.manual_seed(0)
+        return trainer(tmp_path / folder, ROWS, model=Classifier(dropout=0.0), **given)
+
+    failed, plain = build("a", FullAt(0)), build("b")
+    with pytest.raises(torch.OutOfMemoryError):
+        failed.train()
+    failed.train()
+    plain.train()
+    for one, other in zip(failed.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _seeded(cls: type[Classifier]) -> Classifier:
+    torch.manual_seed(0)
+    return cls()
