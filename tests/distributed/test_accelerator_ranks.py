@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError
+from trainer_lib.outputs import EvalLoopOutput
 
 ROWS = classification_rows(13)
 
@@ -118,6 +119,44 @@ def test_every_sample_is_gathered_once_although_a_rank_has_dummy_batches(tmp_pat
         assert sorted(label for rows, _ in zero[mode] for label in rows) == sorted(labels)
         assert sum(count for _, count in zero[mode]) == len(labels)
         assert all(len(rows) == count for rows, count in zero[mode])
+
+
+class Rows(IterableDataset[dict[str, Any]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(ROWS[: self.count])
+
+
+class OwnLoop(Trainer):
+    """Iterates the loader by itself and gathers, as evaluations of generated text do."""
+
+    def evaluation_loop(self, dataloader: Any, *given: Any, **more: Any) -> Any:
+        labels: list[int] = []
+        for batch in dataloader:
+            labels += self.accelerator.gather_for_metrics(batch["labels"]).tolist()
+        # After the loop, whose last batch was a dummy on one rank, nothing is left out.
+        ends = self.accelerator.gather_for_metrics(torch.tensor([self.args.process_index])).tolist()
+        metrics: dict[str, Any] = {"eval_labels": labels, "eval_ends": ends}
+        return EvalLoopOutput(None, None, metrics, len(labels))
+
+
+def gathering_loops(folder: str) -> list[list[Any]]:
+    given: dict[str, Any] = {"cls": OwnLoop, "per_device_eval_batch_size": 4}
+    found: list[list[Any]] = []
+    for count in (4, 12):
+        for workers in (0, 1):
+            one = trainer(folder, ROWS, eval_dataset=Rows(count), dataloader_num_workers=workers, **given)
+            found.append([one.evaluate()[f"eval_{name}"] for name in ("labels", "ends")])
+    return found
+
+
+def test_a_loop_of_ones_own_gathers_every_sample_of_a_stream_once(tmp_path: Path) -> None:
+    zero, one = run_distributed(gathering_loops, 2, str(tmp_path))
+    assert zero == one
+    labels = [int(row["labels"]) for row in ROWS]
+    assert zero == [[labels[:count], [0, 1]] for count in (4, 4, 12, 12)]
 
 
 # -------------------------------------------------------------------------------------------------------------- prepare

@@ -137,7 +137,13 @@ class Shares(IterableDataset[_Part]):
 
 
 class IterableLoader(DataLoader[Any]):
-    """This rank's micro-batches of an iterable dataset. Iteration yields the plain batches."""
+    """This rank's micro-batches of an iterable dataset. Iteration yields the plain batches.
+
+    Attributes:
+        in_dummy_batch: whether the batch that iteration gave last is a dummy.
+    """
+
+    in_dummy_batch = False
 
     def __init__(
         self,
@@ -203,7 +209,13 @@ class IterableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """The batches, without the parts that have none."""
-        return (part.batch for part in self._reader if part.batch is not None)
+        try:
+            for part in self._reader:
+                if part.batch is not None:
+                    self.in_dummy_batch = not part.real
+                    yield part.batch
+        finally:
+            self.in_dummy_batch = False
 
     def micro_steps(self, step: int) -> int:
         """Micro-batches per full step."""

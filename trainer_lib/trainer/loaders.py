@@ -308,7 +308,7 @@ class Loaders:
     ) -> Any:
         share = self._internals.world.comm.data_parallel
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            return IterableLoader(
+            stream = IterableLoader(
                 dataset,
                 global_batch=batch_size * share.size,
                 micro_batch=batch_size,
@@ -321,6 +321,7 @@ class Loaders:
                 # A rank whose stream has ended still takes part in the steps of the others.
                 dummy_batches=share.size > 1,
             )
+            return self._internals.accelerator.watch(stream)
         sampler = _call_sampler(sampler_fn, dataset)
         if sampler is not None:
             dataset = Subset(dataset, [int(index) for index in sampler])

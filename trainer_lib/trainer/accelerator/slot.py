@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader
 from trainer_lib.errors import ConfigError
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 _ACCELERATE = "accelerate"
+_Loader = TypeVar("_Loader", EvalLoader, IterableLoader)
 
 
 def unwrap_prepared(prepared: Any) -> Any:
@@ -42,7 +44,7 @@ class AcceleratorSlot:
         self._internals = internals
         self._made: TrainerAccelerator | None = None
         self.in_dummy_batch = False
-        self._watched: weakref.WeakSet[EvalLoader] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[EvalLoader | IterableLoader] = weakref.WeakSet()
 
     def set_up(self) -> None:
         """Take over the world and the engine that follow from new arguments."""
@@ -80,9 +82,10 @@ class AcceleratorSlot:
             self._made = TrainerAccelerator(self._trainer, self._internals)
         return self._made
 
-    def watch(self, loader: EvalLoader) -> EvalLoader:
+    def watch(self, loader: _Loader) -> _Loader:
         """Note a loader that the user may iterate: its ranks get equally many batches, so that they can gather."""
-        loader.equal_rounds = True
+        if isinstance(loader, EvalLoader):
+            loader.equal_rounds = True
         self._watched.add(loader)
         return loader
 
