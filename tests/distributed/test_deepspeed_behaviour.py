@@ -183,6 +183,7 @@ def refused(folder: str) -> dict[str, str]:
 
     note("half model", model=Classifier().bfloat16(), deepspeed=zero(2))
     note("unknown optimizer", deepspeed=zero(2), optimizer_cls_and_kwargs=(Whole, {"lr": 0.1}))
+    note("loss module", deepspeed=zero(2), compute_loss_func=ScaledLoss())
     note("untested", deepspeed={**zero(2), "zero_allow_untested_optimizer": False}, optim="sgd")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_partitions, "_STAGES_1_2", (*zero_partitions._STAGES_1_2, "what_it_has_not"))
@@ -209,6 +210,17 @@ def members(folder: str) -> dict[str, Any]:
         "parameters": sum(len(each) for each in one.get_optimizer_group()) == len(list(one.model.parameters())),
         "of one": one.get_optimizer_group("head.bias")["weight_decay"],
     }
+
+
+class ScaledLoss(torch.nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(outputs["logits"] * self.scale, labels)
 
 
 class Whole(torch.optim.SGD):
@@ -265,7 +277,8 @@ def test_a_model_is_divided_while_it_is_built(behaved: list[dict[str, Any]]) -> 
 
 def test_what_only_shows_later_is_refused_by_name(behaved: list[dict[str, Any]]) -> None:
     texts = behaved[0]["refused"]
-    assert texts.keys() == {"half model", "unknown optimizer", "untested", "schedule", "version"}
+    assert texts.keys() == {"half model", "unknown optimizer", "loss module", "untested", "schedule", "version"}
+    assert "optimizer = AdamW: It holds trained parameters that are not the model's" in texts["loss module"]
     assert "bf16=True" in texts["half model"]
     assert "zero_allow_untested_optimizer: true" in texts["unknown optimizer"]
     assert "none of the optimizers that DeepSpeed tests" in texts["untested"]

@@ -159,8 +159,8 @@ class DeepSpeedStrategy(ZeroWeights):
     @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the engine, and an optimizer over the model's own parameters. Collective."""
-        zero_config.check_optimizer(optimizer, self.plan)
         inner = self.unwrap(model)
+        zero_config.check_optimizer(optimizer, self.plan, inner)
         groups = [(group, [each for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups]
         groups = [(group, parameters) for group, parameters in groups if parameters]
         # Before the engine casts the model: an export has the formats that were given.

@@ -77,9 +77,22 @@ def _check_drive(field: str, folder: str) -> None:
     _check_compiler(f"{field}.device", "nvme", "device: cpu")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
-    """Raise ConfigError for an optimizer whose update of one element may depend on others, unless it is allowed."""
+def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan, model: nn.Module) -> None:
+    """Raise ConfigError for an optimizer that ZeRO cannot shard, or that trains more than the model's parameters.
+
+    One whose update of an element may depend on other elements is refused unless the configuration allows it.
+    """
     name = type(optimizer).__name__
+    known = {id(each) for each in model.parameters()}
+    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if any(id(each) not in known for each in held):
+        raise ConfigError(
+            "It holds trained parameters that are not the model's, such as a loss module's; "
+            "DeepSpeed trains the model's only.",
+            field="optimizer",
+            value=name,
+            remedy="Freeze them, make their module part of the model, or remove deepspeed.",
+        )
     if plan.allow_untested is False and name not in _KNOWN_TO_DEEPSPEED:
         raise ConfigError(
             f"The setting is false, and {name} is none of the optimizers that DeepSpeed tests.",
