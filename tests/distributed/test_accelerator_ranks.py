@@ -265,16 +265,26 @@ class Means(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def mean_losses(folder: str) -> list[Any]:
+class DividedMeans(Means):
+    """The same mean, divided by the micro-batches of the step by its author."""
+
+    loss_is_scaled_for_ga = None  # type: ignore[assignment]
+
+    def compute_loss(self, *given: Any, **more: Any) -> Any:
+        return super().compute_loss(*given, **more) / self.current_gradient_accumulation_steps
+
+
+def mean_losses(folder: str, cls: type[Trainer]) -> list[Any]:
     given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0}
     given |= {"per_device_train_batch_size": 2, "global_batch_size": 8, "num_train_epochs": 1}
-    one = trainer(folder, ROWS, cls=Means, **given)
+    one = trainer(folder, ROWS, cls=cls, **given)
     one.train()
     return [[entry["loss"], entry["grad_norm"]] for entry in one.state.log_history if "loss" in entry]
 
 
-def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path) -> None:
-    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"))
-    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"))
+@pytest.mark.parametrize("cls", [Means, DividedMeans])
+def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path, cls: type[Trainer]) -> None:
+    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"), cls)
+    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"), cls)
     assert zero == one and len(zero) == 2 and alone[0] == alone[1]
     assert zero == [pytest.approx(pair, rel=1e-5) for pair in alone]

@@ -78,8 +78,10 @@ class LossRule:
                 "the Trainer states the opposite.",
                 ", ".join(sorted(found)),
             )
-        scaled = found or (computes_own and ((func is not None and not callable(func)) or accepts is True))
+        scaled = computes_own and ((func is not None and not callable(func)) or accepts is True)
         scale = LossScale.STEP if scaled else LossScale.BATCH if not passes else LossScale.MEAN
+        if found:  # one that reads the number of ranks may have left dummy batches out by itself
+            scale = LossScale.STEP if names & _RANKS else LossScale.PART
         return cls(scale, divided, **given)
 
 

@@ -24,6 +24,8 @@ What is computed
       and R drops out: the weights are n / N and 1.
     - A loss that its author scaled for the step (`loss_scale`) is a part of the rank's own objective, and weighs 1.
     - A loss whose author declared it a mean over its micro-batch, all of which count alike, weighs 1/M of a step's M.
+    - Such a mean that its author divided by M weighs 1. Where a rank has a dummy batch, B < R · M micro-batches have
+      samples, and it weighs R · M / B.
     - A dummy batch, which a rank computes because the others wait for it, has no items and weighs 0.
     - A micro-batch without targets has no mean loss (0/0 = NaN, and 0 · NaN = NaN). Where no other rank waits it is
       skipped; else the rank computes a micro-batch with targets in its place, at weight 0. If no micro-batch of a
@@ -56,12 +58,14 @@ class LossScale(Enum):
         SHARE: a sum over its target items, divided by those of the global batch.
         STEP: scaled for the step by its author, and used as it is.
         BATCH: a mean over its micro-batch; all micro-batches of the step count alike.
+        PART: such a mean, divided by the number of micro-batches of the step by its author.
     """
 
     MEAN = "mean"
     SHARE = "share"
     STEP = "step"
     BATCH = "batch"
+    PART = "part"
 
 
 def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -233,6 +237,8 @@ class StepWeights:
             return self._scale
         if scale is LossScale.STEP:
             return 1.0
+        if scale is LossScale.PART:
+            return self._scale * self.micro_steps / self.all_batches if self.all_batches else 1.0
         if scale is LossScale.BATCH or not self.num_items:
             # A rank with a dummy batch has one batch fewer, so the others' batches weigh more.
             return self._scale / self.all_batches if self.all_batches else 1.0 / self.micro_steps
