@@ -22,6 +22,7 @@ from tasks.configs import StageSettings
 from tasks.stage import manifest as _manifests
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
+from tasks.stage.facts import StageFacts, TrainFacts
 from tasks.stage.keys import Difference, StageKey, differences, stage_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.options_read import warn_of_unread
@@ -265,7 +266,11 @@ class Plan:
         known = {each: reason.manifest for each, reason in found.items() if reason.manifest is not None}
 
         def key_with(letter: str) -> StageKey:
-            made = {each: StageManifest(each, found[each].key or letter, "", letter) for each in missing}
+            facts = {"train": TrainFacts(metrics_code=letter)}
+            made = {
+                each: StageManifest(each, found[each].key or letter, "", letter, facts=facts.get(each, StageFacts()))
+                for each in missing
+            }
             return self.key_of(name, {**known, **made})
 
         key = key_with("a")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tasks.stage.definitions import Piece
 from tasks.stage.known_calls import (
     BASES,
+    CONSUMERS,
     DECORATORS,
     HOLDERS,
+    ITERATORS,
     METHODS,
     PATCHERS,
     PURE,
@@ -30,6 +32,12 @@ _PARTS = (
     ast.Subscript, ast.Slice, ast.JoinedStr, ast.FormattedValue,
 )  # fmt: skip
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for each in ast.iter_child_nodes(node):
+        # The parts of `for x in y` belong to the comprehension, a keyword's value to the call.
+        yield from ast.iter_child_nodes(each) if isinstance(each, ast.comprehension | ast.keyword) else (each,)
 
 
 class ImportEffects:
@@ -116,9 +124,14 @@ class ImportEffects:
             return self._is_class_definition(file, node, local)
         if isinstance(node, ast.Assign):
             named = all(isinstance(each, ast.Name | ast.Tuple | ast.List) for each in node.targets)
-            return named and self._is_plain(file, node.value, local)
+            # Unpacking reads an iterator to its end.
+            unpacks = all(isinstance(each, ast.Tuple | ast.List) for each in node.targets)
+            kept = self._keeps_iterator(file, node.value, consumed=unpacks)
+            return named and not kept and self._is_plain(file, node.value, local)
         if isinstance(node, ast.AnnAssign):
-            value = node.value is None or self._is_plain(file, node.value, local)
+            value = node.value is None or (
+                self._is_plain(file, node.value, local) and not self._keeps_iterator(file, node.value)
+            )
             return isinstance(node.target, ast.Name) and value and self._is_plain(file, node.annotation, local)
         return False
 
@@ -127,6 +140,9 @@ class ImportEffects:
         listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         annotations = [each.annotation for each in (*listed, arguments.vararg, arguments.kwarg) if each is not None]
         parts = [*arguments.defaults, *arguments.kw_defaults, *annotations, node.returns]
+        defaults = [*arguments.defaults, *(each for each in arguments.kw_defaults if each is not None)]
+        if any(self._keeps_iterator(file, each) for each in defaults):
+            return False
         return all(self._is_plain(file, part, local) for part in parts if part is not None) and all(
             self._is_quiet_decorator(file, each, local) for each in node.decorator_list
         )
@@ -225,6 +241,28 @@ class ImportEffects:
         value = node.func.value
         return self._is_plain(file, value, local) and not self._is_callable(file, value)
 
+    def _keeps_iterator(self, file: str, node: ast.AST, *, consumed: bool = False) -> bool:
+        """Whether a value may hold an iterator, which another statement would use up.
+
+        Args:
+            consumed: what reads the value here reads it to its end.
+        """
+        if isinstance(node, ast.Lambda):
+            return False
+        inner = isinstance(node, ast.Starred)
+        if isinstance(node, ast.GeneratorExp) and not consumed:
+            return True
+        if isinstance(node, ast.Call):
+            meaning = self._meaning(file, node.func, frozenset())
+            outside = meaning.outside if meaning is not None else set()
+            makes = any(name in ITERATORS or name.startswith("itertools.") for name in outside)
+            if makes and not consumed:
+                return True
+            joins = isinstance(node.func, ast.Attribute) and node.func.attr == "join"
+            inner = makes or joins or (bool(outside) and outside <= CONSUMERS)
+        iterated = {id(each.iter) for each in node.generators} if isinstance(node, _COMPREHENSIONS) else set()
+        return any(self._keeps_iterator(file, each, consumed=inner or id(each) in iterated) for each in _children(node))
+
     def _is_callable(self, file: str, node: ast.expr) -> bool:
         """Whether a value is code of the project, which the called function might call."""
         if isinstance(node, ast.Lambda):
@@ -244,7 +282,9 @@ class ImportEffects:
 
     def _is_quiet_line(self, file: str, line: ast.stmt, local: frozenset[str]) -> bool:
         if isinstance(line, ast.Return):
-            return line.value is None or self._is_plain(file, line.value, local)
+            return line.value is None or (
+                self._is_plain(file, line.value, local) and not self._keeps_iterator(file, line.value)
+            )
         if isinstance(line, ast.Assign):
             return all(isinstance(each, ast.Name) for each in line.targets) and self._is_plain(file, line.value, local)
         if isinstance(line, _Function):

@@ -29,7 +29,7 @@ from tasks.configs import (
 )
 from tasks.stage.reach import Place, Reach
 from tasks.stage.sources import memory
-from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, reach_of_predict, reach_of_train
+from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, evaluations_matter_to, reach_of_predict, reach_of_train
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
 
@@ -167,11 +167,14 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
     args = context.resolver.arguments(config.args, prefix="train.args")
     # The launch counts only through the global batch that its number of processes makes.
     launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
-    code = reach_of_train(code_of(config, context), evaluations_choose=evaluation_matters(args))
+    written = code_of(config, context)
+    # Where code lets evaluations change the weights, the settings of evaluation count as well.
+    choose = evaluation_matters(args) or evaluations_matter_to(written)
+    code = reach_of_train(written, evaluations_choose=choose)
     settings = settings_fields(
         config,
-        selects=evaluation_matters(args),
-        args=numeric_fields(args, data_parallel_size=launch.world_size),
+        selects=choose,
+        args=numeric_fields(args, data_parallel_size=launch.world_size, evaluations_choose=choose),
         recipe=code.digests,
     )
     fields = {**settings, "data": data.content_digest, "versions": versions()}

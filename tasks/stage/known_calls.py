@@ -55,6 +55,16 @@ PURE = HOLDERS | frozenset(
 )
 """Calls that change nothing."""
 
+ITERATORS = frozenset(_below("builtins", "enumerate filter iter map reversed zip"))
+"""Calls that give an iterator, which can be read once; so does everything in itertools."""
+
+CONSUMERS = frozenset(
+    _below("builtins", "all any bytes dict frozenset list max min set sorted sum tuple")
+    | _below("collections", "Counter OrderedDict deque")
+    | _below("math", "prod")
+)
+"""Calls that read an iterator and do not keep it."""
+
 DECORATORS = frozenset(
     _below("builtins", "property staticmethod classmethod")
     | _below("abc", "abstractmethod")

@@ -14,6 +14,7 @@ Chain = tuple[str, ...]
 """A name and the attributes read from it: ``helpers.scale.factor`` is ``("helpers", "scale", "factor")``."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_OWN_NAMES = {"locals", "vars", "dir"}
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -117,10 +118,12 @@ class _Scope:
     Attributes:
         local: names that it holds itself.
         seen_through: names that it declares global or imports.
+        is_function: it is not a comprehension.
     """
 
     local: set[str]
     seen_through: set[str] = field(default_factory=set)
+    is_function: bool = True
 
 
 class _Visitor(ast.NodeVisitor):
@@ -172,6 +175,14 @@ class _Visitor(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str):
             self.found.texts.add(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        alone = not (node.args or node.keywords)
+        # Outside of functions these are the names of the module.
+        if name in _OWN_NAMES and alone and not any(scope.is_function for scope in self._scopes):
+            self.found.words.add(f"{name}()")
+        self.generic_visit(node)
 
     def visit_keyword(self, node: ast.keyword) -> None:
         if node.arg:
@@ -280,7 +291,7 @@ class _Visitor(ast.NodeVisitor):
         # The first iterable is evaluated outside.
         self.visit(node.generators[0].iter)
         targets = {name for each in node.generators for name in bound_names([each.target])}
-        self._scopes.append(_Scope(targets))
+        self._scopes.append(_Scope(targets, is_function=False))
         for number, each in enumerate(node.generators):
             self.visit(each.target)
             if number:

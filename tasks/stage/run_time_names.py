@@ -15,7 +15,18 @@ _HARMLESS = {
     "pickle.PickleError", "pickle.dump", "pickle.dumps",
 }  # fmt: skip
 _INSPECT = {"getmembers", "getmodule", "stack", "currentframe", "trace", "getsource", "getsourcelines", "getsourcefile"}
-_ATTRIBUTES = {"__globals__", "__subclasses__", "_getframe", "f_globals", "f_back", "__builtins__", "tb_frame"}
+_ATTRIBUTES = {
+    "locals()",
+    "vars()",
+    "dir()",
+    "__globals__",
+    "__subclasses__",
+    "_getframe",
+    "f_globals",
+    "f_back",
+    "__builtins__",
+    "tb_frame",
+}
 _SOURCE = {"getsource", "getsourcelines", "getsourcefile", "linecache", "co_firstlineno", "f_lineno", "tb_lineno"}
 
 

@@ -21,6 +21,7 @@ PREDICT = (*MODEL, "preprocess_logits_for_metrics", "prediction_columns")
 
 # By these a callback or a Trainer of the recipe sees metrics, or evaluates by itself.
 _SEES_METRICS = {
+    "GreedyLR", "ReduceLROnPlateau",
     "__dict__", "asdict", "best_global_step", "best_metric", "best_model_checkpoint", "compute_metrics", "evaluate",
     "evaluation_loop", "getattr", "log", "log_history", "logs", "metrics", "on_evaluate", "on_log", "on_predict",
     "predict", "prediction_loop", "preprocess_logits_for_metrics", "vars",
@@ -49,10 +50,16 @@ def reach_of_train(code: Code, *, evaluations_choose: bool) -> Reach:
     Args:
         evaluations_choose: a metric decides which weights come out, when training ends, or the learning rate.
     """
-    alone = code.reach(MODEL)
-    if evaluations_choose or _sees_metrics(code) or _disturbs_training(code.reach(METRICS), alone):
-        return code.reach((*MODEL, *METRICS))
-    return alone
+    counts = evaluations_choose or evaluations_matter_to(code)
+    return code.reach((*MODEL, *METRICS) if counts else MODEL)
+
+
+def evaluations_matter_to(code: Code) -> bool:
+    """Whether evaluations may change the training, through callbacks, a Trainer of the recipe, or what they share."""
+    if _sees_metrics(code):
+        return True
+    measures = any(code.defines(name) for name in METRICS)
+    return measures and _disturbs_training(code.reach(METRICS), code.reach(MODEL))
 
 
 def reach_of_predict(code: Code) -> Reach:
@@ -76,10 +83,12 @@ def _sees_metrics(code: Code) -> bool:
     if not watchers:
         return False
     reached = code.reach(watchers)
-    if reached.everything is not None or any(piece.references.words & _SEES_METRICS for piece in reached.pieces):
+    words = {word for piece in reached.pieces for word in piece.references.words}
+    # An import may rename it.
+    words |= {piece.target.name for piece in reached.pieces if piece.target is not None and piece.target.name}
+    if reached.everything is not None or words & _SEES_METRICS:
         return True
     # A callback from a package, such as one that stops early.
-    words = {word for piece in reached.pieces for word in piece.references.words}
     own = {name for piece in reached.pieces if piece.target is None for name in piece.names}
     return any(word.endswith("Callback") for word in words - own - _QUIET_CALLBACKS)
 

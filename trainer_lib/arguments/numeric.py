@@ -34,15 +34,18 @@ def evaluation_matters(args: TrainingArguments) -> bool:
     )
 
 
-def numeric_fields(args: TrainingArguments, *, data_parallel_size: int) -> dict[str, Any]:
+def numeric_fields(
+    args: TrainingArguments, *, data_parallel_size: int, evaluations_choose: bool = False
+) -> dict[str, Any]:
     """The arguments that can change the trained weights or the exported model, as plain JSON values.
 
     Args:
         args: validated arguments.
         data_parallel_size: processes that train on different samples; only the global batch that results counts.
+        evaluations_choose: code around the arguments lets evaluations change the weights.
     """
     batching = BatchSettings.of(args.accelerator_config)
-    chosen_by = ("evaluation", "selection") if evaluation_matters(args) else ()
+    chosen_by = ("evaluation", "selection") if evaluations_choose or evaluation_matters(args) else ()
     out = _affecting(args, "weights", "outputs", *chosen_by)
     out["global_batch_size"] = total_batch_size(args, data_parallel_size=data_parallel_size, settings=batching)
     out["accelerator_config"] = _EXCHANGED_EACH_TIME if batching.sync_each_batch else None

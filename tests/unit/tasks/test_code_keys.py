@@ -144,6 +144,12 @@ def test_an_edit_counts_for_the_stages_that_reach_it(tmp_path: Path, old: str, n
         "class Other(Net, key=1):\n    pass",
         "del log",
         "try:\n    import fast\nexcept ImportError:\n    fast = None",
+        "ROWS = (each for each in NAMES)",
+        "ROWS = zip(NAMES, NAMES)",
+        "ROWS: object = [enumerate(NAMES)]",
+        "from itertools import count as numbers\nROWS = numbers()",
+        "def more(rows=reversed([1])): ...",
+        "def more(): return (each for each in [1])\n\n\nROWS = more()",
     ],
 )
 def test_what_may_change_anything_at_import_counts_for_every_stage(tmp_path: Path, statement: str) -> None:
@@ -157,6 +163,11 @@ def test_what_may_change_anything_at_import_counts_for_every_stage(tmp_path: Pat
         "import torch\nLOSS = torch.nn.CrossEntropyLoss()",
         "RNG = np.random.default_rng(3)",
         "TABLE = {name: index * 2 for index, name in enumerate(sorted(NAMES))}",
+        "TOTAL = sum(len(name) for name in NAMES)",
+        "PAIRS = dict(zip(NAMES, enumerate(NAMES)))",
+        "KEYS, VALUES = zip(*[(1, 2), (3, 4)])",
+        "TITLE = ', '.join(name for name in NAMES)",
+        "def names():\n    return locals(), dir()",
         "import os\nHOME = Path(os.environ.get('HOME', '.')) / 'data'",
         "def timed(f):\n    def inner(x):\n        return f(x)\n    return inner\n\n\n@timed\ndef slow(x): ...",
     ],
@@ -173,6 +184,12 @@ def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Pa
     base = BASE.replace("return np.array(rows)", f"import pickle, sys\n    text = rows\n    return {call}")
     assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
     assert "recipe.py" in str(reach(tmp_path, base)["train"].everything)
+
+
+@pytest.mark.parametrize("call", ["locals()['WIDTH'] = 5", "vars().update(WIDTH=5)", "MORE = [dir() for _ in '1']"])
+def test_a_module_that_reads_its_own_names_counts_whole(tmp_path: Path, call: str) -> None:
+    base = BASE.replace("def compute_metrics", f"{call}\n\n\ndef compute_metrics")
+    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == ALL
 
 
 def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
@@ -258,6 +275,9 @@ def test_names_that_a_function_holds_itself_are_not_the_modules(tmp_path: Path) 
     [
         "def callbacks(options):\n    return [Stop()]\n\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
         "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
+        "from library import StopCallback as Stop\n\n\ndef callbacks(options):\n    return [Stop()]",
+        "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
+        "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
         "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
     ],
 )

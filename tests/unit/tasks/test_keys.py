@@ -171,6 +171,24 @@ def test_the_evaluated_split_counts_where_it_chooses_the_model(recipe: str) -> N
     assert one != other
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Stop:\n    def on_evaluate(self, args, state, control, **more):\n"
+        "        control.should_training_stop = True\n\n\ndef callbacks(options):\n    return [Stop()]\n",
+        "from torch.optim.lr_scheduler import ReduceLROnPlateau as Slower\nfrom trainer_lib import Trainer as Base\n"
+        "\n\nclass Trainer(Base):\n    def create_scheduler(self, steps, optimizer=None):\n"
+        "        return Slower(optimizer)\n",
+    ],
+)
+def test_settings_of_evaluation_count_where_the_recipe_lets_evaluations_change_training(recipe: str, code: str) -> None:
+    file = Path(recipe)
+    file.write_text(f"{file.read_text()}\n\n{code}")
+    splits = {train_digest(recipe, eval_split=split) for split in ("a", "b")}
+    steps = {train_digest(recipe, args={"eval_strategy": "steps", "eval_steps": each}) for each in (5, 50)}
+    assert (len(splits), len(steps)) == (2, 2)
+
+
 def test_versions_that_change_numerics_count(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = train_digest(recipe)
     monkeypatch.setattr(_keys, "NUMERICS", _keys.NUMERICS + 1)

@@ -13,7 +13,7 @@ from tasks.stage import manifest as _manifests
 from tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, PublishFacts, StageFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tests.support.recipe_edits import STAGES, Project, edit, make_project, run_stages, write
+from tests.support.recipe_edits import ENTRIES, STAGES, Project, edit, make_project, run_stages, write
 
 SPEC = "name: edits\nrecipe: recipe.py\nstorage: store\ntrain: {args: {use_cpu: true}}\n"
 FACTS: dict[str, StageFacts] = {
@@ -77,3 +77,24 @@ def test_the_plan_is_what_the_run_does(tmp_path: Path, seed: int) -> None:
                 assert told.reason == reason, what
         assert all(each.hit for each in Plan.of(load_spec(tmp_path / "pipeline.yaml")).reasons.values()), what
     assert edits > 4
+
+
+def test_the_curve_of_a_training_that_is_not_made_yet_is_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "pipeline.yaml").write_text(SPEC)
+    recipe = "".join(f"def {name}(*given): ...\n" for name in (*ENTRIES, "after_evaluate"))
+    (tmp_path / "recipe.py").write_text(recipe)
+    first = Plan.of(load_spec(tmp_path / "pipeline.yaml"))
+    manifests: dict[str, StageManifest] = {}
+    for name in ("prepare-data", "train", "evaluate"):
+
+        def work(attempt: StageAttempt, name: str = name) -> StageOutput:
+            written = attempt.store.write_bytes("output", name.encode())
+            facts = TrainFacts(metrics_code="0" * 64) if name == "train" else FACTS[name]
+            return StageOutput([written], facts=facts)
+
+        manifests[name] = run_stage(first.key_of(name, manifests), first.context, work)
+    (tmp_path / "pipeline.yaml").write_text(SPEC.replace("use_cpu: true", "use_cpu: true, learning_rate: 1.0e-4"))
+    evaluate = Plan.of(load_spec(tmp_path / "pipeline.yaml")).reasons["evaluate"]
+    assert not any(each.field == "history" for each in evaluate.differences), evaluate
+    assert not evaluate.certain
