@@ -76,7 +76,9 @@ def _bert() -> str:
 
 def encoder() -> SentenceTransformer:
     """A tiny BERT and the mean of its tokens."""
-    body = Transformer(_bert(), max_seq_length=16)
+    folder = _bert()
+    torch.manual_seed(0)  # the folder has no pooler: its weights are drawn when the model is loaded
+    body = Transformer(folder, max_seq_length=16)
     return SentenceTransformer(modules=[body, Pooling(16)], device="cpu")
 
 
