@@ -49,7 +49,7 @@ class Piece:
         """Whether it can be a mere definition."""
         node = self.node
         if isinstance(node, ast.Assign):
-            return all(_is_names(target) for target in node.targets)
+            return all(is_names(target) for target in node.targets)
         if isinstance(node, ast.AnnAssign):
             return isinstance(node.target, ast.Name)
         if self.names == ("__doc__",):
@@ -71,9 +71,10 @@ class Piece:
         return line if len(line) <= 60 else line[:57] + "..."
 
 
-def _is_names(target: ast.expr) -> bool:
+def is_names(target: ast.expr) -> bool:
+    """Whether an assignment binds names only, no attribute or item."""
     if isinstance(target, ast.Tuple | ast.List):
-        return all(_is_names(each) for each in target.elts)
+        return all(is_names(each) for each in target.elts)
     return isinstance(target, ast.Name)
 
 

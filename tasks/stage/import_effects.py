@@ -10,7 +10,7 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator
 
-from tasks.stage.definitions import Piece
+from tasks.stage.definitions import Piece, is_names
 from tasks.stage.known_calls import (
     BASES,
     CONSUMERS,
@@ -123,7 +123,7 @@ class ImportEffects:
         if isinstance(node, ast.ClassDef):
             return self._is_class_definition(file, node, local)
         if isinstance(node, ast.Assign):
-            named = all(isinstance(each, ast.Name | ast.Tuple | ast.List) for each in node.targets)
+            named = all(is_names(each) for each in node.targets)
             # Unpacking reads an iterator to its end.
             unpacks = all(isinstance(each, ast.Tuple | ast.List) for each in node.targets)
             kept = self._keeps_iterator(file, node.value, consumed=unpacks)
@@ -299,6 +299,11 @@ class ImportEffects:
         bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         if not bases <= {"NamedTuple", "object"}:
             return False
+        for each in node.decorator_list:
+            meaning = self._meaning(piece.file, each.func if isinstance(each, ast.Call) else each, frozenset())
+            # One of the project may change what calling the class does.
+            if meaning is None or meaning.pieces_here or not meaning.outside <= DECORATORS:
+                return False
         for each in node.body:
             if isinstance(each, _Function):
                 special = each.name.startswith("__") or each.name in METHODS or each.decorator_list

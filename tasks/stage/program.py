@@ -102,7 +102,9 @@ class Program:
     def _follow(self, file: str, target: ImportTarget, rest: Chain, depth: int) -> Meaning:
         """What the attributes `rest` of an imported name mean."""
         parts = self._parts(file, target)
-        if parts is None or not (runs := self.imported(file, target)):
+        runs = self.imported(file, target)
+        # Folders without an __init__ run nothing, and hold modules all the same.
+        if parts is None or not (runs or self._has_below((*parts, *([target.name] if target.name else ())))):
             name = (target.module.partition(".")[0] if target.is_top else target.module, target.name or "", *rest)
             return Meaning(outside={".".join(part for part in name if part)})
         if target.is_top:

@@ -8,7 +8,7 @@ stage; so does everything where names are made at run time (`eval`, `globals()`,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -17,7 +17,7 @@ from tasks.stage.closure import Closure
 from tasks.stage.definitions import Module, Piece
 from tasks.stage.import_effects import ImportEffects
 from tasks.stage.program import Meaning, Program
-from tasks.stage.run_time_names import names_made_at_run_time, reads_source
+from tasks.stage.run_time_names import names_in_texts, names_made_at_run_time, reads_source
 
 ORDER = "(order)"
 """Label of a digest of the order of statements, behind the file's name."""
@@ -116,7 +116,8 @@ class _Walk:
             for file in program.imported(piece.file, target):
                 self.run(file)
         outside: set[str] = set()
-        for chain in found.chains:
+        named = names_in_texts(found.words, found.texts) & program.modules[piece.file].by_name.keys()
+        for chain in found.chains | {(name,) for name in named}:
             outside |= self._take(program.resolve(piece.file, chain, found.aliases))
         self._note_maker(outside, piece.file, piece.line, words=found.words)
 
@@ -129,7 +130,7 @@ class _Walk:
             self._take_whole(file)
         return meaning.outside
 
-    def _note_maker(self, outside: set[str], file: str, place: int | str, *, words: Iterable[str] = ()) -> None:
+    def _note_maker(self, outside: set[str], file: str, place: int | str, *, words: Collection[str] = ()) -> None:
         maker = names_made_at_run_time(outside, words=words)
         if maker is not None and self.everything is None:
             self.everything = f"{maker}, {file}:{place}"

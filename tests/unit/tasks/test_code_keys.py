@@ -144,6 +144,9 @@ def test_an_edit_counts_for_the_stages_that_reach_it(tmp_path: Path, old: str, n
         "class Other(Net, key=1):\n    pass",
         "del log",
         "try:\n    import fast\nexcept ImportError:\n    fast = None",
+        "class Other:\n    NAMES['c'], more = 1, 2",
+        "def wrap(c):\n    def made(*a):\n        NAMES.clear()\n    return made\n\n\n"
+        "@wrap\nclass Other: ...\n\n\nOTHER = Other()",
         "ROWS = (each for each in NAMES)",
         "ROWS = zip(NAMES, NAMES)",
         "ROWS: object = [enumerate(NAMES)]",
@@ -178,10 +181,22 @@ def test_a_usual_definition_that_nothing_uses_counts_for_no_stage(tmp_path: Path
 
 @pytest.mark.parametrize(
     "call",
-    ["eval(text)", "globals()[text]", "pickle.loads(text)", "sys.modules[__name__]", "score.__globals__[text]"],
+    [
+        "pd.read_pickle(text)",
+        "np.load(text, allow_pickle=True)",
+        "metadata.entry_points()[text].load()",
+        "eval(text)",
+        "globals()[text]",
+        "pickle.loads(text)",
+        "sys.modules[__name__]",
+        "score.__globals__[text]",
+    ],
 )
 def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Path, call: str) -> None:
-    base = BASE.replace("return np.array(rows)", f"import pickle, sys\n    text = rows\n    return {call}")
+    base = BASE.replace(
+        "return np.array(rows)",
+        f"import pickle, sys, pandas as pd\n    from importlib import metadata\n    text = rows\n    return {call}",
+    )
     assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
     assert "recipe.py" in str(reach(tmp_path, base)["train"].everything)
 
@@ -190,6 +205,23 @@ def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Pa
 def test_a_module_that_reads_its_own_names_counts_whole(tmp_path: Path, call: str) -> None:
     base = BASE.replace("def compute_metrics", f"{call}\n\n\ndef compute_metrics")
     assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == ALL
+
+
+@pytest.mark.parametrize("call", ["rows.query('n < @WIDTH')", "duckdb.sql('select * from WIDTH')"])
+def test_a_name_in_a_text_that_is_read_as_code_counts(tmp_path: Path, call: str) -> None:
+    base = BASE.replace("return np.array(rows)", f"return {call}").replace("width: int = WIDTH", "width: int = 4")
+    assert changed(tmp_path, "WIDTH = 4", "WIDTH = 6", base=base) == MODELS
+
+
+def test_a_module_in_folders_without_an_init_counts(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "inner").mkdir(parents=True)
+    (tmp_path / "deep" / "inner" / "nets.py").write_text("def spread(x):\n    return x\n")
+    use = "from deep import inner\n    import deep.inner.nets\n    return inner.nets.spread(rows)"
+    base = BASE.replace("return np.array(rows)", use)
+    before = reach(tmp_path, base)
+    (tmp_path / "deep" / "inner" / "nets.py").write_text("def spread(x):\n    return -x\n")
+    after = reach(tmp_path, base)
+    assert {stage for stage in before if before[stage].digests != after[stage].digests} == MODELS
 
 
 def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
