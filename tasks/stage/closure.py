@@ -155,6 +155,7 @@ class _Walk:
                 yield from self._absolute([*parts, *_submodules(name)])
             if "*" in names and parts[0] not in OURS:
                 yield from _siblings(self.root.joinpath(*parts))
+                yield from _siblings(self.root.joinpath("src", *parts))
             return
         package = path.parent
         for _ in range(node.level - 1):
@@ -168,12 +169,14 @@ class _Walk:
         if not parts or parts[0] in OURS:
             return
         yield from self._below(self.root, parts)
+        # A package that is installed in place from a src folder.
+        yield from self._below(self.root / "src", parts)
 
     def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
         """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""
         own = place / "__init__.py"
         # A relative import runs the package's __init__ as well; the root itself is not a package.
-        if place != self.root and own.is_file():
+        if place not in (self.root, self.root / "src") and own.is_file():
             yield own
         for depth in range(1, len(parts) + 1):
             found = _module_file(place.joinpath(*parts[:depth]))

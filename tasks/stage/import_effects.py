@@ -299,8 +299,10 @@ class ImportEffects:
         bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         if not bases <= {"NamedTuple", "object"}:
             return False
-        for each in node.decorator_list:
-            meaning = self._meaning(piece.file, each.func if isinstance(each, ast.Call) else each, frozenset())
+        for decorator in node.decorator_list:
+            meaning = self._meaning(
+                piece.file, decorator.func if isinstance(decorator, ast.Call) else decorator, frozenset()
+            )
             # One of the project may change what calling the class does.
             if meaning is None or meaning.pieces_here or not meaning.outside <= DECORATORS:
                 return False

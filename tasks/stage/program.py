@@ -150,7 +150,8 @@ class Program:
     def _file(self, parts: Chain) -> str | None:
         stem = "/".join(parts)
         package = f"{stem}/__init__.py" if stem else "__init__.py"
-        return next((name for name in (package, f"{stem}.py") if name in self.modules), None)
+        names = (package, f"{stem}.py", f"src/{package}", f"src/{stem}.py")
+        return next((name for name in names if name in self.modules), None)
 
     def _files_on_the_way(self, parts: Chain) -> Iterator[str]:
         for depth in range(1, len(parts) + 1):
@@ -160,12 +161,12 @@ class Program:
 
     def _has_below(self, parts: Chain) -> bool:
         prefix = "/".join(parts) + "/"
-        return any(name.startswith(prefix) for name in self.modules)
+        return any(name.startswith((prefix, f"src/{prefix}")) for name in self.modules)
 
     def _all_below(self, parts: Chain) -> list[str]:
         own = self._file(parts)
         prefix = "/".join(parts) + "/"
-        found = [name for name in self.modules if name.startswith(prefix)]
+        found = [name for name in self.modules if name.startswith((prefix, f"src/{prefix}"))]
         return [*found, own] if own is not None and own not in found else found
 
 

@@ -224,6 +224,19 @@ def test_a_module_in_folders_without_an_init_counts(tmp_path: Path) -> None:
     assert {stage for stage in before if before[stage].digests != after[stage].digests} == MODELS
 
 
+@pytest.mark.parametrize("use", ["from own import spread", "import own.nets\nspread = own.nets.spread"])
+def test_a_package_below_src_counts(tmp_path: Path, use: str) -> None:
+    package = tmp_path / "src" / "own"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .nets import spread\n")
+    (package / "nets.py").write_text("def spread(x):\n    return x\n")
+    base = BASE.replace("from helper import scale, spread", f"from helper import scale\n{use}")
+    before = reach(tmp_path, base)
+    (package / "nets.py").write_text("def spread(x):\n    return -x\n")
+    after = reach(tmp_path, base)
+    assert {stage for stage in before if before[stage].digests != after[stage].digests} == MODELS
+
+
 def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
     base = BASE.replace("return np.array(rows)", "import helper\n    return getattr(helper, rows)")
     assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == ALL
