@@ -10,6 +10,8 @@ import numpy as np
 from trainer_lib import TFTrainer, TFTrainingArguments, set_seed
 
 FEATURES, CLASSES = 5, 3
+PLAIN: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
+"""Arguments with which a training does what Keras' own `fit` does."""
 
 
 def keras() -> Any:
@@ -48,6 +50,28 @@ def classifier(dropout: float = 0.0, *, norm: bool = False, seed: int = 1) -> An
     model = keras().Sequential([*stack, layers.Dense(CLASSES)])
     model.compile(loss=keras().losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
+
+
+def decay(steps: int) -> Any:
+    """A schedule of Keras that falls from 0.01 to 0 in so many steps."""
+    return keras().optimizers.schedules.PolynomialDecay(1e-2, steps, 0.0)
+
+
+def fit(model: Any, optimizer: Any, count: int, epochs: int, batch: int) -> list[float]:
+    """The loss of every batch of Keras' own training."""
+    model.compile(optimizer=optimizer, loss=model.loss)
+    seen: list[float] = []
+    compute = model.compute_loss
+
+    def noted(*args: Any, **given: Any) -> Any:
+        loss = compute(*args, **given)
+        seen.append(float(loss.detach()))
+        return loss
+
+    model.compute_loss = noted
+    x, y = arrays(count)
+    model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
+    return seen[-epochs * count // batch :]  # fit() calls it once more, to build the metrics
 
 
 def arguments(folder: Path | str, **given: Any) -> TFTrainingArguments:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import keras_toys
-from tests.support.keras_toys import arrays, classifier, keras, keras_model, pairs, trainer
+from tests.support.keras_toys import arrays, classifier, decay, keras, keras_model, pairs, trainer
 from tests.support.repository import ROOT
 from trainer_lib import TFTrainer, TFTrainingArguments, Trainer
 from trainer_lib.errors import ConfigError, DataError
@@ -20,28 +20,6 @@ pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
-PLAIN: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
-
-
-def decay(steps: int) -> Any:
-    return keras().optimizers.schedules.PolynomialDecay(1e-2, steps, 0.0)
-
-
-def fit(model: Any, optimizer: Any, count: int, epochs: int, batch: int) -> list[float]:
-    """The loss of every batch of Keras' own training."""
-    model.compile(optimizer=optimizer, loss=model.loss)
-    seen: list[float] = []
-    compute = model.compute_loss
-
-    def noted(*args: Any, **given: Any) -> Any:
-        loss = compute(*args, **given)
-        seen.append(float(loss.detach()))
-        return loss
-
-    model.compute_loss = noted
-    x, y = arrays(count)
-    model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
-    return seen[-epochs * count // batch :]  # fit() calls it once more, to build the metrics
 
 
 def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:

@@ -11,35 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import arrays, classifier, keras, keras_model, losses, pairs, trainer
+from tests.support.keras_toys import PLAIN, classifier, decay, fit, keras, keras_model, losses, pairs, trainer
 from trainer_lib import TFTrainer
 
 pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
-PLAIN: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}
-
-
-def decay(steps: int) -> Any:
-    return keras().optimizers.schedules.PolynomialDecay(1e-2, steps, 0.0)
-
-
-def fit(model: Any, optimizer: Any, count: int, epochs: int, batch: int) -> list[float]:
-    """The loss of every batch of Keras' own training."""
-    model.compile(optimizer=optimizer, loss=model.loss)
-    seen: list[float] = []
-    compute = model.compute_loss
-
-    def noted(*args: Any, **given: Any) -> Any:
-        loss = compute(*args, **given)
-        seen.append(float(loss.detach()))
-        return loss
-
-    model.compute_loss = noted
-    x, y = arrays(count)
-    model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0)
-    return seen[-epochs * count // batch :]  # fit() calls it once more, to build the metrics
 
 
 # ----------------------------------------------------------------------------------------------------- the same numbers
