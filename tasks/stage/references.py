@@ -45,7 +45,6 @@ class References:
         imports: what those statements import.
         words: every identifier, attribute, keyword and parameter.
         texts: every string literal.
-        unpacks: it calls something with ``**mapping``.
         changes: it sets or deletes an attribute or item of something that it does not hold itself.
     """
 
@@ -55,7 +54,6 @@ class References:
     words: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     changes: bool = False
-    unpacks: bool = False
 
 
 def find_references(node: ast.AST, *, annotations: bool) -> References:
@@ -187,8 +185,6 @@ class _Visitor(ast.NodeVisitor):
     def visit_keyword(self, node: ast.keyword) -> None:
         if node.arg:
             self.found.words.add(node.arg)
-        else:
-            self.found.unpacks = True
         self.generic_visit(node)
 
     def _refer(self, chain: Chain) -> None:

@@ -15,6 +15,16 @@ ROWS = classification_rows(12)
 SURFACE: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "trainer_methods.json").read_text())
 
 
+class Unusable:
+    """Not callable, not a number, not comparable, not true or false: any use of it fails."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        raise AssertionError("used")
+
+
 def spied(called: set[str], names: list[str]) -> type[Trainer]:
     """Build a subclass that overrides each of `names` with a method that records its name and calls the Trainer's."""
 

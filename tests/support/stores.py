@@ -6,6 +6,7 @@ no faults until `faults` is given a plan. Everything is empty at the start and r
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,16 @@ def any_store(any_url: str) -> Store:
     from trainer_lib.storage import Store
 
     return Store.open(any_url)
+
+
+def record_fsync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keep the path of everything that is fsynced from now on; it is fsynced all the same."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return synced

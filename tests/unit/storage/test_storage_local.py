@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.stores import record_fsync
 from trainer_lib.storage import Store
 
 
 def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    real = os.fsync
-
-    def record(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
+    synced = record_fsync(monkeypatch)
     store = Store.open(tmp_path / "new" / "store")
     store.write_bytes("a/x", b"1")
     root = tmp_path / "new" / "store"

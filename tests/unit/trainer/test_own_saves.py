@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.stores import record_fsync
 from tests.support.toys import classification_rows
 from tests.support.training import assert_equal, final_state, trainer
 from trainer_lib import Trainer
@@ -90,14 +90,7 @@ def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, bac
 
 
 def test_every_committed_file_is_fsynced_before_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    real = os.fsync
-
-    def record(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record)
+    synced = record_fsync(monkeypatch)
     one = trainer(tmp_path, ROWS, cls=Noting, **{**SAVING, "max_steps": 2})
     one.folders = []  # type: ignore[attr-defined]
     one.train()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.overrides import Unusable
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import Seq2SeqTrainer, Trainer
@@ -56,22 +57,12 @@ def test_no_recorded_name_is_one_of_the_references_or_of_ours() -> None:
     assert len(FOUND["attributes"]) > 200 and len(FOUND["methods"]) > 100
 
 
-class Mine:
-    """Not callable, not a number, not comparable, not true or false: any use of it fails."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-    def __bool__(self) -> bool:
-        raise AssertionError("used")
-
-
 class Before(Trainer):
     """Sets its attributes before the Trainer is built."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         for name in ATTRIBUTES:
-            setattr(self, name, Mine())
+            setattr(self, name, Unusable())
         super().__init__(*given, **more)
 
 
@@ -81,7 +72,7 @@ class After(Trainer):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         for name in ATTRIBUTES:
-            setattr(self, name, Mine())
+            setattr(self, name, Unusable())
 
 
 class OnTheClass(Trainer):
@@ -101,7 +92,7 @@ def _fail(self: Any, *_: Any, **__: Any) -> Any:
 
 
 for _name in ATTRIBUTES:
-    setattr(OnTheClass, _name, Mine())
+    setattr(OnTheClass, _name, Unusable())
     setattr(ReadOnly, _name, property(_fail))
 for _name in METHODS:
     setattr(Defining, _name, _fail)
@@ -119,7 +110,7 @@ def _trained(folder: Path, cls: type[Trainer]) -> tuple[list[torch.Tensor], list
     one.save_model(str(folder / "model"))
     assert one.accelerator.prepare(one.model) is one.model
     if cls in (Before, After):
-        assert all(isinstance(getattr(one, name), Mine) for name in ATTRIBUTES)
+        assert all(isinstance(getattr(one, name), Unusable) for name in ATTRIBUTES)
     weights = [each.detach() for each in one.model.parameters()]
     return weights, [value for each in losses for name, value in each.items() if name.endswith("_loss")]
 

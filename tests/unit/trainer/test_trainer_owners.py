@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.overrides import Unusable
 from tests.support.repository import relative, sources, tree
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
@@ -152,16 +153,6 @@ TAKEN = (
 )
 
 
-class _Taken:
-    """Not callable, not a number, not comparable: any use of it fails."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-    def __bool__(self) -> bool:
-        raise AssertionError("used")
-
-
 class Before(Trainer):
     """Sets its own attributes before the Trainer is built."""
 
@@ -184,7 +175,7 @@ class OnTheClass(Trainer):
 
 def _take_names(target: Any) -> None:
     for name in TAKEN:
-        setattr(target, name, _Taken())
+        setattr(target, name, Unusable())
     target._signature_columns = ["x", "labels"]
 
 
@@ -199,7 +190,7 @@ def _trained(folder: Path, cls: type[Trainer]) -> tuple[list[torch.Tensor], dict
     one.train()
     metrics = one.predict(ROWS).metrics or {}
     one.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert cls is Trainer or all(isinstance(getattr(one, name), _Taken) for name in TAKEN)
+    assert cls is Trainer or all(isinstance(getattr(one, name), Unusable) for name in TAKEN)
     return [each.detach() for each in one.model.parameters()], {"loss": metrics["test_loss"]}
 
 
