@@ -60,7 +60,7 @@ def find_references(node: ast.AST, *, annotations: bool) -> References:
     """Find what a statement refers to.
 
     Args:
-        annotations: annotations of functions are evaluated, or read by somebody.
+        annotations: the annotations of functions are evaluated, or other code reads them.
     """
     visitor = _Visitor(annotations)
     visitor.visit(node)

@@ -61,7 +61,7 @@ def test_every_export_of_the_reference_is_one_of_ours() -> None:
 
 
 def both(name: str, *given: Any, features: list[Any], kind: str, **settings: Any) -> tuple[Any, Any]:
-    """The batch of our collator of this name, and of theirs."""
+    """The batches of our collator of this name and of the reference's."""
     made = [getattr(lib, name)(*given, **settings, return_tensors=kind) for lib in (trainer_lib, transformers)]
     return tuple(collate([dict(row) for row in features]) for collate in made)
 

@@ -148,7 +148,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError) as caught:
         Trainer(TokenModel(), given)
     assert caught.value.field == "accelerator_config.dispatch_batches"
-    # A newer transformers may have a field that nobody here has heard of.
+    # A newer transformers may have a field that is unknown here.
     known = dataclasses.field(default=1)
     known.name, known._field_type = "brand_new", dataclasses._FIELD  # type: ignore[attr-defined]
     monkeypatch.setitem(transformers.TrainingArguments.__dataclass_fields__, "brand_new", known)

@@ -58,7 +58,7 @@ class WithLoss(Trainer):
 
 
 class Anonymous(WithLoss):
-    """The parameter is no attribute of the Trainer."""
+    """The parameter is not an attribute of the Trainer."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         hidden = self.loss

@@ -1,4 +1,4 @@
-"""A subclass may use any name for itself that is not one of the reference's: nothing of ours is met by accident."""
+"""A subclass may use any name for itself that is not one of the reference's: no name of our own is in its way."""
 
 from __future__ import annotations
 
