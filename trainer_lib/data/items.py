@@ -15,6 +15,7 @@ from trainer_lib.data.collators import IGNORED
 
 # For isinstance: dict is tested first and fast; Mapping alone searches its registry, in 0.3 µs.
 MAPPINGS = (dict, Mapping)
+SEQUENCES = (list, tuple)  # `list | tuple` is made at every call, which takes longer than the test
 _ARRAYS = (torch.Tensor, np.ndarray)
 _FEW = 64  # up to so many labels, Python counts faster than NumPy
 
@@ -61,9 +62,11 @@ def _rows(batch: Any) -> int | None:
     if isinstance(batch, _ARRAYS):
         return int(batch.shape[0]) if batch.ndim else None
     if isinstance(batch, MAPPINGS):
-        parts = batch.values()
-        return next((size for part in parts if not isinstance(part, list | tuple) and (size := _rows(part))), None)
-    if isinstance(batch, list | tuple) and batch and all(isinstance(part, _ARRAYS) for part in batch):
+        for part in batch.values():
+            if not isinstance(part, SEQUENCES) and (size := _rows(part)):
+                return size
+        return None
+    if isinstance(batch, SEQUENCES) and batch and all(isinstance(part, _ARRAYS) for part in batch):
         return _rows(batch[0])
     return None
 

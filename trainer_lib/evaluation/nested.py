@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer_lib.data.items import MAPPINGS
+from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
 
 Array = npt.NDArray[Any]
 _LEAF = "leaf"
+# Unions such as `list | tuple` are made at every call, which takes longer than the test.
+_LEAVES = (torch.Tensor, np.ndarray)
+_NODES = (*MAPPINGS, *SEQUENCES)
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -23,11 +26,11 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     if tree is None:
         return None
     # Tensors first: a test for Mapping is slow, and nearly every leaf is a tensor.
-    if isinstance(tree, torch.Tensor | np.ndarray):
+    if isinstance(tree, _LEAVES):
         return function(tree)
     if isinstance(tree, MAPPINGS):
         return {str(name): map_tree(function, part) for name, part in tree.items()}
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, SEQUENCES):
         parts = [map_tree(function, part) for part in tree]
         return parts if isinstance(tree, list) else tuple(parts)
     return function(tree)
@@ -80,7 +83,7 @@ def flatten_tree(tree: Any, into: list[Array]) -> Any:
     """
     if tree is None:
         return None
-    if isinstance(tree, torch.Tensor | np.ndarray) or not isinstance(tree, Mapping | list | tuple):
+    if isinstance(tree, _LEAVES) or not isinstance(tree, _NODES):
         into.append(_to_array(tree))
         return _LEAF
     if isinstance(tree, MAPPINGS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -303,10 +304,11 @@ class Engine:
     def _step_if_finite(self, optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
         """Step the optimizer unless the gradients' norm is NaN or infinite.
 
-        Optimizers with `found_inf` (torch's fused ones) get the answer on the device and skip there: the host does not
-        wait. The others need it on the host, which on a GPU waits for the device once per step.
+        On an accelerator, optimizers with `found_inf` (torch's fused ones) get the answer on the device and skip there:
+        the host does not wait. The others need it on the host, which then waits for the device once per step. On the
+        CPU there is nothing to wait for, and reading the norm is cheaper.
         """
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if norm.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
             found = norm - norm  # 0, or NaN when the norm is NaN or infinite; only NaN differs from itself
             optimizer.found_inf = found.ne_(found).float()  # type: ignore[attr-defined]
             # None, since the gradients are unscaled already; torch reads both attributes in its fused step.
@@ -315,7 +317,7 @@ class Engine:
                 optimizer.step()
             finally:
                 del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
-        elif bool(torch.isfinite(norm)):
+        elif math.isfinite(norm.item()):
             optimizer.step()
         else:
             # If this is the first step, torch would warn that the schedule stepped before the optimizer.

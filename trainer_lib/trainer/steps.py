@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.data.items import MAPPINGS
+from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.trainer.base import TrainerBase
 
 
@@ -24,7 +24,7 @@ class StepMethods(TrainerBase):
             moved = {name: self._prepare_input(value) for name, value in data.items()}
             # The class is kept: code that expects a BatchEncoding may use its methods.
             return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
-        if isinstance(data, list | tuple):
+        if isinstance(data, SEQUENCES):
             parts = [self._prepare_input(value) for value in data]
             # A named tuple takes its values one by one.
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
