@@ -247,7 +247,8 @@ class Plan:
     def _explain(
         self, name: str, committed: Mapping[str, StageManifest], found: Mapping[str, StageReason]
     ) -> StageReason:
-        inputs = self.stages[name].stage.inputs.values()
+        plan = self.stages[name]
+        inputs = plan.stage.inputs.values()
         # Without the content of its inputs the stage's key is not known.
         missing = [each for each in inputs if each in self.stages and each not in committed]
         if missing:
@@ -255,6 +256,8 @@ class Plan:
         key = self.key_of(name, committed)
         manifest, damage = _manifests.look_up(self.spec.storage, key)
         if manifest is not None:
+            damage = plan.stage.inspect(plan.config, self.context, manifest)
+        if manifest is not None and damage is None:
             return StageReason(name, True, f"committed {manifest.created}", key.digest, manifest=manifest)
         if damage is not None:
             return StageReason(name, False, f"its result is damaged: {damage}", key.digest)

@@ -19,10 +19,12 @@ from tasks.stage import keys
 from tasks.stage.facts import PublishFacts
 from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest
+from tasks.stage.publication import find_publication_problem
 from tasks.stage.track import track_evaluation, track_model, track_publication, track_splits
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
+    from tasks.stage.context import StageContext
     from tasks.tracking import RunHandle
 
 
@@ -32,6 +34,10 @@ def _no_splits(config: Any) -> dict[str, list[str]]:
 
 def _no_places(manifest: StageManifest) -> dict[str, str]:
     return {}
+
+
+def _intact(config: Any, context: StageContext, manifest: StageManifest) -> str | None:
+    return None
 
 
 def _not_tracked(handle: RunHandle, manifest: StageManifest, ran: bool) -> None:
@@ -53,6 +59,7 @@ class Stage:
         several_machines: whether more than one machine can take part.
         splits: returns setting -> names of the splits that it asks of the prepared data.
         places: returns label -> URL of what people look for in the stage's result.
+        inspect: returns what is wrong with a committed result beyond the stage's folder, or None.
         track: logs to MLflow what only this stage has, beside its metrics; the last argument is False for a cached one.
     """
 
@@ -66,6 +73,7 @@ class Stage:
     several_machines: bool = False
     splits: Callable[[Any], Mapping[str, list[str]]] = _no_splits
     places: Callable[[StageManifest], Mapping[str, str]] = _no_places
+    inspect: Callable[[Any, StageContext, StageManifest], str | None] = _intact
     track: Callable[[RunHandle, StageManifest, bool], None] = _not_tracked
 
     def is_enabled(self, spec: PipelineSpec) -> bool:
@@ -156,6 +164,7 @@ TABLE: tuple[Stage, ...] = (
         key=keys.publish_key,
         inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},
         places=_published,
+        inspect=find_publication_problem,
         track=track_publication,
     ),
 )

@@ -8,18 +8,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.configs import PublishConfig
-from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest
+from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
-from trainer_lib.errors import ConfigError, StorageError, TrainflowError
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import FileEntry
 
 STAGE = "push-to-hub"
 MODEL = "model/"
@@ -49,8 +49,7 @@ def push_to_hub(
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     content = _content(config, name, inputs)
-    # The key has its own form of this, without the storage's path (`publish_key`).
-    to = config.to or Store.open(context.storage).child("hub", name).url
+    to = publication_target(config, context)
     key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
@@ -62,25 +61,13 @@ def push_to_hub(
         return StageOutput(files, facts=facts)
 
     def inspect(manifest: StageManifest[PublishFacts]) -> str | None:
-        return _problem(config, to, manifest.facts)
+        return find_publication_problem(config, context, manifest)
 
     return run_stage(key, context, work, retries=config.retries, inspect=inspect)
 
 
 def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest | None) -> list[StageManifest]:
     return [data, model, *([] if evaluation is None else [evaluation])]
-
-
-def _problem(config: PublishConfig, to: str, facts: PublishFacts) -> str | None:
-    """What is wrong with an earlier publication; None when it is there, or cannot be asked about now."""
-    hub = open_hub(to, revision=config.revision, private=config.private)
-    try:
-        there = hub.holds(facts.revision, facts.published_digest)
-    except (StorageError, ConfigError) as error:  # out of reach now: the manifest is trusted
-        message = f"{to} could not be asked whether the publication is still there: {error.message}"
-        _progress.publish({"event": "warning", "stage": STAGE, "message": message})
-        return None
-    return None if there else f"{facts.published_url} is gone, or not as it was published"
 
 
 def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> Content:

@@ -8,6 +8,8 @@ remembered between commands.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LAUNCH = "train.launch."
+_TRUST_S = 60.0
+"""A run looks at a result twice within seconds, for its plan and in the stage."""
 
 
 class Resolver:
@@ -109,6 +113,16 @@ class Resolver:
 
         key = ("sources", _text(list(sources)), root or "", str(memory))
         return self._once(key, lambda: fingerprints(sources, root=root, memory=memory))
+
+    def inspect_once(self, key: tuple[str, ...], look: Callable[[], str | None]) -> str | None:
+        """The problem that `look` finds with a thing; a thing without one is not looked at again for a minute."""
+        looked = ("intact", *key)
+        if time.monotonic() - self._found.get(looked, -math.inf) < _TRUST_S:
+            return None
+        problem = look()
+        if problem is None:
+            self._found[looked] = time.monotonic()
+        return problem
 
     def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
         # Two threads may compute the same value; both then use the one that was stored first.

@@ -60,8 +60,9 @@ def track_evaluation(handle: RunHandle, manifest: StageManifest, ran: bool) -> N
 
 
 def track_publication(handle: RunHandle, manifest: StageManifest[PublishFacts], ran: bool) -> None:
-    """Tag the run with the address and the content digest of the publication."""
-    tags = {"url": manifest.facts.published_url, "digest": manifest.facts.published_digest}
+    """Tag the run with the address, the revision and the content digest of the publication."""
+    facts = manifest.facts
+    tags = {"url": facts.published_url, "revision": facts.revision, "digest": facts.published_digest}
     set_tags(handle, {f"trainflow.published_{name}": value for name, value in tags.items()})
 
 

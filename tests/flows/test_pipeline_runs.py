@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flows.pipeline import run_pipeline
+from flows.plan import explain
 from flows.results import PipelineResult
 from flows.spec.spec import load_spec
 from flows.stages import stage_names
@@ -18,7 +19,7 @@ from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import worker as _launching
 from tasks.stage.manifest import StageManifest
-from tests.support.runs import ALL, IN_PROCESS, broken, ran, run, spec_of
+from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
 
 
@@ -135,6 +136,24 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     assert again.mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
     (folder / "recipe.py").write_text(recipe)
     assert mlflow_run(tracked(folder)).info.status == "FINISHED"
+
+
+def test_a_damaged_publication_is_seen_by_why_and_made_again_in_an_mlflow_run_that_names_it(folder: Path) -> None:
+    first = tracked(folder)
+    [published] = (folder / "store" / "hub" / "toy" / "revisions").iterdir()
+    (published / "README.md").write_text("short")
+    [planned] = [each for each in explain(spec_of(folder)) if not each.hit]
+    result = tracked(folder)
+    assert ran(result) == {planned.stage} == {"push-to-hub"}
+    assert reason(result, "push-to-hub") == planned.reason
+    assert "is gone, or not as it was published" in planned.reason
+    assert result.mlflow_run_id != first.mlflow_run_id
+    shown = mlflow_run(result)
+    [again] = [each for each in published.parent.iterdir() if each != published]
+    assert shown.info.status == "FINISHED"
+    assert shown.data.tags["trainflow.published_revision"] == again.name
+    assert shown.data.tags["trainflow.origin_run"] == first.mlflow_run_id
+    assert tracked(folder).mlflow_run_id == result.mlflow_run_id
 
 
 def test_a_failure_leaves_no_pickle_in_prefects_storage(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from flows.spec.spec import load_spec
 from tasks.stage import manifest as _manifests
 from tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, PublishFacts, StageFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.publication import publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tests.support.recipe_edits import ENTRIES, STAGES, Project, edit, make_project, run_stages, write
+from trainer_lib.hub.base import Content
+from trainer_lib.hub.transport import open_hub
 
 SPEC = "name: edits\nrecipe: recipe.py\nstorage: store\ntrain: {args: {use_cpu: true}}\n"
 FACTS: dict[str, StageFacts] = {
@@ -21,23 +25,30 @@ FACTS: dict[str, StageFacts] = {
     "train": TrainFacts(),
     "evaluate": EvaluateFacts(),
     "predict": PredictFacts(1, "test"),
-    "push-to-hub": PublishFacts("hub", "hub/1", "1", "0"),
 }
+
+
+def publish(plan: Plan) -> PublishFacts:
+    """Publish one file below the storage."""
+    to = publication_target(plan.spec.publish, plan.context)
+    done = open_hub(to).publish(Content({}, {"README.md": b"published"}), message="again")
+    return PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created)
 
 
 def run(plan: Plan, outputs: dict[str, str | None]) -> dict[str, tuple[bool, str]]:
     """Run the plan's stages, each of which writes what the recipe really gives: stage -> (whether it ran, why)."""
     manifests: dict[str, StageManifest] = {}
     done: dict[str, tuple[bool, str]] = {}
-    for name in plan.stages:
+    for name, planned in plan.stages.items():
         ran: list[str] = []
+        inspect = partial(planned.stage.inspect, planned.config, plan.context)
 
         def work(attempt: StageAttempt, name: str = name, ran: list[str] = ran) -> StageOutput:
             ran.append(name)
             written = attempt.store.write_bytes("output", (outputs.get(name) or "published").encode())
-            return StageOutput([written], facts=FACTS[name])
+            return StageOutput([written], facts=publish(plan) if name == "push-to-hub" else FACTS[name])
 
-        manifests[name] = run_stage(plan.key_of(name, manifests), plan.context, work)
+        manifests[name] = run_stage(plan.key_of(name, manifests), plan.context, work, inspect=inspect)
         done[name] = (bool(ran), manifests[name].reason)
         if name in outputs:
             kept = manifests[name].store().read_bytes("output").decode()
@@ -67,6 +78,10 @@ def test_the_plan_is_what_the_run_does(tmp_path: Path, seed: int) -> None:
             continue
         edits, project = edits + 1, changed
         write(tmp_path, project.sources())
+        if edits % 4 == 0:
+            what = "the publication is damaged"
+            for file in tmp_path.glob("store/hub/*/revisions/*/README.md"):
+                file.write_bytes(b"p")
         _manifests._verified.clear()
         plan = Plan.of(load_spec(tmp_path / "pipeline.yaml"))
         planned = dict(plan.reasons)
