@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import tiny
-from tests.support.launched import Owner, patience_s, request
+from tests.support.launched import Owner, kept_files, patience_s, request
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
 from trainer_lib.errors import (
@@ -114,12 +115,46 @@ def test_a_hang_shows_the_stack_of_every_rank(tmp_path: Path) -> None:
         limit = patience_s("trainer_lib.machines.agent", 6.0)
         config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=limit)
         launch(asked, config, env={}, on_line=lambda line: None, on_event=lambda event: None)
+    with kept_files(caught.value) as folder:
+        assert "done_to_rank_one" in (folder / "stack-1.txt").read_text()
     details = caught.value.details or ""
     first, second = details.partition("--- rank 1")[::2]
     assert "in done_to_rank_one" in second
     assert "--- rank 0" in first
     assert "in <module>" in first
     assert "done_to_rank_one" not in first
+
+
+# Rank 1 enters one collective fewer than rank 0, which waits there.
+MISSED = """
+import os, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print("together", flush=True)
+if os.environ["RANK"] == "0":
+    dist.all_reduce(torch.ones(1))
+time.sleep(300)
+
+def prepare(options, out):
+    return {}
+"""
+
+
+def test_a_hang_leaves_the_collective_trace_of_every_rank(tmp_path: Path) -> None:
+    asked = request(tmp_path, MISSED)
+    with pytest.raises(InfrastructureError) as caught:
+        limit = patience_s("torch.distributed", 6.0)
+        config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, timeout_s=limit)
+        launch(asked, config, env={}, on_line=lambda line: None, on_event=lambda event: None)
+    assert "Rank 1 did not enter collective 2 (gloo:all_reduce), where rank 0 waited." in caught.value.message
+    with kept_files(caught.value) as folder:
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["keep", "stack-0.txt", "stack-1.txt", "trace-0.json", "trace-1.json"]
+        entered = [json.loads((folder / f"trace-{rank}.json").read_text())["recorders"]["gloo"] for rank in (0, 1)]
+        assert [len(recorder["entries"]) for recorder in entered] == [2, 1]
+        assert "all_reduce" in (folder / "stack-0.txt").read_text()
 
 
 @pytest.mark.needs("cgroup")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.launched import kept_files
 from tests.support.nodes import Follower
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
@@ -174,6 +175,8 @@ def test_a_hang_shows_the_stacks_of_both_machines(
     join("other", "--env", "STEP_S=600")
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
         Leader(endpoint)(asked, timeout_s=12.0)
+    with kept_files(caught.value) as folder:
+        assert {path.name for path in folder.glob("trace-*")} == {"trace-0.json", "trace-1.json"}
     details = caught.value.details or ""
     assert details.index("--- rank 0") < details.index("--- rank 1")
     assert "in forward" in details.partition("--- rank 1")[2]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.support.launched import patience_s, request
+from tests.support.launched import kept_files, patience_s, request
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Preempted
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.launch.run_dir import RunDir
@@ -126,6 +126,8 @@ def test_a_hang_ends_with_the_stacks(heard: Heard, tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
         heard.launch(request(tmp_path, recipe), timeout_s=patience_s("trainer_lib.worker.session", 1.5, starts=6))
     assert "in stuck_here" in (caught.value.details or "")
+    with kept_files(caught.value) as folder:
+        assert "in stuck_here" in (folder / "stack-0.txt").read_text()
 
 
 def test_a_callback_that_raises_ends_the_workers(heard: Heard, tmp_path: Path) -> None:

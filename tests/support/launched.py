@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.support.repository import ROOT
+from trainer_lib.errors import TrainflowError
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.records import to_record
 from trainer_lib.requests import RecipeFile, Request, read_request
 
@@ -110,6 +114,19 @@ def patience_s(module: str, least: float, starts: int = 4) -> float:
     begun = time.monotonic()
     subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, check=True)
     return max(least, starts * (time.monotonic() - begun))
+
+
+@contextlib.contextmanager
+def kept_files(error: TrainflowError) -> Iterator[Path]:
+    """The folder that a hang names, for the length of the block; then it is removed."""
+    found = re.search(r"are in (\S+)\. ", error.remedy or "")
+    assert found is not None, error.remedy
+    folder = Path(found[1])
+    try:
+        yield folder
+    finally:
+        (folder / "keep").unlink()
+        RunDir(folder).remove()
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> None:

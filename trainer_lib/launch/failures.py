@@ -8,6 +8,7 @@ stop, a rank that only lost contact.
 
 from __future__ import annotations
 
+import json
 import signal
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer_lib.errors import (
     TrainflowError,
     from_record,
 )
+from trainer_lib.launch.collective_lag import describe_lag
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
 
@@ -60,13 +62,23 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
 
 
 def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
+    run_dir.keep()  # for its stacks and traces, which a message has no room for
+    lag = describe_lag({int(rank): _parsed(text) for rank, text in run_dir.read_traces().items()})
     return InfrastructureError(
-        f"There was no progress for {ending.hung_s:.0f} s, so all workers were ended.",
+        f"There was no progress for {ending.hung_s:.0f} s, so all workers were ended.{lag and ' '}{lag}",
         field="train.launch.timeout_s",
         step=ending.step,
-        remedy="The stack of every rank is in the details (--debug). Raise the limit if the work is just slow.",
+        remedy=f"The stack and the collective trace of every rank are in {run_dir.path}. "
+        "Raise the limit if the work is just slow.",
         details=run_dir.format_stacks() or ending.tail,
     )
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:

@@ -10,6 +10,7 @@
         error-rank<r>.json  why a rank failed
         guard.json agent.json   how the command and the ranks ended
         stack-<rank>.txt    the stacks of a rank that made no progress
+        trace-<rank>.json   the collectives that it had entered; kept, with the stacks, when the launch ends
         stacks.asked cancelled  the owner asks for those stacks; the owner ends the launch
         launch.json outcome.json    several machines: the settings of this one, and how its part ended
 """
@@ -127,6 +128,15 @@ class RunDir:
         """Write the stack of a rank on another machine."""
         self._write(f"stack-{int(rank)}.txt", text)
 
+    def write_trace(self, rank: str, text: str) -> None:
+        """Write the collective trace of a rank, as JSON text."""
+        self._write(f"trace-{int(rank)}.json", text)
+
+    def read_traces(self) -> dict[str, str]:
+        """Return the collective trace that each rank wrote, by rank, as JSON text."""
+        paths = [path for path in self.path.glob("trace-*.json") if path.stem.removeprefix("trace-").isdigit()]
+        return {path.stem.removeprefix("trace-"): path.read_text(errors="replace") for path in paths}
+
     def _stack_paths(self) -> list[Path]:
         return [path for path in self.path.glob("stack-*.txt") if path.stem.removeprefix("stack-").isdigit()]
 
@@ -148,8 +158,8 @@ class RunDir:
         return (self.path / "cancelled").exists()
 
     def clear_attempt(self) -> None:
-        """Remove the files of an earlier attempt's workers: their processes, failure records and stacks."""
-        for pattern in ("worker-*.pid", "error-rank*.json", "stack-*.txt"):
+        """Remove the files of an earlier attempt's workers: their processes, failure records, stacks and traces."""
+        for pattern in ("worker-*.pid", "error-rank*.json", "stack-*.txt", "trace-*.json", "stacks.asked"):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
 
@@ -164,11 +174,18 @@ class RunDir:
             time.sleep(POLL_S)
 
     def keep(self) -> None:
-        """Keep the folder for a user who wants to look into it (``--debug``): later launches do not remove it."""
+        """Keep the folder for a user who wants to look into it: later launches do not remove it."""
         self._write("keep", "")
 
     def remove(self) -> None:
-        """Remove the folder, and its parent if that is empty now."""
+        """Remove the folder, and its parent if that is empty now; of a kept folder all but stacks and traces."""
+        if (self.path / "keep").exists():
+            for path in self.path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != "keep" and not path.name.startswith(("stack-", "trace-")):
+                    path.unlink(missing_ok=True)
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             self.path.parent.rmdir()

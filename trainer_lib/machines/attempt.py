@@ -115,10 +115,12 @@ class FollowerWatch(Watch):
         self._rendezvous.set(f"alive/{self._number}", self._beat)
         if not self._asked and self._rendezvous.get("stacks"):
             self._asked = True
+            self._run_dir.request_stacks()  # the workers write their traces when they see this
             self._ask_workers()
             # The workers need a moment to write.
             time.sleep(STACKS_S)
             self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_stacks())
+            self._rendezvous.set(f"traces/{self._number}", self._run_dir.read_traces())
         if self._over_since is not None or self._rendezvous.get("end"):
             self._end_attempt()
 
@@ -174,6 +176,8 @@ class LeaderWatch(Watch):
             for number in self._pulses:
                 for name, text in (self._rendezvous.get(f"stacks/{number}") or {}).items():
                     self._run_dir.write_stack(name, text)
+                for name, text in (self._rendezvous.get(f"traces/{number}") or {}).items():
+                    self._run_dir.write_trace(name, text)
         failed = any(account["failed"] for account in self._accounts.values())
         over = (failed or self._lost) and not self._concluding and self._end_attempt()
         if over and time.monotonic() - (self._over_since or 0.0) > STUCK_S:

@@ -26,6 +26,7 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.records import to_record
 from trainer_lib.requests import Request, read_request
+from trainer_lib.worker.collective_trace import TraceWatch
 
 # How long exit handlers may take, after a failure and after success.
 FAILED_EXIT_S = 10.0
@@ -95,6 +96,8 @@ def main(argv: list[str]) -> int:
     _set_up_signals(run_dir, rank)
     watch = ParentWatch(float(os.environ.get("TRAINFLOW_GRACE_S", "60")))
     watch.start()
+    if world_size > 1:  # a process alone enters no collective
+        TraceWatch(run_dir, rank).start()
     work = None
     try:
         _check_world(world_size)
