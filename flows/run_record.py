@@ -1,7 +1,8 @@
 """The record that a pipeline run keeps in a folder of its storage, and its MLflow run.
 
 <storage>/runs/<pipeline key[:16]>/
-    run.json       the MLflow run: unfinished -> re-attached by the next command; finished -> linked to
+    run.json       the stages that are committed, for going on from this run (`flows.past_runs`); the MLflow run:
+                   unfinished -> re-attached by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
     source/        the recipe's source closure
     report.html    what ran, how long, the curve, the metrics
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -17,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from flows.past_runs import RUN_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.report import render_report
 from flows.results import PipelineResult
@@ -25,13 +28,12 @@ from flows.stages import all_stages
 from tasks import tracking
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.retry import now
 from trainer_lib.errors import Interrupted, StorageError, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
-_RUN_FILE = "run.json"
 _REPORT = "report.html"
-_RUN_FILE_BYTES = 1 << 20
 _HISTORY_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
@@ -49,16 +51,17 @@ class RunRecord:
         self.plan = plan
         self.result = result
         self.handle: tracking.RunHandle | None = None
-        self.folder = Store.open(plan.spec.storage).child("runs", plan.pipeline_key[:16])
+        self.folder = run_folder(plan.spec.storage, plan.pipeline_key[:16])
         self._start_s = time.monotonic()
-        self._started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._started = now()
         self._record: dict[str, Any] = {}
+        self._stages: dict[str, str] = {}
+        self._sources: dict[str, str] = {}
         self._is_unchanged = False
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
-        self._record = self._read_record()
-        self._keep_sources()
+        self._record = read_record(self.folder)
         try:
             self._open_tracking()
         except BaseException:
@@ -101,6 +104,9 @@ class RunRecord:
         if finished and has_run and not plan.context.force and all(reason.hit for reason in wanted.values()):
             self._is_unchanged = True  # nothing new happens: the finished run, and its report, stand for it
             return
+        self._keep_sources()
+        hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
+        self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
         self.handle = tracking.open_run(
             spec.tracking,
             Store.open(spec.storage),
@@ -145,37 +151,53 @@ class RunRecord:
                 continue
         return []
 
-    def _read_record(self) -> dict[str, Any]:
-        data = self.folder.read_if_exists(_RUN_FILE, limit=_RUN_FILE_BYTES)
+    def note_stage(self, manifest: StageManifest) -> None:
+        """Record that a stage's result is committed: of a run that dies later, this is what is known."""
+        self._stages[manifest.stage] = manifest.key
+        # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
+        if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
+            return
         try:
-            record = json.loads(data) if data else {}
-        except ValueError:
-            return {}  # torn by a crash: as if there had been no run
-        return record if isinstance(record, dict) else {}
+            self._save({**self._record, "stages": {**self._record.get("stages", {}), manifest.stage: manifest.key}})
+        except StorageError as unwritten:  # the result is committed all the same
+            _log.warning("The run's record could not be written: %s", unwritten)
 
     def _write_record(self, status: str) -> None:
-        self._record = {
-            "format": 1,
-            "name": self.plan.spec.name,
-            "pipeline_key": self.result.pipeline_key,
-            "status": status,
-            "mlflow_run_id": self.result.mlflow_run_id,
-            "tracking_uri": self.result.tracking_uri,
-            "run_url": self.result.run_url,
-            "started": self._started,
-        }
-        self.folder.write_bytes(_RUN_FILE, json.dumps(self._record, indent=1).encode())
+        failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]
+        plan = self.plan
+        self._save(
+            {
+                "format": 1,
+                "name": plan.spec.name,
+                "pipeline_key": self.result.pipeline_key,
+                "status": status,
+                "mlflow_run_id": self.result.mlflow_run_id,
+                "tracking_uri": self.result.tracking_uri,
+                "run_url": self.result.run_url,
+                "started": self._started,
+                "ended": None if status == "RUNNING" else now(),
+                "stages": self._stages,
+                "failed": failed[0] if failed else None,
+                "only": plan.only,
+                "start": plan.start,
+                "sources": self._sources,
+            }
+        )
+
+    def _save(self, record: dict[str, Any]) -> None:
+        self._record = record
+        self.folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
 
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
         spec, resolver = self.plan.spec, self.plan.context.resolver
         self.folder.write_bytes("spec.yaml", dump_yaml(spec.model_dump(mode="json")).encode())
         own = {getattr(stage.config(spec), "recipe", None) for stage in all_stages()}
-        root = Path(spec.root or ".")
         for recipe in sorted({spec.recipe, *(name for name in own if name)}):
-            for name in resolver.closure(recipe, spec.root).files:
-                if (root / name).is_file():
-                    self.folder.write_bytes(f"source/{name}", (root / name).read_bytes())
+            for name, path in resolver.closure(recipe, spec.root).paths.items():
+                content = path.read_bytes()
+                self.folder.write_bytes(f"source/{name}", content)
+                self._sources[name] = hashlib.sha256(content).hexdigest()
 
 
 def _origin(committed: Iterable[StageManifest | None]) -> dict[str, str]:

@@ -51,6 +51,7 @@ class _StageRun:
 
     def __init__(self, plan: Plan, record: RunRecord) -> None:
         self._plan = plan
+        self._record = record
         self._result = record.result
         self._handle = record.handle
         self._context = replace(plan.context, tracking=record.handle)
@@ -135,6 +136,7 @@ class _StageRun:
     def _keep(self, manifest: StageManifest, *, ran: bool) -> None:
         """Hand a manifest to the stages that follow, and log it to the MLflow run."""
         self._manifests[manifest.stage] = manifest
+        self._record.note_stage(manifest)
         if isinstance(manifest.facts, PrepareFacts):
             self._check_splits(manifest.facts)
         if self._handle is None:

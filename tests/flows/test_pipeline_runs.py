@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flows.past_runs import list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import explain
 from flows.results import PipelineResult
@@ -132,6 +133,9 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
     failed = tracked(folder)
     assert mlflow_run(failed).info.status == "FAILED"
+    past = list_runs(str(folder / "store"))[0]
+    assert (past.status, past.failed, past.mlflow_run_id) == ("FAILED", "evaluate", failed.mlflow_run_id)
+    assert list(past.stages) == ["prepare-data", "train", "predict"]
     again = tracked(folder)
     assert again.mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
     (folder / "recipe.py").write_text(recipe)

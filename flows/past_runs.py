@@ -1,0 +1,195 @@
+"""The runs that are recorded on a storage: which there are, how far each came, and the one that an id means.
+
+    <storage>/runs/<id>/run.json        written by `flows.run_record`, again as each stage ends
+
+The id is the first 16 hex digits of the pipeline's key: repeating a command with the same spec and recipe goes on with
+the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
+from trainer_lib.suggestions import nearest
+
+RUNS = "runs"
+RUN_FILE = "run.json"
+_RUN_FILE_BYTES = 1 << 20
+_SHORTEST = 4
+"""Characters that the beginning of an id must have to stand for it."""
+_LISTED = 5
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A recorded run.
+
+    Attributes:
+        id: name of its folder below `runs/`.
+        name: the pipeline's name.
+        status: RUNNING, FINISHED, FAILED or KILLED; one that died without a word stays RUNNING until it is swept.
+        started: when the command began, ISO-8601 in UTC.
+        stages: stage -> content key of the result that this run made or found committed.
+        failed: the stage that failed or was stopped; None: none did, or the process died.
+        mlflow_run_id: its MLflow run; None: there is none.
+        only, start, from_run: what its command had chosen.
+        sources: the recipe's files, which lie below `source/` -> SHA-256.
+        record: the whole record.
+    """
+
+    id: str
+    name: str
+    status: str
+    started: str
+    stages: Mapping[str, str] = field(default_factory=dict)
+    failed: str | None = None
+    mlflow_run_id: str | None = None
+    only: str | None = None
+    start: str | None = None
+    from_run: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it came to its end without a failure."""
+        return self.status == "FINISHED"
+
+    def __str__(self) -> str:
+        ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()
+        return f"{self.id} ({self.name}, {self.started[:16].replace('T', ' ')} UTC, {ended})"
+
+
+def run_folder(storage: str, run_id: str) -> Store:
+    """The folder of a run."""
+    return Store.open(storage).child(RUNS, run_id)
+
+
+def read_record(folder: Store) -> dict[str, Any]:
+    """The record in a run's folder; empty where there is none, or one that a crash has torn."""
+    data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
+    try:
+        record = json.loads(data) if data else {}
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def list_runs(storage: str) -> list[PastRun]:
+    """Every recorded run, the newest first.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    runs = Store.open(storage).child(RUNS)
+    found = [_read(name, read_record(runs.child(name))) for name in runs.children()]
+    return sorted((run for run in found if run is not None), key=lambda run: (run.started, run.id), reverse=True)
+
+
+def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
+    """The run that `text` means: its id or the beginning of it, or the id of its MLflow run.
+
+    Args:
+        field: the option that named it, for the message of an error.
+        pipeline: the pipeline that it must be a run of; None: any.
+
+    Raises:
+        ConfigError: no such run, several, or one of another pipeline.
+    """
+    runs = list_runs(storage)
+    matching = [run for run in runs if _is_meant(run, text)]
+    if not matching:
+        raise _unknown(storage, text, runs, field, pipeline)
+    if len(matching) > 1:
+        raise ConfigError(
+            "Several runs begin with this id.",
+            field=field,
+            value=text,
+            remedy=f"Give more of it: {', '.join(run.id for run in matching)}.",
+        )
+    [run] = matching
+    if pipeline is not None and run.name != pipeline:
+        others = [other for other in runs if other.name == pipeline]
+        raise ConfigError(
+            f"This is a run of the pipeline '{run.name}', and the spec is that of '{pipeline}'.",
+            field=field,
+            value=text,
+            remedy=f"Name a run of {pipeline}: {_listed(others)}." if others else f"No run of {pipeline} is recorded.",
+        )
+    return run
+
+
+def newest_unfinished(storage: str) -> PastRun:
+    """The newest run that did not finish, and that no later run of its pipeline has replaced.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    runs = list_runs(storage)
+    done: set[str] = set()
+    for run in runs:
+        if run.is_finished:
+            done.add(run.name)
+        elif run.name not in done:
+            return run
+    older = [run for run in runs if not run.is_finished]
+    if older:
+        raise ConfigError(
+            "Every run that did not finish was followed by a finished run of its pipeline.",
+            field="RUN",
+            remedy=f"Name the one to go on with: {_listed(older)}.",
+        )
+    what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
+    remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
+    raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)
+
+
+def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
+    stages, sources = record.get("stages"), record.get("sources")
+    if not isinstance(record.get("name"), str):
+        return None
+
+    def text(key: str) -> str | None:
+        value = record.get(key)
+        return value if isinstance(value, str) else None
+
+    return PastRun(
+        id=name,
+        name=str(record["name"]),
+        status=text("status") or "RUNNING",
+        started=text("started") or "",
+        stages=dict(stages) if isinstance(stages, dict) else {},
+        failed=text("failed"),
+        mlflow_run_id=text("mlflow_run_id"),
+        only=text("only"),
+        start=text("start"),
+        from_run=text("from_run"),
+        sources=dict(sources) if isinstance(sources, dict) else {},
+        record=record,
+    )
+
+
+def _is_meant(run: PastRun, text: str) -> bool:
+    return text in (run.id, run.mlflow_run_id) or (len(text) >= _SHORTEST and run.id.startswith(text))
+
+
+def _unknown(storage: str, text: str, runs: Iterable[PastRun], field: str, pipeline: str | None) -> ConfigError:
+    own = [run for run in runs if pipeline in (None, run.name)]
+    by_name = {name: run.id for run in own for name in (run.id, run.mlflow_run_id) if name}
+    near = nearest(text, by_name)
+    remedy = f"Did you mean {near}? " if near else ""
+    remedy += f"Recorded are {_listed(own)}." if own else "No run of this pipeline is recorded there."
+    return ConfigError(
+        f"No run with this id is recorded in {Store.open(storage).url}.", field=field, value=text, remedy=remedy
+    )
+
+
+def _listed(runs: Iterable[PastRun]) -> str:
+    known = [str(run) for run in runs]
+    more = f" and {len(known) - _LISTED} older" if len(known) > _LISTED else ""
+    return ", ".join(known[:_LISTED]) + more

@@ -1,0 +1,76 @@
+"""Runs that are recorded on a storage, and what an id means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.past_runs import find_run, list_runs, newest_unfinished
+from trainer_lib.errors import ConfigError
+
+FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"
+
+
+def record(storage: Path, run_id: str, **fields: Any) -> None:
+    folder = storage / "runs" / run_id
+    folder.mkdir(parents=True)
+    plain = {"name": "toy", "status": "FAILED", "started": "2026-11-20T10:00:00Z", "stages": {"prepare-data": "0" * 64}}
+    (folder / "run.json").write_text(json.dumps({**plain, **fields}))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    record(tmp_path, FIRST, failed="train", mlflow_run_id="a" * 32)
+    record(tmp_path, SECOND, started="2026-11-21T10:00:00Z", status="KILLED")
+    record(tmp_path, OTHER, started="2026-11-22T10:00:00Z", status="FINISHED", name="other")
+    torn = tmp_path / "runs" / "torn"
+    torn.mkdir()
+    (torn / "run.json").write_text('{"name": "to')
+    (tmp_path / "runs" / "empty").mkdir()
+    return tmp_path
+
+
+def refused(storage: Path, text: str, pipeline: str | None = "toy") -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        find_run(str(storage), text, field="--from-run", pipeline=pipeline)
+    assert (caught.value.field, caught.value.value, caught.value.exit_code) == ("--from-run", text, 2)
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_runs_are_listed_newest_first_and_torn_records_are_none(storage: Path) -> None:
+    assert [run.id for run in list_runs(str(storage))] == [OTHER, SECOND, FIRST]
+    assert list_runs(str(storage / "nowhere")) == []
+
+
+@pytest.mark.parametrize("text", [FIRST, "3fa9c1", "a" * 32])
+def test_a_run_is_named_by_its_id_its_beginning_or_its_mlflow_run(storage: Path, text: str) -> None:
+    run = find_run(str(storage), text, field="--from-run", pipeline="toy")
+    assert (run.id, run.failed, dict(run.stages)) == (FIRST, "train", {"prepare-data": "0" * 64})
+    assert str(run) == f"{FIRST} (toy, 2026-11-20 10:00 UTC, train failed)"
+
+
+def test_an_id_that_means_no_run_names_the_nearest_and_what_there_is(storage: Path) -> None:
+    error = refused(storage, "3fa9c1d2e4b50618")
+    assert "No run with this id is recorded" in error.message
+    assert f"Did you mean {FIRST}?" in str(error.remedy)
+    assert SECOND in str(error.remedy)
+    assert OTHER not in str(error.remedy)
+    assert "Several runs" in refused(storage, "3fa9").message
+    assert "No run with this id" in refused(storage, "3f").message  # too short to stand for one
+    assert "No run of this pipeline" in str(refused(storage / "nowhere", FIRST).remedy)
+    assert "pipeline 'other'" in refused(storage, OTHER).message
+    assert find_run(str(storage), OTHER, field="RUN").name == "other"
+
+
+def test_the_newest_unfinished_run_is_the_one_that_nothing_replaced(storage: Path) -> None:
+    assert newest_unfinished(str(storage)).id == SECOND
+    record(storage, "c" * 16, started="2026-11-23T10:00:00Z", status="FINISHED")
+    with pytest.raises(ConfigError, match="followed by a finished run") as caught:
+        newest_unfinished(str(storage))
+    assert SECOND in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="No run is recorded there"):
+        newest_unfinished(str(storage / "nowhere"))
