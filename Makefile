@@ -12,10 +12,10 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test clients check chaos fuzz format clean
+.PHONY: help install demo unit test clients check chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## Make or renew the virtual environment
 
@@ -57,6 +57,15 @@ COUNT ?= 500
 SECONDS ?= 900
 chaos: install  ## kill -9 a training COUNT times (at most SECONDS): resumed unaided, equal in the end?
 	$(BIN)/python -m benchmarks.chaos --count $(COUNT) --seconds $(SECONDS)
+
+# Stopped and started again, it goes on after the last case in the ledger.
+N ?= 400
+RECIPE ?= small
+LEDGER ?= .trainflow/chaos-pipeline.jsonl
+chaos-pipeline: SECONDS = 36000
+chaos-pipeline: install  ## Faults from outside over whole pipelines, N cases (at most SECONDS): the same command ends right?
+	$(BIN)/python -m benchmarks.chaos_pipeline --count $(N) --seconds $(SECONDS) --recipe $(RECIPE) --ledger $(LEDGER) \
+		--keep $(basename $(LEDGER)).kept
 
 fuzz: install  ## Feed every reader of checkpoint bytes with damaged and crafted input for FUZZ_SECONDS
 	$(BIN)/python -W ignore -m tests.support.fuzz --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED))

@@ -1,0 +1,166 @@
+"""The cases of `benchmarks.chaos_pipeline`: which fault hits what, and when. The seed and the number decide a case."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+STAGES = ("prepare-data", "train", "evaluate", "predict", "push-to-hub")
+LAUNCHED = STAGES[:4]
+"""The stages whose work is done by processes of their own."""
+
+# How often each fault of a family comes in one cycle; `draw_case` takes the families in turn.
+FAMILIES: dict[str, dict[str, int]] = {
+    "process": {"kill": 6, "terminate": 3, "hang up": 2, "stop": 2, "freeze": 2, "power": 2},
+    "mlflow": {"away": 1, "outage": 1, "slow": 1, "silent": 1, "errors": 1, "killed": 1},
+    "damage": {"flip": 2, "cut": 1, "swap": 1, "missing": 1, "folder": 1},
+    "disk": {"storage": 2, "tmp": 1, "home": 1},
+    "prefect": {"kill": 1, "terminate": 1, "hang up": 1, "stop": 1},
+    "twice": {"both": 2, "one killed": 1},
+    "store": {"outage": 1, "slow": 1, "silent": 1},
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When the fault comes, as it can be seen from outside.
+
+    Attributes:
+        stage: the stage that is at work; empty for the start and the end of the command.
+        event: "start", "begin" (of an attempt), "step" (that checkpoint is committed), "save" (it is being written),
+            "commit" (of the stage), "files" (of the publication), "closing" (the report is written), "time".
+        step: optimizer step of "step" and "save".
+        pause: from 0 to 1, the share of the stage's (of "time": the command's) usual seconds that pass after it.
+    """
+
+    stage: str
+    event: str
+    step: int = 0
+    pause: float = 0.0
+
+    def __str__(self) -> str:
+        step = f" {self.step}" if self.step else ""
+        return f"{self.stage or 'command'}: {self.event}{step} + {self.pause:.2f}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case.
+
+    Attributes:
+        number, seed: what it was drawn from.
+        family, fault: what goes wrong; the names of `FAMILIES`.
+        target: the process, the service, the disk, or the kind of file that it hits.
+        moment: when.
+        whole: the storage is empty before; otherwise only the stage of `moment` has no result yet.
+        processes: of the training.
+        own_engine: the command starts a Prefect server; otherwise it uses one that is up.
+        tracked: MLflow is used.
+        at_once: the same command follows at once; otherwise after all processes of the first have ended.
+        seconds: how long an outage, a stop, or a full disk lasts.
+    """
+
+    number: int
+    seed: int
+    family: str
+    fault: str
+    target: str
+    moment: Moment
+    whole: bool
+    processes: int
+    own_engine: bool
+    tracked: bool
+    at_once: bool
+    seconds: float
+
+    @property
+    def kind(self) -> str:
+        """Family and fault, as the table shows them."""
+        return f"{self.family}: {self.fault}"
+
+    def __str__(self) -> str:
+        more = [f"{self.processes} processes"] * (self.processes > 1) + ["own Prefect server"] * self.own_engine
+        extent = "whole" if self.whole else "one stage"
+        return ", ".join([f"{self.kind} ({self.target})", str(self.moment), *more, extent])
+
+
+def draw_case(seed: int, number: int, *, steps: tuple[int, ...], local: bool = True) -> Case:
+    """Draw case `number`, from 0.
+
+    Args:
+        steps: optimizer steps after which the recipe saves.
+        local: False leaves out what needs mounts of its own (a full disk).
+    """
+    order = _cycle(random.Random(f"{seed} cycle {number // _cycle_length(local)}"), local=local)
+    family, fault = order[number % len(order)]
+    draw = random.Random(f"{seed} case {number}")
+    moment = _draw_moment(draw, family, steps)
+    target = _draw_target(draw, family, fault, moment)
+    whole = family in ("store", "twice") or draw.random() < 0.2
+    many = moment.stage == "train" and family == "process" and (target == "agent" or draw.random() < 0.2)
+    return Case(
+        number=number,
+        seed=seed,
+        family=family,
+        fault=fault,
+        target=target,
+        moment=moment,
+        whole=whole,
+        processes=2 if many else 1,
+        own_engine=family == "prefect" or target == "home" or draw.random() < 0.2,
+        tracked=family in ("process", "mlflow", "twice") or draw.random() < 0.3,
+        at_once=draw.random() < 0.5,
+        seconds=round(draw.uniform(1.0, 6.0), 1),
+    )
+
+
+def _families(local: bool) -> dict[str, dict[str, int]]:
+    return {name: faults for name, faults in FAMILIES.items() if local or name != "disk"}
+
+
+def _cycle_length(local: bool) -> int:
+    return sum(sum(faults.values()) for faults in _families(local).values())
+
+
+def _cycle(draw: random.Random, *, local: bool) -> list[tuple[str, str]]:
+    """All faults as often as `FAMILIES` says, the families in turn: a few cases already show all of them."""
+    columns = []
+    for family, faults in _families(local).items():
+        column = [(family, fault) for fault, count in faults.items() for _ in range(count)]
+        draw.shuffle(column)
+        columns.append(column)
+    return [each for row in itertools.zip_longest(*columns) for each in row if each is not None]
+
+
+def _draw_moment(draw: random.Random, family: str, steps: tuple[int, ...]) -> Moment:
+    if family == "store":  # its files cannot be watched without asking the store
+        return Moment("", "time", pause=draw.random())
+    events = [
+        ("", "start", 1),
+        ("prepare-data", "begin", 1),
+        ("train", "begin", 2),
+        ("train", "step", 4),
+        ("train", "save", 3),
+        ("train", "commit", 1),
+        ("evaluate", "begin", 2),
+        ("predict", "begin", 2),
+        ("push-to-hub", "begin", 2),
+        ("push-to-hub", "files", 1),
+        ("", "closing", 2),
+    ]
+    [(stage, event, _)] = draw.choices(events, weights=[weight for *_, weight in events])
+    step = draw.choice(steps) if event in ("step", "save") else 0
+    return Moment(stage, event, step, round(draw.random(), 3))
+
+
+def _draw_target(draw: random.Random, family: str, fault: str, moment: Moment) -> str:
+    if family == "process" and fault != "power":
+        launched = moment.stage in LAUNCHED and moment.event != "commit"
+        chosen = draw.choice(["orchestrator", "worker", "guard", "agent"]) if launched else "orchestrator"
+        return "worker" if chosen == "agent" and moment.stage != "train" else chosen
+    if family == "damage":
+        return draw.choice(["result", "result", "result", "checkpoint", "commit", "publication", "record", "books"])
+    if family == "disk":
+        return fault
+    return {"prefect": "embedded server", "mlflow": "server", "store": "server", "twice": "command"}.get(family, "all")

@@ -1,0 +1,188 @@
+"""What must be true after a case of `benchmarks.chaos_pipeline`: each check reads files, databases and processes."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.chaos_cases import STAGES
+
+Point = tuple[str, int, float]
+# Metrics of time differ between any two runs.
+_TIMES = ("_runtime", "_per_second")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run that nothing disturbed left.
+
+    Attributes:
+        results: stage/folder -> path -> SHA-256 of every file of the result.
+        publication: the same of the published revision.
+        points: (key, step, value) of every metric in MLflow that is not a time.
+    """
+
+    results: Mapping[str, Mapping[str, str]]
+    publication: Mapping[str, str]
+    points: frozenset[Point]
+
+    @classmethod
+    def of(cls, storage: Path, points: Iterable[Point]) -> Expected:
+        """Read them from the storage of the undisturbed run."""
+        results = {f"{stage}/{name}": files for stage in STAGES for name, files in _committed(storage, stage).items()}
+        [publication] = _published(storage).values()
+        return cls(results, publication, frozenset(points))
+
+
+# -- the storage -------------------------------------------------------------------------------------------------------
+
+
+def check_results(storage: Path, expected: Expected) -> list[str]:
+    """Every stage has one committed result, under the expected key and with the expected bytes."""
+    problems = []
+    for stage in STAGES:
+        wanted = {name: files for name, files in expected.results.items() if name.startswith(f"{stage}/")}
+        found = {f"{stage}/{name}": files for name, files in _committed(storage, stage).items()}
+        if set(found) != set(wanted):
+            problems.append(f"results: {stage} is committed as {sorted(found)}, not as {sorted(wanted)}")
+            continue
+        for name, files in found.items():
+            different = sorted(path for path in {*files, *wanted[name]} if files.get(path) != wanted[name].get(path))
+            if different:
+                problems.append(f"results: {name} differs in {', '.join(different[:3])}")
+    return problems
+
+
+def check_publication(storage: Path, expected: Expected) -> list[str]:
+    """One intact revision is published, with the expected bytes."""
+    found = _published(storage)
+    intact = [name for name, files in found.items() if files == expected.publication]
+    if len(intact) == 1 and (len(found) == 1 or all(_is_damaged(files) for files in _others(found, intact))):
+        return []
+    return [f"publication: {len(found)} revisions, {len(intact)} of them as expected"]
+
+
+def check_leases(storage: Path) -> list[str]:
+    """No lease is held: the newest of each folder is released, or its process is gone."""
+    problems = []
+    for folder in storage.glob("**/lease"):
+        newest = max((path.stem for path in folder.glob("*.json")), default=None)
+        if newest is None or (folder / f"{newest}.released").exists():
+            continue
+        try:
+            holder = json.loads((folder / f"{newest}.json").read_bytes())
+            alive = Path(f"/proc/{int(holder['pid'])}").exists()
+        except (ValueError, KeyError, TypeError):
+            continue  # a damaged one holds nothing
+        if alive:
+            problems.append(f"lease: {folder.relative_to(storage)} is held by the living process {holder['pid']}")
+    return problems
+
+
+def check_spool(folders: Iterable[Path]) -> list[str]:
+    """No point waits in a spool."""
+    left = [path for folder in folders for path in folder.glob("*-*") if path.is_dir()]
+    return [f"MLflow: {len(left)} sessions wait in the spool, {left[0].name} first"] if left else []
+
+
+def _committed(storage: Path, stage: str) -> dict[str, dict[str, str]]:
+    """Folder -> path -> SHA-256 of the bytes that are there, for every committed folder of a stage."""
+    return {commit.parent.name: _digests(commit) for commit in (storage / "stages" / stage).glob("*/COMMIT.json")}
+
+
+def _published(storage: Path) -> dict[str, dict[str, str]]:
+    return {commit.parent.name: _digests(commit) for commit in storage.glob("hub/*/revisions/*/COMMIT.json")}
+
+
+def _digests(commit: Path) -> dict[str, str]:
+    try:
+        entries = {entry["path"]: entry["sha256"] for entry in json.loads(commit.read_bytes())["files"]}
+    except (ValueError, KeyError, TypeError):
+        return {"COMMIT.json": "damaged"}
+    return {path: _digest(commit.parent / path, sha256) for path, sha256 in entries.items()}
+
+
+def _digest(path: Path, committed: str) -> str:
+    if not path.is_file():
+        return "missing"
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found if found == committed else "damaged"
+
+
+def _others(found: Mapping[str, Mapping[str, str]], intact: list[str]) -> list[tuple[str, Mapping[str, str]]]:
+    return [(name, files) for name, files in found.items() if name not in intact]
+
+
+def _is_damaged(revision: tuple[str, Mapping[str, str]]) -> bool:
+    return "missing" in revision[1].values() or "damaged" in revision[1].values()
+
+
+# -- MLflow ------------------------------------------------------------------------------------------------------------
+
+
+def read_points(database: Path, experiment: str) -> dict[str, tuple[str, list[Point]]]:
+    """Return run id -> (status, points) of every run of an experiment; metrics of time are left out."""
+    found: dict[str, tuple[str, list[Point]]] = {}
+    for run, status in _ask(
+        database,
+        "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?",
+        experiment,
+    ):
+        rows = _ask(database, "SELECT key, step, value FROM metrics WHERE run_uuid = ?", run)
+        points = [(key, int(step), float(value)) for key, step, value in rows if not key.endswith(_TIMES)]
+        found[run] = (status, points)
+    return found
+
+
+def check_mlflow(database: Path, experiment: str, expected: frozenset[Point], *, whole_curve: bool) -> list[str]:
+    """One FINISHED run, whose points are the expected ones, each once.
+
+    Args:
+        whole_curve: every expected point must be there; otherwise some are.
+    """
+    runs = read_points(database, experiment)
+    problems = []
+    if len(runs) > 1:
+        problems.append(f"MLflow: {len(runs)} runs ({', '.join(status for status, _ in runs.values())})")
+    for status, points in runs.values():
+        if status != "FINISHED":
+            problems.append(f"MLflow: a run is {status}")
+        counts = collections.Counter((key, step) for key, step, _ in points)
+        twice = sorted(each for each, count in counts.items() if count > 1)
+        if twice:
+            problems.append(f"MLflow: {len(twice)} points came more than once, {twice[0]} first")
+        if strange := sorted(set(points) - expected):
+            problems.append(f"MLflow: {len(strange)} points have other values, {strange[0]} first")
+        lost = sorted(expected - set(points))
+        if whole_curve and lost:
+            problems.append(f"MLflow: {len(lost)} of {len(expected)} points are missing, {lost[0]} first")
+    if not runs and whole_curve:
+        problems.append("MLflow: there is no run")
+    return problems
+
+
+# -- Prefect -----------------------------------------------------------------------------------------------------------
+
+
+def check_prefect(home: Path, folder: Path) -> list[str]:
+    """Every flow run that a command of this folder made has ended."""
+    query = "SELECT state_type FROM flow_run WHERE parameters LIKE ?"
+    states = [state for (state,) in _ask(home / "prefect.db", query, f"%{folder}/%")]
+    open_ones = [state for state in states if state not in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")]
+    if open_ones:
+        return [f"Prefect: {len(open_ones)} of {len(states)} flow runs stay {open_ones[0]}"]
+    return [] if states else ["Prefect: there is no flow run"]
+
+
+def _ask(database: Path, query: str, *values: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
+    try:
+        return list(connection.execute(query, values))
+    finally:
+        connection.close()

@@ -1,0 +1,306 @@
+"""Plays one case of `benchmarks.chaos_pipeline`: the fault comes from outside, then the same command is run again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.support.chaos_cases import Case
+from tests.support.chaos_command import Command, Workplace, has_come, signal_process
+from tests.support.chaos_services import MlflowServer, Relay, Services, fill, small_disk
+
+COMMANDS = 4
+GONE_S = 30.0
+"""After the end of a command its processes may take so long to end: five seconds of grace, on a busy machine."""
+DISK_BYTES = 96 << 20
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP}
+FILES = {
+    "result": "stages/*/*/{data,model,predictions,metrics.json,data.json,README.md}",
+    "checkpoint": "stages/train/*/checkpoints",
+    "commit": "stages/*/*/COMMIT.json",
+    "publication": "hub",
+    "record": "runs",
+    "books": "stages/*/*/{key.json,attempts,lease,history.json}",
+}
+
+
+class Scene:
+    """A case while it is played; leave it (a context) only after the checks, because disks go with it.
+
+    Attributes:
+        injected: whether the fault came before the command ended.
+        codes: exit codes of the commands, in order; None of one that had to be killed because it did not end.
+        problems: what was wrong while it was played.
+        seen: what was hit, in words.
+        database: of the MLflow server.
+        at_rest: whether everything was committed before the first command.
+    """
+
+    def __init__(self, case: Case, place: Workplace, services: Services, spans: Mapping[str, float]) -> None:
+        self.case = case
+        self.place = place
+        self.services = services
+        self.draw = random.Random(f"{case.seed} scene {case.number}")
+        self.injected = False
+        self.codes: list[int | None] = []
+        self.problems: list[str] = []
+        self.seen = ""
+        self.database = services.mlflow.database
+        self.at_rest = case.family == "damage" and case.moment.event in ("start", "closing")
+        self._spans = spans
+        self._limit_s = max(120.0, 6 * spans[""])
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Scene:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.place.kill_all()
+        self._stack.close()
+
+    def play(self, reference: Path) -> None:
+        """Play the case.
+
+        Args:
+            reference: the storage of the undisturbed run, from which committed results are taken.
+        """
+        case = self.case
+        if case.family == "disk":
+            self._stack.enter_context(small_disk(getattr(self.place, case.target), DISK_BYTES))
+        if self.place.home != self.services.home:
+            shutil.copytree(self.services.new_home, self.place.home, dirs_exist_ok=True)
+        if not case.whole or self.at_rest:
+            self.place.take(reference, but=None if self.at_rest else case.moment.stage or "push-to-hub")
+        self._track(f"http://127.0.0.1:{self.services.mlflow.port}")
+        code = _PLAYS[case.family](self)
+        if case.family in ("mlflow", "twice"):  # what waits for a server is delivered by the next command
+            code = self.finish(self.place.start())
+        while code != 0 and len(self.codes) < COMMANDS:
+            code = self.finish(self.place.start())
+        if code != 0:
+            self.problems.append(f"command: exit codes {self.codes}")
+        if left := self.place.wait_until_gone(GONE_S):
+            self.problems.append(f"orphans: {len(left)} after the last command ({left[0].role}: {left[0].words[:80]})")
+
+    # -- the command --------------------------------------------------------------------------------------------------
+
+    def wait_for_moment(self, command: Command) -> bool:
+        """Wait for the case's moment; False if the command ended before."""
+        moment = self.case.moment
+        if not command.wait_for(lambda: has_come(self.place.storage, moment), self._limit_s):
+            return False
+        key = "" if moment.event in ("time", "start") else moment.stage
+        span = self._spans.get(key, 1.0)
+        if moment.event in ("step", "save", "commit", "files", "closing"):
+            span = 0.3
+        command.wait(moment.pause * span)
+        return command.is_running
+
+    def finish(self, command: Command) -> int | None:
+        """Wait for the end of a command, and note its exit code."""
+        code = command.wait(self._limit_s)
+        if code is None:
+            self.problems.append(f"command: it did not end within {self._limit_s:.0f} s")
+            self.place.kill_all()
+            command.process.wait()
+        self.codes.append(code)
+        return code
+
+    def finish_first(self, command: Command, *, may_stay: bool = False) -> int | None:
+        """Wait for the end of the disturbed command and, if the case says so, of all its processes."""
+        code = self.finish(command)
+        if not self.case.at_once and not may_stay and (left := self.place.wait_until_gone(GONE_S)):
+            self.problems.append(f"orphans: {len(left)} after the first command ({left[0].role}: {left[0].words[:80]})")
+        return code
+
+    def _track(self, url: str) -> None:
+        self.place.overrides = [
+            f"tracking.uri={url}",
+            f"tracking.experiment=case-{self.case.number}",
+            f"tracking.enabled={str(self.case.tracked).lower()}",
+            f"train.launch.processes={self.case.processes}",
+        ]
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def hit_process(self) -> int | None:
+        """Send a signal to the target; "freeze" stops it and kills the orchestrator, "power" kills all at once."""
+        case, command = self.case, self.place.start()
+        role = "engine" if case.family == "prefect" else case.target
+        frozen = False
+        if self.wait_for_moment(command):
+            if case.fault == "power":
+                self.place.kill_all()
+                self.injected, self.seen = True, "all processes"
+            else:
+                frozen = self._signal(command, role) and case.fault == "freeze" and role == "guard"
+        # The supervisor of the workers is stopped: the next command ends them.
+        return self.finish_first(command, may_stay=frozen)
+
+    def _signal(self, command: Command, role: str) -> bool:
+        if not command.wait_for(lambda: command.pick(role, self.draw.choice) is not None, self._limit_s):
+            return False
+        target = command.pick(role, self.draw.choice)
+        if target is None:
+            return False
+        self.injected, self.seen = True, target.words[:100] or role
+        if self.case.fault in SIGNALS:
+            signal_process(target.pid, SIGNALS[self.case.fault])
+            return True
+        signal_process(target.pid, signal.SIGSTOP)
+        if self.case.fault == "stop":
+            time.sleep(self.case.seconds)
+            signal_process(target.pid, signal.SIGCONT)
+            return True
+        time.sleep(0.3)
+        signal_process(command.process.pid, signal.SIGKILL)
+        return True
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def disturb_mlflow(self) -> int | None:
+        """Make the MLflow server dead, slow, silent or failing, some time or until the end of the first command."""
+        case = self.case
+        if case.fault == "killed":
+            server = MlflowServer(self.place.folder / "mlflow")
+            self._stack.callback(server.kill)
+            self.database = server.database
+            self._track(f"http://127.0.0.1:{server.port}")
+            return self._disturb(server.kill, server.start, case.seconds)
+        relay = Relay(self.services.mlflow.port)
+        self._stack.callback(relay.close)
+        self._track(relay.url)
+        if case.fault in ("away", "slow"):
+            self.injected = True
+            relay.set("dead" if case.fault == "away" else "open", delay_s=case.seconds / 3)
+            code = self.finish_first(self.place.start())
+            relay.set("open")
+            return code
+        mode = {"outage": "dead", "silent": "silent", "errors": "errors"}[case.fault]
+        seconds = None if case.fault == "silent" else case.seconds
+        return self._disturb(lambda: relay.set(mode), lambda: relay.set("open"), seconds)
+
+    def disturb_store(self) -> int | None:
+        """Make the S3 server dead, slow or silent for some time."""
+        server = self.services.s3()
+        relay = Relay(int(server.endpoint.rpartition(":")[2]))
+        self._stack.callback(relay.close)
+        self.place.env = {**server.env, "AWS_ENDPOINT_URL": relay.url}
+        delay_s = 0.5 if self.case.fault == "slow" else 0.0
+        mode = {"outage": "dead", "slow": "open", "silent": "silent"}[self.case.fault]
+        return self._disturb(lambda: relay.set(mode, delay_s=delay_s), lambda: relay.set("open"), self.case.seconds)
+
+    def fill_disk(self) -> int | None:
+        """Fill the disk for some time, or until the end of the first command."""
+        ballast: list[Path] = []
+        folder: Path = getattr(self.place, self.case.target)
+        seconds = self.case.seconds if self.case.at_once else None
+        return self._disturb(lambda: ballast.append(fill(folder)), lambda: ballast.pop().unlink(), seconds)
+
+    def _disturb(self, begin: Callable[[], object], end: Callable[[], object], seconds: float | None) -> int | None:
+        """Begin at the moment; end after so many seconds, or with the command."""
+        command = self.place.start()
+        if not self.wait_for_moment(command):
+            return self.finish_first(command)
+        begin()
+        self.injected = True
+        if seconds is not None:
+            time.sleep(seconds)
+            end()
+        code = self.finish_first(command)
+        if seconds is None:
+            end()
+        return code
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def damage_files(self) -> int | None:
+        """Damage what lies in the storage, after the end or after a power cut, then run the command."""
+        if not self.at_rest:
+            command = self.place.start()
+            self.wait_for_moment(command)
+            self.place.kill_all()
+            self.finish(command)
+        self._damage()
+        return self.finish(self.place.start())
+
+    def _damage(self) -> None:
+        case, storage = self.case, self.place.storage
+        if case.fault == "folder":
+            return self._swap_folders()
+        files = [path for path in _files(storage, FILES[case.target]) if path.stat().st_size]
+        if not files:
+            files = [path for path in _files(storage, "stages") if path.stat().st_size]
+        if not files:
+            return None
+        path = self.draw.choice(files)
+        self.injected, self.seen = True, str(path.relative_to(storage))
+        data = bytearray(path.read_bytes())
+        if case.fault == "flip":
+            data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
+            path.write_bytes(data)
+        elif case.fault == "cut":
+            os.truncate(path, self.draw.randrange(len(data)))
+        elif case.fault == "missing":
+            path.unlink()
+        else:
+            other = self.draw.choice(files)
+            self.seen += f" and {other.relative_to(storage)}"
+            path.write_bytes(other.read_bytes())
+            other.write_bytes(data)
+        return None
+
+    def _swap_folders(self) -> None:
+        folders = [path for path in self.place.storage.glob("stages/*/*") if path.is_dir()]
+        if not folders:
+            return
+        self.injected = True
+        one, other = self.draw.choice(folders), self.draw.choice(folders)
+        self.seen = f"{one.parent.name} and {other.parent.name}"
+        if one == other:
+            shutil.rmtree(one)
+            return
+        aside = self.place.folder / "aside"
+        one.rename(aside)
+        other.rename(one)
+        aside.rename(other)
+
+    # -- two commands -------------------------------------------------------------------------------------------------
+
+    def run_twice(self) -> int | None:
+        """Start the command a second time while it runs; perhaps kill the first one then."""
+        first = self.place.start()
+        self.injected = self.wait_for_moment(first)
+        second = self.place.start()
+        if self.case.fault == "one killed":
+            first.wait(self.case.seconds)
+            signal_process(first.process.pid, signal.SIGKILL)
+        code, later = self.finish(first), self.finish(second)
+        if later != 0 or (code != 0 and self.case.fault == "both"):
+            self.problems.append(f"command: of two at once they ended with {code} and {later}")
+        return later
+
+
+def _files(storage: Path, pattern: str) -> list[Path]:
+    head, _, names = pattern.partition("{")
+    patterns = [head + name for name in names.rstrip("}").split(",")] if names else [pattern]
+    tops = [path for each in patterns for path in storage.glob(each)]
+    return sorted(file for top in tops for file in (top.rglob("*") if top.is_dir() else [top]) if file.is_file())
+
+
+_PLAYS: dict[str, Callable[[Scene], Any]] = {
+    "process": Scene.hit_process,
+    "prefect": Scene.hit_process,
+    "mlflow": Scene.disturb_mlflow,
+    "store": Scene.disturb_store,
+    "disk": Scene.fill_disk,
+    "damage": Scene.damage_files,
+    "twice": Scene.run_twice,
+}
