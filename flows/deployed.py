@@ -23,6 +23,7 @@ def pipeline(
     only: str | None = None,
     start: str | None = None,
     force: list[str] | None = None,
+    from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult | State[Any]:
     """Prepare this process for a run that Prefect started, then run `flows.pipeline.pipeline`.
@@ -32,8 +33,10 @@ def pipeline(
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.
+        from_run: id of an earlier run, whose results are taken for the stages before the first; without `only` and
+            `start` the first is the stage that failed in it.
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()
     # The plain function: a flow inside of a flow would be a run of its own.
-    return _plain.pipeline.fn(spec, only=only, start=start, force=force, debug=debug)
+    return _plain.pipeline.fn(spec, only=only, start=start, force=force, from_run=from_run, debug=debug)

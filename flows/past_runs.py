@@ -9,10 +9,11 @@ the same run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.stage.manifest import StageManifest, look_up_under
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
@@ -147,6 +148,34 @@ def newest_unfinished(storage: str) -> PastRun:
     what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
     remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
     raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)
+
+
+def take_result(storage: str, run: PastRun, stage: str) -> tuple[StageManifest | None, str]:
+    """The result of a stage that a run made or found committed, and what to say of it; None with what is wrong."""
+    key = run.stages.get(stage)
+    if key is None:
+        return None, f"run {run.id} has no committed result of it"
+    manifest, damage = look_up_under(storage, stage, key)
+    if manifest is not None:
+        return manifest, f"taken from run {run.id}, committed {manifest.created}"
+    return None, f"its result in run {run.id} {f'is damaged: {damage}' if damage else 'is gone from the storage'}"
+
+
+def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
+    """The stage to go on with: the one that failed, else the first of `stages` that was not committed.
+
+    Raises:
+        ConfigError: the run has all of them.
+    """
+    missing = [name for name in stages if name == run.failed or name not in run.stages]
+    if missing:
+        return missing[0]
+    raise ConfigError(
+        "This run has finished: every stage of it is committed.",
+        field="--from-run",
+        value=run.id,
+        remedy="Name the stage to begin with: --from STAGE.",
+    )
 
 
 def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:

@@ -41,6 +41,7 @@ def pipeline(
     only: str | None = None,
     start: str | None = None,
     force: list[str] | None = None,
+    from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult | State[Any]:
     """Prepare data, train, evaluate, predict and publish, each unless its result is committed already.
@@ -50,6 +51,8 @@ def pipeline(
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.
+        from_run: id of an earlier run, whose results are taken for the stages before the first; without `only` and
+            `start` the first is the stage that failed in it.
         debug: keep the workers' run files, and show tracebacks.
 
     Returns:
@@ -61,7 +64,7 @@ def pipeline(
     # Made before the plan: a spec that is refused here has a result, too.
     result = PipelineResult(spec.name, "", spec.storage)
     try:
-        plan = Plan.of(spec, only=only, start=start, force=force or (), debug=debug)
+        plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug)
         # Before the first stage: hours of training must not end at a read-only folder.
         Store.open(plan.spec.storage).ensure_writable(field="storage")
         plan.require_committed()
@@ -83,6 +86,7 @@ def run_pipeline(
     only: str | None = None,
     start: str | None = None,
     force: Sequence[str] = (),
+    from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult:
     """Run the flow in this process and return how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
@@ -92,7 +96,9 @@ def run_pipeline(
     has been ended.
     """
     with quiet_failures(not debug):
-        state = pipeline(spec, only=only, start=start, force=list(force), debug=debug, return_state=True)
+        state = pipeline(
+            spec, only=only, start=start, force=list(force), from_run=from_run, debug=debug, return_state=True
+        )
     # Three things come back: the result, the error that a Cancelled or Failed state holds, or a bug's exception.
     ended: Any = state.result(raise_on_failure=False)
     if isinstance(ended, TrainflowError) and isinstance(ended.partial_result, PipelineResult):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from flows.past_runs import PastRun, find_first_missing, find_run, take_result
 from flows.spec import checks
 from flows.spec.spec import PipelineSpec
 from flows.stages import Stage, all_stages, find_stage, stage_names
@@ -112,6 +113,7 @@ class Plan:
         stages: the stages that are switched on, by name, in their order.
         only: the one stage to run; None: all.
         start: the stage to begin with; None: the first.
+        past: the run whose results are taken for the stages before `only` or `start`; None: they go by their keys.
     """
 
     spec: PipelineSpec
@@ -119,6 +121,7 @@ class Plan:
     stages: Mapping[str, StagePlan]
     only: str | None = None
     start: str | None = None
+    past: PastRun | None = None
 
     @classmethod
     def of(
@@ -128,12 +131,14 @@ class Plan:
         only: str | None = None,
         start: str | None = None,
         force: Sequence[str] = (),
+        from_run: str | None = None,
         debug: bool = False,
     ) -> Plan:
-        """Check a spec and plan it. Reads the recipe, not the storage.
+        """Check a spec and plan it. Reads the recipe, and the storage only to find `from_run`.
 
         Raises:
-            ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage.
+            ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage, or
+                `from_run` is not the id of a run of this pipeline.
         """
         # Names first: they are checked without reading a file.
         only, start = require_stage(only, "--only"), require_stage(start, "--from")
@@ -154,14 +159,22 @@ class Plan:
             resolver=resolver,
         )
         enabled = [stage for stage in all_stages() if stage.is_enabled(spec)]
-        return cls(spec, context, {stage.name: _plan_stage(stage, spec, context) for stage in enabled}, only, start)
+        past = find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name) if from_run else None
+        if past is not None and only is None and start is None:
+            start = find_first_missing(past, [stage.name for stage in enabled])
+        stages = {stage.name: _plan_stage(stage, spec, context) for stage in enabled}
+        return cls(spec, context, stages, only, start, past)
 
     @cached_property
     def pipeline_key(self) -> str:
         """The key by which a later command finds this run: all of the spec that is known before any stage has run."""
         # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
         unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
-        fields = {name: self.key_of(name, unknown).digest for name in self.stages}
+        fields: dict[str, Any] = {name: self.key_of(name, unknown).digest for name in self.stages}
+        # Results of another run that this spec would not give make another run.
+        taken = {name: each.key for name, each in self.reasons.items() if self.takes(name) and each.differences}
+        if taken:
+            fields["taken"] = taken
         return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
 
     @cached_property
@@ -183,12 +196,20 @@ class Plan:
 
     @cached_property
     def warnings(self) -> Mapping[str, list[str]]:
-        """What looks like a mistake in the spec but stops nothing, by stage: options that the recipe never reads."""
+        """What looks like a mistake but stops nothing, by stage.
+
+        These are options that the recipe never reads, and results of another run that this spec would not give.
+        """
         plans = {name: plan for name, plan in self.stages.items() if isinstance(plan.config, StageSettings)}
-        return {
+        found = {
             name: list(warn_of_unread(name, plan.stage.section, plan.config, code_of(plan.config, self.context)))
             for name, plan in plans.items()
         }
+        for name in filter(self.takes, found):
+            if self.past is not None and (changed := self.reasons[name].differences):
+                since = _manifests.summary(list(changed))
+                found[name].append(f"The result of {name} is that of run {self.past.id}; since then: {since}.")
+        return found
 
     def key_of(self, name: str, manifests: Mapping[str, StageManifest]) -> StageKey:
         """The content key of a stage, given the manifests of the stages that it takes."""
@@ -204,6 +225,14 @@ class Plan:
         names = stage_names()
         return self.start is None or names.index(name) >= names.index(self.start)
 
+    def takes(self, name: str) -> bool:
+        """Whether the result of a stage is taken from the past run, whatever its key would be now."""
+        first = self.only or self.start
+        if self.past is None or first is None:
+            return False
+        names = stage_names()
+        return names.index(name) < names.index(first)
+
     def require_committed(self) -> None:
         """Check that what lies before `only` or `start` has been run.
 
@@ -211,19 +240,24 @@ class Plan:
             ConfigError: a stage before it has no committed result.
         """
         first = self.only or self.start
-        row = find_stage(first) if first is not None else None
-        if row is None:
-            return
-        # Its direct inputs are enough: one counts as committed only when those before it are.
-        for name in row.inputs.values():
+        wanted = [plan.stage for name, plan in self.stages.items() if first is not None and self.is_wanted(name)]
+        for name in dict.fromkeys(each for stage in wanted for each in stage.inputs.values()):
             reason = self.reasons.get(name)
-            if reason is not None and not reason.hit:
+            if reason is None or reason.hit or self.is_wanted(name):
+                continue
+            if self.past is not None:
                 raise ConfigError(
-                    f"{name} comes before it and has no committed result: {reason.reason}.",
-                    field="--only" if self.only else "--from",
-                    value=first,
-                    remedy="Run without it once, or begin earlier.",
+                    f"The stage {name} cannot be taken: {reason.reason}.",
+                    field="--from-run",
+                    value=self.past.id,
+                    remedy=f"Begin with it: --from {name}.",
                 )
+            raise ConfigError(
+                f"{name} comes before it and has no committed result: {reason.reason}.",
+                field="--only" if self.only else "--from",
+                value=first,
+                remedy="Run without it once, or begin earlier.",
+            )
 
     def groups(self) -> list[list[str]]:
         """All stages in their order, those that run at the same time in one list.
@@ -251,6 +285,8 @@ class Plan:
         inputs = plan.stage.inputs.values()
         # Without the content of its inputs the stage's key is not known.
         missing = [each for each in inputs if each in self.stages and each not in committed]
+        if self.past is not None and self.takes(name):
+            return self._explain_taken(self.past, name, committed, missing)
         if missing:
             return self._explain_early(name, missing, found)
         key = self.key_of(name, committed)
@@ -263,6 +299,16 @@ class Plan:
             return StageReason(name, False, f"its result is damaged: {damage}", key.digest)
         miss = _manifests.explain_miss(self.spec.storage, key)
         return StageReason(name, False, miss.reason, key.digest, miss.nearest, miss.differences)
+
+    def _explain_taken(
+        self, past: PastRun, name: str, committed: Mapping[str, StageManifest], missing: Sequence[str]
+    ) -> StageReason:
+        storage = self.spec.storage
+        manifest, reason = take_result(storage, past, name)
+        if manifest is None:
+            return StageReason(name, False, reason)
+        changed = [] if missing else _manifests.compare_with(storage, self.key_of(name, committed), manifest.key)
+        return StageReason(name, True, reason, manifest.key, manifest.key[:16], tuple(changed), manifest)
 
     def _explain_early(self, name: str, missing: Sequence[str], found: Mapping[str, StageReason]) -> StageReason:
         """Explain a stage whose inputs are not made yet: it surely runs if more than those differs."""

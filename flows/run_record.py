@@ -180,6 +180,7 @@ class RunRecord:
                 "failed": failed[0] if failed else None,
                 "only": plan.only,
                 "start": plan.start,
+                "from_run": None if plan.past is None else plan.past.id,
                 "sources": self._sources,
             }
         )

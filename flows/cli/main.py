@@ -20,7 +20,7 @@ from rich.console import Console
 
 from flows.cli import checkpoints, presentation, terminal
 from flows.cli.join import follow, follower_config, join
-from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.options import Debug, From, FromRun, Json, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
@@ -91,11 +91,12 @@ def run(
     spec: Spec,
     overrides: Overrides = None,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
-    start: Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")] = None,
+    start: From = None,
     force: Annotated[
         list[str] | None,
         typer.Option(metavar="STAGE", help="Run this stage again even if it is committed; repeatable."),
     ] = None,
+    from_run: FromRun = None,
     debug: Debug = False,
     as_json: Json = False,
 ) -> None:
@@ -109,20 +110,24 @@ def run(
     if (follower := follower_config(parsed)) is not None:
         follow(follower, terminal.console(stderr=as_json))
         return
-    from flows.plan import require_stage
+    from flows.plan import Plan, require_stage
 
-    stages = {"only": require_stage(only, "--only"), "start": require_stage(start, "--from")}
+    only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     from trainer_lib.storage import Store
 
+    if only or start or from_run:
+        # What they need is not there: said before an engine starts.
+        Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
     Store.open(parsed.storage).ensure_writable()  # before an engine starts, which takes seconds
     out = terminal.console(stderr=as_json)
     given = [str(spec), *(overrides or [])]
-    again = ["trainflow", "run", *given, *(["--only", only] if only else []), *(["--from", start] if start else [])]
+    chosen = {"--only": only, "--from": start, "--from-run": from_run}
+    again = ["trainflow", "run", *given, *(word for name, value in chosen.items() if value for word in (name, value))]
     with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
         out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
         with _engine(out):
-            result = _run_and_show(parsed, out, debug=debug, force=forced, **stages)
+            result = _run_and_show(parsed, out, debug=debug, only=only, start=start, force=forced, from_run=from_run)
             # Inside the block: the engine takes a second to end.
             _show_result(result, _ui_command(spec, overrides or []), as_json=as_json)
     if result.error is not None:
@@ -163,11 +168,19 @@ def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
 
 
 @app.command()
-def why(spec: Spec, overrides: Overrides = None, as_json: Json = False, debug: Debug = False) -> None:
+def why(
+    spec: Spec,
+    overrides: Overrides = None,
+    start: From = None,
+    from_run: FromRun = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     from flows.plan import Plan
 
-    plan = Plan.of(load_spec(spec, overrides or [], Resolver()))
+    plan = Plan.of(load_spec(spec, overrides or [], Resolver()), start=start, from_run=from_run)
+    plan.require_committed()
     reasons, warnings = list(plan.reasons.values()), [each for found in plan.warnings.values() for each in found]
     if as_json:
         stages = [reason.to_dict() for reason in reasons]

@@ -14,6 +14,15 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
 ]
+From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")]
+FromRun = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        help="Take the stages before --from from this earlier run (its id in the storage's runs/, or its MLflow run); "
+        "without --from the stage that failed in it is the first.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 

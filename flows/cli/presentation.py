@@ -176,7 +176,8 @@ def reasons(found: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[
     for reason in found:
         word = "kept" if reason.hit else "runs" if reason.certain else "may run"
         styled = (word.ljust(7), STYLES["cached" if reason.hit else "ran"])
-        several = reason.differences if len(reason.differences) > 1 else ()
+        # A result that is taken from another run names its differences in a warning.
+        several = reason.differences if len(reason.differences) > 1 and not reason.hit else ()
         why = f"{len(several)} fields differ from its nearest earlier run" if several else readable(reason.reason)
         lines.append(Text.assemble((f"  {reason.stage.ljust(width)}  ", "bold"), styled, (f"  {why}", "dim")))
         lines += [Text.assemble(" " * (width + 13), str(change)) for change in several]

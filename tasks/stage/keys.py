@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tasks.stage.context import StageContext
     from tasks.stage.manifest import StageManifest
 
+FOLDER_CHARS = 16
+"""A folder is named by as many characters of its key."""
+
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
@@ -66,7 +69,7 @@ class StageKey:
     @property
     def folder(self) -> str:
         """Name of the stage's folder on the storage."""
-        return self.digest[:16]
+        return self.digest[:FOLDER_CHARS]
 
     def to_json(self) -> bytes:
         """The contents of ``key.json``."""

@@ -23,7 +23,7 @@ from typing_extensions import TypeVar
 
 from tasks.stage.code_changes import describe_code
 from tasks.stage.facts import StageFacts
-from tasks.stage.keys import Difference, StageKey, differences
+from tasks.stage.keys import FOLDER_CHARS, Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.records import from_record, to_record
@@ -179,7 +179,11 @@ def commit_facts(facts: StageFacts, reason: str, attempt: int, batch_halvings: i
 
 def stage_store(storage: str, key: StageKey) -> Store:
     """The folder of a stage under a key."""
-    return Store.open(storage).child(STAGES, key.stage, key.folder)
+    return _folder(storage, key.stage, key.digest)
+
+
+def _folder(storage: str, stage: str, key: str) -> Store:
+    return Store.open(storage).child(STAGES, stage, key[:FOLDER_CHARS])
 
 
 def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | None]:
@@ -187,7 +191,12 @@ def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | No
 
     The result of another stage or key in this folder, moved or restored there by hand, is a damaged one.
     """
-    store = stage_store(storage, key)
+    return look_up_under(storage, key.stage, key.digest)
+
+
+def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | None, str | None]:
+    """`look_up` for a key of which only the digest is known, 64 hex digits."""
+    store = _folder(storage, stage, key)
     try:
         commit = read_commit(store, kind="stage")
         if commit is None:
@@ -195,7 +204,7 @@ def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | No
         manifest = StageManifest.from_commit(store.url, commit)
     except DamagedError as error:
         return None, error.message
-    if (manifest.stage, manifest.key) != (key.stage, key.digest):
+    if (manifest.stage, manifest.key) != (stage, key):
         return None, f"the folder holds the result of {manifest.stage} under the key {manifest.key[:16]}"
     read_back = store.is_local or sum(entry.size for entry in commit.files) <= _READ_BACK_BYTES
     # With the time: a result that was made again at this place is read back again.
@@ -221,6 +230,14 @@ def belongs_to_other_key(store: Store, key: StageKey) -> bool:
     except (ValueError, KeyError, TypeError, DamagedError):
         pass  # half written: the key that can be read decides
     return bool(made_for - {key.digest})
+
+
+def compare_with(storage: str, key: StageKey, older: str) -> list[Difference]:
+    """The fields in which `key` differs from an older key of the stage, given by its digest."""
+    record = _read_key(Store.open(storage).child(STAGES, key.stage), older[:FOLDER_CHARS])
+    if record is None or key.digest == older:
+        return []
+    return describe_code(differences(record["fields"], key.fields), record.get("places"), key.places)
 
 
 @dataclass(frozen=True)
