@@ -4,22 +4,27 @@ The walk starts at the recipe's file and follows import statements through the p
 our own are not followed: their versions stand in the keys instead. Each file counts as the digest of its normalised
 syntax tree, so comments, formatting and docstrings do not retrain; a docstring counts in a file that reads docstrings.
 
-What it cannot see: modules named at run time (`import_module(variable)`) and files that the code opens. Declare such
-files as `prepare.sources`.
+Imports are looked up below the root, its `src` folder, the recipe's own folder, the folders that code adds to
+`sys.path`, and where packages are installed in place. Where a module's name or place is known only at run time, every
+Python file below the root belongs to the closure. What no reading sees are files that the code opens: declare them as
+`prepare.sources`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tasks.stage.project_files import OURS, contents_tree, find_in_place, parse_or_digest, python_files
+from tasks.stage.search_paths import Additions, find_additions
 from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
 from trainer_lib.errors import ConfigError
 
-# A change of trainer_lib that changes numbers raises `keys.NUMERICS` instead.
-OURS = {"flows", "tasks", "trainer_lib"}
+_MOST_FILES = 300
+"""A package that is installed in place and has more files counts by their bytes, as a whole."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Closure:
     files: dict[str, str]
     unseen: tuple[str, ...] = field(default=())
     """Places where a module is named only at run time, as ``file:line``."""
+    unattributed: tuple[str, ...] = field(default=())
+    """Places that change the module path by folders which are known only at run time, as ``file:line``."""
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     """Size in bytes and time of change (ns) of each file, taken before it was read."""
     trees: dict[str, ast.Module] = field(default_factory=dict, compare=False, repr=False)
@@ -37,6 +44,8 @@ class Closure:
     """Where each file lies on this machine."""
     root: Path = field(default_factory=Path, compare=False)
     """The folder that absolute imports start from."""
+    places: tuple[Path, ...] = field(default=(), compare=False)
+    """All folders that absolute imports may start from."""
 
     def name_of(self, path: Path) -> str:
         """What a file is called in `files`."""
@@ -45,13 +54,19 @@ class Closure:
 
     def joined(self, other: Closure) -> Closure:
         """The files of both."""
+        names: dict[str, str] = {}
+        for name, path in other.paths.items():
+            # Two files outside of the root may go by one name.
+            names[name] = name if self.paths.get(name, path) == path else f"{name}~2"
         return Closure(
-            {**self.files, **other.files},
+            {**self.files, **{names[name]: digest for name, digest in other.files.items()}},
             tuple(sorted({*self.unseen, *other.unseen})),
+            tuple(sorted({*self.unattributed, *other.unattributed})),
             {**self.marks, **other.marks},
-            {**self.trees, **other.trees},
-            {**self.paths, **other.paths},
+            {**self.trees, **{names[name]: tree for name, tree in other.trees.items()}},
+            {**self.paths, **{names[name]: path for name, path in other.paths.items()}},
             self.root,
+            tuple(dict.fromkeys((*self.places, *other.places))),
         )
 
     def is_current(self) -> bool:
@@ -73,10 +88,18 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
         raise ConfigError(
             "A recipe is a Python file.", field=field, value=str(recipe), remedy="Give the path of a .py file."
         )
-    walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), field)
+    walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), recipe, field)
     walk.visit(recipe)
-    found = dict(sorted(walk.digests.items()))
-    return Closure(found, tuple(sorted(walk.unseen)), walk.marks, walk.trees, walk.paths, walk.root)
+    return Closure(
+        dict(sorted(walk.digests.items())),
+        tuple(sorted(walk.unseen)),
+        tuple(sorted(walk.unattributed)),
+        walk.marks,
+        walk.trees,
+        walk.paths,
+        walk.root,
+        tuple(walk.places),
+    )
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
@@ -108,44 +131,105 @@ def top_level_names(path: Path) -> set[str] | None:
 
 
 class _Walk:
-    """A depth-first walk over files; cycles end at files already seen."""
+    """A walk over files; cycles end at files already seen."""
 
-    def __init__(self, root: Path, field: str) -> None:
+    def __init__(self, root: Path, recipe: Path, field: str) -> None:
         self.root = root
+        self.recipe = recipe
         self.field = field
         self.digests: dict[str, str] = {}
-        self.unseen: list[str] = []
+        self.unseen: set[str] = set()
+        self.unattributed: set[str] = set()
         self.marks: dict[Path, tuple[int, int]] = {}
         self.trees: dict[str, ast.Module] = {}
         self.paths: dict[str, Path] = {}
+        # src: a package that is installed in place from there. The recipe's own folder may come from PYTHONPATH.
+        self.places: dict[Path, None] = dict.fromkeys((root, root / "src", recipe.parent))
+        self._names: dict[Path, str] = {}
+        self._additions: dict[Path, Additions] = {}
+        # Files that no import statement names need not be Python; those swept up may never be imported.
+        self._tolerated: set[Path] = set()
+        self._swept: set[Path] = set()
+        self._looked_up: set[str] = set()
 
     def visit(self, first: Path) -> None:
-        waiting = [first]
+        """Visit a file and all that it imports."""
+        waiting, places = [first], 0
         while waiting:
             path = waiting.pop()
-            name = self._name(path)
-            if name in self.digests:
-                continue
-            # Before the read: a change in between then makes the closure stale, not wrong.
-            self.marks[path] = _mark(path)
+            if path not in self._names:
+                self._read(path)
+                waiting.extend(self._imports(path))
+            if not waiting and places != len(self.places):
+                # What was read before may be found in a new place.
+                places = len(self.places)
+                waiting.extend(each for known in list(self._names) for each in self._imports(known))
+            if not waiting and (self.unseen or self.unattributed):
+                waiting.extend(self._all_files())
+
+    def _read(self, path: Path) -> None:
+        name = self._name(path)
+        self._names[path] = name
+        # Before the read: a change in between then makes the closure stale, not wrong.
+        self.marks[path] = _mark(path)
+        if path in self._tolerated:
+            tree, self.digests[name] = parse_or_digest(path)
+        else:
             tree = parse_file(path, self.field)
             self.digests[name] = digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
-            self.trees[name] = tree
-            self.paths[name] = path
-            waiting.extend(self._imports(path, tree))
+        self.trees[name] = tree
+        self.paths[name] = path
+        found = self._additions[path] = find_additions(path, tree)
+        if path not in self._swept:
+            self.unseen |= {f"{name}:{line}" for line in found.unknown_modules}
+            self.unattributed |= {f"{name}:{line}" for line in found.unknown_folders}
+        for folder in self._located(path, found.folders):
+            if folder.is_dir():
+                self.places.setdefault(folder)
 
     def _name(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
+        """The file's name in keys: from the root, else from the place that it is imported from."""
+        if path.is_relative_to(self.root):
+            return path.relative_to(self.root).as_posix()
+        if path.parent == self.recipe.parent:
+            return path.name
+        place = next((each for each in self.places if path.is_relative_to(each)), path.parent)
+        name = f"({place.name})/{path.relative_to(place).as_posix()}"
+        while name in self.paths:
+            name += "~2"
+        return name
 
-    def _imports(self, path: Path, tree: ast.Module) -> Iterator[Path]:
-        for node in ast.walk(tree):
+    def _located(self, path: Path, written: Iterable[str]) -> Iterator[Path]:
+        """Where paths of a file may lie; relative ones follow the working directory, which may be any of these."""
+        for each in written:
+            starts = (self.root, path.parent, Path.cwd()) if not Path(each).is_absolute() else (self.root,)
+            yield from dict.fromkeys(Path(os.path.normpath(start / each)) for start in starts)
+
+    def _all_files(self) -> list[Path]:
+        """All files below the root, for a module that is known only at run time."""
+        found = [path for path in python_files(self.root) if path not in self._names]
+        self._tolerated.update(found)
+        self._swept.update(found)
+        return found
+
+    # -- imports ------------------------------------------------------------------------------------------------------
+
+    def _imports(self, path: Path) -> Iterator[Path]:
+        for node in ast.walk(self.trees[self._names[path]]):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield from self._absolute(alias.name.split("."))
             elif isinstance(node, ast.ImportFrom):
                 yield from self._from(path, node)
-            elif isinstance(node, ast.Call) and _is_dynamic(node.func):
-                yield from self._dynamic(path, node)
+        found = self._additions[path]
+        for module in found.modules:
+            yield from self._absolute(module.split("."))
+        for package in found.below:
+            yield from self._all_below(package.split("."))
+        for file in self._located(path, found.files):
+            if file.is_file() and file not in self._names:
+                self._tolerated.add(file)
+                yield file
 
     def _from(self, path: Path, node: ast.ImportFrom) -> Iterator[Path]:
         parts = node.module.split(".") if node.module else []
@@ -154,12 +238,16 @@ class _Walk:
             for name in names:
                 yield from self._absolute([*parts, *_submodules(name)])
             if "*" in names and parts[0] not in OURS:
-                yield from _siblings(self.root.joinpath(*parts))
-                yield from _siblings(self.root.joinpath("src", *parts))
+                for place in list(self.places):
+                    yield from _siblings(place.joinpath(*parts))
             return
         package = path.parent
         for _ in range(node.level - 1):
             package = package.parent
+        own = package / "__init__.py"
+        # A relative import runs the package's __init__ as well; the root itself is not a package.
+        if package not in (self.root, self.root / "src") and own.is_file():
+            yield own
         for name in names:
             yield from self._below(package, [*parts, *_submodules(name)])
         if "*" in names:
@@ -168,27 +256,53 @@ class _Walk:
     def _absolute(self, parts: list[str]) -> Iterator[Path]:
         if not parts or parts[0] in OURS:
             return
-        yield from self._below(self.root, parts)
-        # A package that is installed in place from a src folder.
-        yield from self._below(self.root / "src", parts)
+        if not any(_module_file(place / parts[0]) for place in self.places):
+            self._look_up(parts[0])
+        # The first may hide the others, by an order that only the run knows: all of them count.
+        for place in list(self.places):
+            yield from self._below(place, parts)
+
+    def _look_up(self, name: str) -> None:
+        """Add the place of a package that is installed in place."""
+        if name in self._looked_up:
+            return
+        self._looked_up.add(name)
+        place = find_in_place(name)
+        if place is None or place in self.places:
+            return
+        own = python_files(place / name, limit=_MOST_FILES)
+        if len(own) > _MOST_FILES and (place / name / "__init__.py") in own:
+            self._read_whole(place, name)
+        else:
+            self.places.setdefault(place)
+
+    def _read_whole(self, place: Path, package: str) -> None:
+        """Take a large package as the bytes of its files."""
+        files, first = python_files(place / package), place / package / "__init__.py"
+        name = f"({place.name})/{package}/__init__.py"
+        self.marks |= {each: _mark(each) for each in files}
+        self.trees[name], self.digests[name] = contents_tree(files)
+        self.paths[name], self._names[first] = first, name
+        self._additions[first] = Additions()
+        self.places.setdefault(place)
+        self._names |= dict.fromkeys(files, name)
+        self._additions |= {each: Additions() for each in files}
+
+    def _all_below(self, parts: list[str]) -> Iterator[Path]:
+        """All modules of a package, of which one is chosen at run time."""
+        if parts[0] in OURS:
+            return
+        yield from self._absolute(parts)
+        for place in list(self.places):
+            folder = place.joinpath(*parts)
+            yield from python_files(folder) if folder.is_dir() else ()
 
     def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
         """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""
-        own = place / "__init__.py"
-        # A relative import runs the package's __init__ as well; the root itself is not a package.
-        if place not in (self.root, self.root / "src") and own.is_file():
-            yield own
         for depth in range(1, len(parts) + 1):
             found = _module_file(place.joinpath(*parts[:depth]))
             if found is not None:
                 yield found
-
-    def _dynamic(self, path: Path, node: ast.Call) -> Iterator[Path]:
-        named = node.args[0] if node.args else None
-        if isinstance(named, ast.Constant) and isinstance(named.value, str) and not named.value.startswith("."):
-            yield from self._absolute(named.value.split("."))
-        else:
-            self.unseen.append(f"{self._name(path)}:{node.lineno}")
 
 
 def _mark(path: Path) -> tuple[int, int]:
@@ -201,11 +315,6 @@ def _mark(path: Path) -> tuple[int, int]:
 
 def _submodules(name: str) -> list[str]:
     return [] if name == "*" else [name]
-
-
-def _is_dynamic(function: ast.expr) -> bool:
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
-    return name in ("import_module", "__import__")
 
 
 def _module_file(stem: Path) -> Path | None:

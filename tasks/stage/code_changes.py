@@ -42,6 +42,8 @@ def describe_code(
 def _sentence(label: str, place: Place | None, difference: Difference) -> tuple[str, int]:
     file, _, name = label.partition(":")
     where = f"{file}:{place.line}" if place is not None else file
+    # This stage does not name it: code of the stage may reach any name.
+    because = f", which counts because of {place.because}" if place is not None and place.because else ""
     change = "added" if difference.old is None else "removed" if difference.new is None else "changed"
     if name == ORDER:
         return f"the order of statements changed ({file})", 3
@@ -49,17 +51,17 @@ def _sentence(label: str, place: Place | None, difference: Difference) -> tuple[
         return f"the text changed ({file}), which the recipe reads itself", 3
     if name.startswith("#"):
         text = f": {place.text}" if place is not None and place.text else ""
-        return f"a statement that runs at import {change} ({where}{text})", 1
+        return f"a statement that runs at import {change} ({where}{text}){because}", 1
     imported = name.removeprefix("import ")
     if imported != name:
-        return f"the import of {imported} {change} ({where})", 2
+        return f"the import of {imported} {change} ({where}){because}", 2
     rank = 0 if change == "changed" else 1
-    return f"{name} {change} ({where})", rank
+    return f"{name} {change} ({where}){because}", rank
 
 
 def _place(record: Any) -> Place | None:
-    if isinstance(record, list) and len(record) == 2 and isinstance(record[0], int):
-        return Place(record[0], str(record[1]))
+    if isinstance(record, list) and len(record) in (2, 3) and isinstance(record[0], int):
+        return Place(record[0], *(str(each) for each in record[1:]))
     return None
 
 

@@ -73,7 +73,10 @@ class StageKey:
 
     def to_json(self) -> bytes:
         """The contents of ``key.json``."""
-        places = {label: [place.line, place.text] for label, place in self.places.items()}
+        places = {
+            label: [place.line, place.text, *([place.because] if place.because else [])]
+            for label, place in self.places.items()
+        }
         record = {"format": 1, "stage": self.stage, "key": self.digest, "fields": self.fields, "places": places}
         return json.dumps(record, indent=1, sort_keys=True, default=_plain).encode()
 

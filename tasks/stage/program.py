@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from tasks.stage.closure import OURS, Closure
+from tasks.stage.closure import Closure
 from tasks.stage.definitions import Module, Piece, cut_modules
+from tasks.stage.project_files import OURS
 from tasks.stage.references import Chain, ImportTarget
+
+Stems = tuple[str, ...]
+"""Where a module may lie: absolute paths without an ending."""
 
 _DEPTH = 40
 """A name that is imported from file to file more often than this counts as the whole file."""
@@ -60,6 +64,15 @@ class Program:
         self.modules: dict[str, Module] = cut_modules(closure)
         # For code that reads its own source.
         self.texts = {name: _digest_file(path) for name, path in closure.paths.items()}
+        # Changes of the module path by folders that are known only at run time.
+        self.unattributed = closure.unattributed
+        self._paths = {name: str(path) for name, path in closure.paths.items()}
+        self._names = {path: name for name, path in self._paths.items()}
+        self._places = [str(place) for place in closure.places]
+        self._below: dict[str, list[str]] = {}
+        for name, path in self._paths.items():
+            for folder in Path(path).parents:
+                self._below.setdefault(str(folder), []).append(name)
 
     def resolve(self, file: str, chain: Chain, aliases: dict[str, list[ImportTarget]] | None = None) -> Meaning:
         """What a chain of names in a file means.
@@ -71,12 +84,8 @@ class Program:
 
     def imported(self, file: str, target: ImportTarget) -> tuple[str, ...]:
         """Files of the project that an import statement executes, packages first."""
-        parts = self._parts(file, target)
-        if parts is None:
-            return ()
-        if target.name not in (None, "*"):
-            parts = (*parts, str(target.name))
-        return tuple(self._files_on_the_way(parts))
+        more = () if target.name in (None, "*") else (str(target.name),)
+        return tuple(dict.fromkeys(self._files_on_the_way(file, target, more)))
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -101,73 +110,75 @@ class Program:
 
     def _follow(self, file: str, target: ImportTarget, rest: Chain, depth: int) -> Meaning:
         """What the attributes `rest` of an imported name mean."""
-        parts = self._parts(file, target)
         runs = self.imported(file, target)
+        stems = self._stems(file, target)
+        deeper = stems if target.name is None else _join(stems, (target.name,))
         # Folders without an __init__ run nothing, and hold modules all the same.
-        if parts is None or not (runs or self._has_below((*parts, *([target.name] if target.name else ())))):
+        if not runs and not any(stem in self._below for stem in deeper):
             name = (target.module.partition(".")[0] if target.is_top else target.module, target.name or "", *rest)
             return Meaning(outside={".".join(part for part in name if part)})
         if target.is_top:
-            parts = parts[:1]
+            stems = _join(self._places, (target.module.partition(".")[0],))
         wanted = rest if target.name is None else (target.name, *rest)
-        found = self._look_below(parts, wanted, depth)
+        found = self._look_below(stems, wanted, depth)
         found.runs += runs
         return found
 
-    def _look_below(self, parts: Chain, wanted: Chain, depth: int) -> Meaning:
-        """What the attributes `wanted` of the module `parts` mean."""
-        file = self._file(parts)
+    def _look_below(self, stems: Stems, wanted: Chain, depth: int) -> Meaning:
+        """What the attributes `wanted` of a module mean."""
         if not wanted or depth == 0:
             # The module itself, and whatever is imported below it.
-            return Meaning(wholes=self._all_below(parts))
+            return Meaning(wholes=self._all_below(stems))
         found = Meaning()
-        module = self.modules[file] if file is not None else None
-        if module is not None and file is not None and (wanted[0] in module.by_name or "*" in module.by_name):
-            found.add(self._resolve(file, wanted, {}, depth - 1))
-            found.outside = {name for name in found.outside if not name.startswith("builtins.")}
-        deeper = (*parts, wanted[0])
-        if self._file(deeper) is not None or self._has_below(deeper):
+        for file in self._files(stems):
+            module = self.modules[file]
+            if wanted[0] in module.by_name or "*" in module.by_name:
+                found.add(self._resolve(file, wanted, {}, depth - 1))
+                found.outside = {name for name in found.outside if not name.startswith("builtins.")}
+        deeper = _join(stems, wanted[:1])
+        if self._files(deeper) or any(stem in self._below for stem in deeper):
             found.add(self._look_below(deeper, wanted[1:], depth - 1))
         if not (found.pieces or found.wholes or found.outside):
             # A name that is nowhere defined: `__getattr__`, or set from outside.
-            return Meaning(wholes=self._all_below(parts))
-        if module is not None and file is not None and "__getattr__" in module.by_name:
-            found.wholes.append(file)
+            return Meaning(wholes=self._all_below(stems))
+        found.wholes += [file for file in self._files(stems) if "__getattr__" in self.modules[file].by_name]
         return found
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _parts(self, file: str, target: ImportTarget) -> Chain | None:
-        """The dotted name of an imported module, from the root; None for one that is not below it."""
+    def _stems(self, file: str, target: ImportTarget) -> Stems:
+        """Where an imported module may lie: paths without an ending; none for one of ours."""
         parts = tuple(target.module.split(".")) if target.module else ()
         if target.level == 0:
-            return None if parts[0] in OURS else parts
-        folder = PurePosixPath(file).parent
-        for _ in range(target.level - 1):
-            folder = folder.parent
-        return (*(part for part in folder.parts if part != "."), *parts)
+            return () if parts[0] in OURS else _join(self._places, parts)
+        # One dot is the file's own folder.
+        return _join((self._paths[file].rsplit("/", target.level)[0],), parts)
 
-    def _file(self, parts: Chain) -> str | None:
-        stem = "/".join(parts)
-        package = f"{stem}/__init__.py" if stem else "__init__.py"
-        names = (package, f"{stem}.py", f"src/{package}", f"src/{stem}.py")
-        return next((name for name in names if name in self.modules), None)
+    def _files(self, stems: Stems) -> list[str]:
+        paths = [path for stem in stems for path in (f"{stem}/__init__.py", f"{stem}.py")]
+        return [self._names[path] for path in paths if path in self._names]
 
-    def _files_on_the_way(self, parts: Chain) -> Iterator[str]:
+    def _files_on_the_way(self, file: str, target: ImportTarget, more: Chain) -> Iterator[str]:
+        if target.level == 0:
+            parts = (*target.module.split("."), *more)
+            for depth in range(1, len(parts) + 1) if parts[0] not in OURS else ():
+                yield from self._files(_join(self._places, parts[:depth]))
+            return
+        [stem] = _join(self._stems(file, target), more)
+        # The packages around a file that imports from its own package run before it.
+        places = [place for place in self._places if stem.startswith(f"{place}/")]
+        start = min(places, key=len, default=stem.rpartition("/")[0])
+        parts = tuple(stem.removeprefix(start).strip("/").split("/"))
         for depth in range(1, len(parts) + 1):
-            file = self._file(parts[:depth])
-            if file is not None:
-                yield file
+            yield from self._files(_join((start,), parts[:depth]))
 
-    def _has_below(self, parts: Chain) -> bool:
-        prefix = "/".join(parts) + "/"
-        return any(name.startswith((prefix, f"src/{prefix}")) for name in self.modules)
+    def _all_below(self, stems: Stems) -> list[str]:
+        below = [name for stem in stems for name in self._below.get(stem, ())]
+        return list(dict.fromkeys((*below, *self._files(stems))))
 
-    def _all_below(self, parts: Chain) -> list[str]:
-        own = self._file(parts)
-        prefix = "/".join(parts) + "/"
-        found = [name for name in self.modules if name.startswith((prefix, f"src/{prefix}"))]
-        return [*found, own] if own is not None and own not in found else found
+
+def _join(stems: Iterable[str], parts: Chain) -> Stems:
+    return tuple("/".join((stem, *parts)) for stem in stems)
 
 
 def _digest_file(path: Path) -> str:

@@ -32,10 +32,12 @@ class Place:
     Attributes:
         line: from 1.
         text: the statement's first line, where it has no name; else empty.
+        because: the code for which everything counts, where this counts for nothing else; else empty.
     """
 
     line: int
     text: str = ""
+    because: str = ""
 
 
 @dataclass
@@ -47,12 +49,14 @@ class Reach:
         places: label -> where it stands now.
         pieces: the pieces themselves.
         everything: why all files count as a whole ("eval, recipe.py:12"); None where they do not.
+        outside: the dotted names in installed packages and builtins that they lead to.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     everything: str | None = None
+    outside: set[str] = field(default_factory=set)
 
 
 class _Walk:
@@ -65,6 +69,7 @@ class _Walk:
         self._ran: set[str] = set()
         self._whole: set[str] = set()
         self.everything: str | None = None
+        self.outside: set[str] = set()
         self._waiting: list[Piece] = []
 
     def run(self, file: str) -> None:
@@ -128,6 +133,7 @@ class _Walk:
             self.run(file)
         for file in meaning.wholes:
             self._take_whole(file)
+        self.outside |= meaning.outside
         return meaning.outside
 
     def _note_maker(self, outside: set[str], file: str, place: int | str, *, words: Collection[str] = ()) -> None:
@@ -209,20 +215,24 @@ class Code:
         for name in functions:
             for file in self._homes(name):
                 walk.enter(file, name)
+        if self.program.unattributed and walk.everything is None:
+            walk.everything = f"sys.path, {self.program.unattributed[0]}"
+        named = set(walk.pieces)
         if walk.everything is not None:
             walk.take_everything()
-        found = Reach(pieces=list(walk.pieces), everything=walk.everything)
+        found = Reach(pieces=list(walk.pieces), everything=walk.everything, outside=walk.outside)
         for _, module in sorted(self.program.modules.items()):
-            self._add_module(found, module, walk.pieces)
+            self._add_module(found, module, walk.pieces, named)
         return found
 
-    def _add_module(self, found: Reach, module: Module, reached: dict[Piece, None]) -> None:
+    def _add_module(self, found: Reach, module: Module, reached: dict[Piece, None], named: set[Piece]) -> None:
         pieces = [piece for piece in module.pieces if piece in reached]
         grouped: dict[str, list[str]] = {}
         for piece in pieces:
             grouped.setdefault(piece.label, []).append(piece.digest)
             text = "" if piece.is_simple else piece.text
-            found.places.setdefault(piece.label, Place(piece.line, text))
+            because = "" if piece in named else found.everything or ""
+            found.places.setdefault(piece.label, Place(piece.line, text, because))
         # A name that is bound several times is one entry.
         found.digests |= {
             label: digests[0] if len(digests) == 1 else _combine(digests) for label, digests in grouped.items()

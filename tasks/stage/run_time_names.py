@@ -28,6 +28,8 @@ _ATTRIBUTES = {
     "f_globals",
     "f_back",
     "__builtins__",
+    "exec_module",
+    "load_module",
     "tb_frame",
 }
 _READS_TEXTS = {"query", "eval", "evaluate", "sql"}

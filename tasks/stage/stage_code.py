@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import sys
 from typing import TYPE_CHECKING
 
 from tasks.stage.definitions import Piece
+from tasks.stage.known_calls import QUIET_PACKAGES
 from tasks.stage.reach import Code, Reach
 
 if TYPE_CHECKING:
@@ -22,11 +24,16 @@ PREDICT = (*MODEL, "preprocess_logits_for_metrics", "prediction_columns")
 # By these a callback or a Trainer of the recipe sees metrics, or evaluates by itself.
 _SEES_METRICS = {
     "GreedyLR", "ReduceLROnPlateau",
-    "__dict__", "asdict", "best_global_step", "best_metric", "best_model_checkpoint", "compute_metrics", "evaluate",
-    "evaluation_loop", "getattr", "log", "log_history", "logs", "metrics", "on_evaluate", "on_log", "on_predict",
-    "predict", "prediction_loop", "preprocess_logits_for_metrics", "vars",
+    "__dict__", "__getattr__", "__getattribute__", "asdict", "astuple", "attrgetter", "best_global_step", "best_metric",
+    "best_model_checkpoint", "compute_metrics", "evaluate", "evaluation_loop", "getattr", "log", "log_history", "logs",
+    "metrics", "on_evaluate", "on_log", "on_predict", "predict", "prediction_loop", "preprocess_logits_for_metrics",
+    "save_to_json", "vars",
 }  # fmt: skip
-_QUIET_CALLBACKS = {"TrainerCallback", "ProgressCallback", "PrinterCallback"}
+_QUIET_CALLBACKS = {"TrainerCallback", "ProgressCallback", "PrinterCallback", "StragglerCallback"}
+# Callbacks of other packages may look at metrics under any name. These have none that do, but for those above.
+_WITHOUT_CALLBACKS = {"builtins", "numpy", "torch", "trainer_lib", "transformers", *sys.stdlib_module_names} | (
+    QUIET_PACKAGES - {"keras", "lightning"}
+)
 # What draws random numbers, or sets up the process, changes the training that goes on after an evaluation.
 _RANDOM = ("rand", "seed", "shuffle", "permut", "bootstrap", "bernoulli", "multinomial")
 _DRAWS = {"choice", "choices", "normal", "normal_", "sample", "uniform", "uniform_"}
@@ -87,6 +94,8 @@ def _sees_metrics(code: Code) -> bool:
     # An import may rename it.
     words |= {piece.target.name for piece in reached.pieces if piece.target is not None and piece.target.name}
     if reached.everything is not None or words & _SEES_METRICS:
+        return True
+    if any(name.partition(".")[0] not in _WITHOUT_CALLBACKS for name in reached.outside):
         return True
     # A callback from a package, such as one that stops early.
     own = {name for piece in reached.pieces if piece.target is None for name in piece.names}

@@ -37,23 +37,26 @@ class Part:
 
 @dataclass
 class Project:
-    """Three files as lists of statements; the recipe reaches `base` only through the helper."""
+    """Three files as lists of statements; the recipe reaches `base` only through the helper.
+
+    Attributes:
+        place: the folder of `base`, which the recipe adds to the module path; empty for the recipe's own.
+    """
 
     base: list[Part] = field(default_factory=list)
     helper: list[Part] = field(default_factory=list)
     recipe: list[Part] = field(default_factory=list)
+    place: str = ""
 
     def sources(self) -> dict[str, str]:
-        files = {"base_of_edits": self.base, "helper_of_edits": self.helper, "recipe": self.recipe}
+        files = {f"{self.place}base_of_edits": self.base, "helper_of_edits": self.helper, "recipe": self.recipe}
         return {name: "\n".join(part.source() for part in file) + "\n" for name, file in files.items()}
 
     def copy(self) -> Project:
-        return Project(
-            *(
-                [Part(part.text, part.number, part.name) for part in file]
-                for file in (self.base, self.helper, self.recipe)
-            )
-        )
+        def copied(file: list[Part]) -> list[Part]:
+            return [Part(part.text, part.number, part.name) for part in file]
+
+        return Project(copied(self.base), copied(self.helper), copied(self.recipe), self.place)
 
 
 IMPORTS = (
@@ -69,8 +72,21 @@ AGAIN = (
     "from base_of_edits import c0, c1",
     "from base_of_edits import *",
     "if True:\n    from base_of_edits import c0, c1\nelse:\n    c0 = c1 = None",
+    "import importlib\nA_base = importlib.import_module('base_of_edits')\nc0, c1 = A_base.c0, A_base.c1",
+    "import importlib\nA_base = importlib.import_module('base_of_%s' % 'edits')\nc0, c1 = A_base.c0, A_base.c1",
+    "def c0(x):\n    import importlib\n    return importlib.import_module('base_of_' + 'edits').c0(x)\n\nc1 = c0",
 )
 """How the helper hands on what the third file defines."""
+PLACES = (
+    "import sys\nsys.path.insert(0, 'lib')",
+    "import os, sys\nsys.path.append(os.path.join(os.path.dirname(__file__), 'lib'))",
+    "import sys\nfrom pathlib import Path\nB_HERE = Path(__file__).parent\nsys.path += [str(B_HERE / 'lib')]",
+    "import sys\nfor B_folder in ('other', 'lib'):\n    sys.path.append(B_folder)",
+    "import sys\nsys.path.append(max(['lib']))",
+    "import sys\nsys.path[:0] = [each for each in ['lib']]",
+)
+"""How the recipe adds the folder of the third file to the module path."""
+ADDED = "adds a folder"
 ENTRY_IMPORTS = (
     "from helper_of_edits import WHAT as ENTRY",
     "try:\n    from missing_of_edits import WHAT as ENTRY\n"
@@ -93,7 +109,11 @@ def make_project(draw: random.Random) -> Project:
     recipe = [Part(imported, 0), *_definitions(draw, "b", names)]
     callees = [*names, *(part.name for part in recipe if part.name)]
     recipe += [Part(_entry(draw, entry, callees), draw.randrange(9), entry) for entry in ENTRIES]
-    return Project(base, helper, recipe)
+    project = Project(base, helper, recipe)
+    if draw.random() < 0.5:
+        project.place = "lib/"
+        recipe.insert(1, Part(draw.choice(PLACES), 0, ADDED))
+    return project
 
 
 def _entry(draw: random.Random, entry: str, callees: list[str]) -> str:
@@ -174,6 +194,7 @@ def _expression(draw: random.Random, names: list[str]) -> str:
     return "[" + ", ".join(parts) + "]"
 
 
+KEPT = (*ENTRIES, ADDED)
 EDITS = ("number", "number", "number", "number", "delete", "swap", "effect", "copy body", "rename import")
 
 
@@ -184,7 +205,7 @@ def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
     kind = draw.choice(EDITS)
     place = draw.randrange(len(file))
     part = file[place]
-    if kind == "delete" and part.name not in ENTRIES:
+    if kind == "delete" and part.name not in KEPT:
         del file[place]
     elif kind == "swap":
         second = draw.randrange(len(file))
@@ -195,7 +216,7 @@ def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
         file.insert(place, Part(text, draw.randrange(9)))
     elif kind == "copy body":
         other = draw.choice(file)
-        if part.name and other.name and part.name not in ENTRIES:
+        if part.name not in ("", *KEPT) and other.name not in ("", ADDED):
             part.text, part.number = other.text.replace(other.name, part.name), other.number
     elif kind == "rename import" and file is found.recipe:
         file[0].text = draw.choice(IMPORTS)
@@ -223,7 +244,8 @@ def run_stages(sources: dict[str, str]) -> dict[str, Ran]:
     compiled = {}
     for name, text in sources.items():
         try:
-            compiled[name] = compile(text, f"{name}.py", "exec")
+            module = name.rpartition("/")[2]
+            compiled[module] = compile(text, f"{module}.py", "exec")
         except SyntaxError:
             return {}
     return {stage: _run_stage(stage, compiled) for stage in STAGES}
@@ -238,6 +260,7 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
             functions.add((code.co_filename, code.co_firstlineno))
 
     recipe = ModuleType("recipe")
+    recipe.__file__ = "recipe.py"
     calls = {
         "prepare-data": ["prepare"],
         # Metrics are measured between two batches; what they return is not part of the weights.
@@ -246,7 +269,7 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
         "predict": ["build_model", "collate", "prediction_columns"],
     }[stage]
     output: list[Any] = []
-    before = sys.gettrace()
+    before, places = sys.gettrace(), [*sys.path]
     try:
         sys.settrace(trace)
         for name in ("base_of_edits", "helper_of_edits"):
@@ -265,6 +288,7 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
         return Ran(None, functions)
     finally:
         sys.settrace(before)
+        sys.path[:] = places
         for name in ("base_of_edits", "helper_of_edits"):
             sys.modules.pop(name, None)
     return Ran(repr(output), functions)
@@ -276,6 +300,7 @@ def _run_stage(stage: str, compiled: dict[str, CodeType]) -> Ran:
 def write(folder: Path, sources: dict[str, str]) -> Path:
     """Write the files, and return the recipe's."""
     for name, text in sources.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / f"{name}.py").write_text(text)
     return folder / "recipe.py"
 

@@ -85,7 +85,7 @@ def test_a_star_import_counts_the_whole_package(tmp_path: Path) -> None:
 def test_modules_named_at_run_time_are_followed_or_said(tmp_path: Path) -> None:
     recipe = write(
         tmp_path,
-        recipe="import importlib\nimportlib.import_module('known')\nname = 'x'\nimportlib.import_module(name)\n",
+        recipe="import importlib\nimportlib.import_module('known')\nname = input()\nimportlib.import_module(name)\n",
         known="",
     )
     found = closure(recipe, tmp_path)

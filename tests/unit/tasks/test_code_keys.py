@@ -324,11 +324,34 @@ def test_names_that_a_function_holds_itself_are_not_the_modules(tmp_path: Path) 
         "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
         "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
         "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
+        "from library import Stopper\n\n\ndef callbacks(options):\n    return [Stopper()]",
+        "import library.stops as stops\n\n\ndef callbacks(options):\n    return [stops.early(3)]",
+        "def callbacks(options):\n    from library import Stopper\n\n    return [Stopper()]",
+        "from library import Base\n\n\nclass Stop(Base): ...\n\n\ndef callbacks(options):\n    return [Stop()]",
+        "from library import Trainer",
+        "from library import Base\n\n\nclass Trainer(Base): ...",
+        "class Stop:\n    def __getattr__(self, event):\n        return self.stop\n\n\n"
+        "def callbacks(options):\n    return [Stop()]",
     ],
 )
 def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str) -> None:
     base = f"{BASE}\n\n{more}\n"
     assert "train" in changed(tmp_path, "return len(NAMES)", "return 3", base=base)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import time\nfrom trainer_lib import TrainerCallback\n\n\nclass Timer(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n        self.last = time.time()\n\n\n"
+        "def callbacks(options):\n    return [Timer()]",
+        "from transformers import ProgressCallback\n\n\ndef callbacks(options):\n    return [ProgressCallback()]",
+        "import torch\nfrom trainer_lib import Trainer as Base\n\n\nclass Trainer(Base):\n"
+        "    def compute_loss(self, model, inputs):\n        return torch.nn.functional.mse_loss(*model(inputs))",
+    ],
+)
+def test_metrics_do_not_count_for_train_where_its_code_cannot_look_at_them(tmp_path: Path, more: str) -> None:
+    assert changed(tmp_path, "return len(NAMES)", "return 3", base=f"{BASE}\n\n{more}\n") == {"evaluate"}
 
 
 @pytest.mark.parametrize(
