@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from trainer_lib.errors import TrainflowError
 
+RUN_ID_CHARS = 16
+"""A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
+
 Status = Literal["cached", "ran", "failed", "skipped"]
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 from flows.past_runs import RUN_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.report import render_report
-from flows.results import PipelineResult
+from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
 from tasks import tracking
@@ -51,7 +51,7 @@ class RunRecord:
         self.plan = plan
         self.result = result
         self.handle: tracking.RunHandle | None = None
-        self.folder = run_folder(plan.spec.storage, plan.pipeline_key[:16])
+        self.folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
         self._start_s = time.monotonic()
         self._started = now()
         self._record: dict[str, Any] = {}

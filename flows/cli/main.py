@@ -6,27 +6,24 @@ A bad spec is refused before Prefect, MLflow or torch is imported, so everything
 from __future__ import annotations
 
 import contextlib
-import importlib
-import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flows.cli import checkpoints, presentation, terminal
+from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
 from flows.cli.options import Debug, From, FromRun, Json, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
-from flows.results import PipelineResult
-from flows.server.api import prefect_api, quiet_environment
-from flows.spec.spec import PipelineSpec, load_spec
+from flows.server.api import quiet_environment
+from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import (
     Interrupted,
@@ -114,51 +111,24 @@ def run(
 
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
-    from trainer_lib.storage import Store
-
     if only or start or from_run:
         # What they need is not there: said before an engine starts.
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
-    Store.open(parsed.storage).ensure_writable()  # before an engine starts, which takes seconds
-    out = terminal.console(stderr=as_json)
     given = [str(spec), *(overrides or [])]
     chosen = {"--only": only, "--from": start, "--from-run": from_run}
     again = ["trainflow", "run", *given, *(word for name, value in chosen.items() if value for word in (name, value))]
-    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
-        out.print(f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}")
-        with _engine(out):
-            result = _run_and_show(parsed, out, debug=debug, only=only, start=start, force=forced, from_run=from_run)
-            # Inside the block: the engine takes a second to end.
-            _show_result(result, _ui_command(spec, overrides or []), as_json=as_json)
-    if result.error is not None:
-        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
-        raise typer.Exit(result.error.exit_code)
-
-
-@contextlib.contextmanager
-def _engine(out: Console) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        with out.status("starting the workflow engine"):
-            # The pipeline's imports and the engine's start take seconds each, so they run side by side.
-            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
-        yield
-
-
-def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
-    from flows.pipeline import run_pipeline
-    from tasks.stage.progress import subscribe
-
-    with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
-        return run_pipeline(spec, debug=debug, **choice)
-
-
-def _show_result(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
-    if not as_json:
-        terminal.show(presentation.summary(result, ui))
-        return
-    code = result.error.exit_code if result.error is not None else 0
-    plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
-    print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
+    execute(
+        parsed,
+        title=f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}",
+        again=again,
+        ui=_ui_command(spec, overrides or []),
+        debug=debug,
+        as_json=as_json,
+        only=only,
+        start=start,
+        force=forced,
+        from_run=from_run,
+    )
 
 
 def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:

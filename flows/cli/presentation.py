@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from flows.cli.terminal import STYLES, readable
-from flows.results import PipelineResult, StageOutcome
+from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
 
@@ -37,6 +37,8 @@ def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
     if places:
         lines.append(Text())
         lines += [Text.assemble((f"  {name:<12} ", "dim"), place) for name, place in places.items()]
+    if result.pipeline_key:
+        lines.append(Text.assemble(("  run          ", "dim"), result.pipeline_key[:RUN_ID_CHARS]))
     if result.tracking_uri:
         lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui_command), "bold")))
     return [*lines, Text()]

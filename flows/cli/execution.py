@@ -1,0 +1,82 @@
+"""A pipeline run on the command line: the engine around it, its progress, its summary, its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from flows.cli import presentation, terminal
+from flows.cli.options import print_json
+from flows.cli.signals import stoppable
+from flows.results import PipelineResult
+from flows.server.api import prefect_api
+from flows.spec.spec import PipelineSpec
+
+
+def execute(
+    spec: PipelineSpec,
+    *,
+    title: str,
+    again: Sequence[str],
+    ui: Sequence[str],
+    debug: bool,
+    as_json: bool,
+    **choice: Any,
+) -> None:
+    """Run a pipeline and show how it goes.
+
+    Args:
+        title: the first line.
+        again: the command that continues it.
+        ui: the command that opens its MLflow run.
+        choice: which stages, as `flows.pipeline.run_pipeline` takes them.
+
+    Raises:
+        typer.Exit: the run failed; with the failure's exit code, after it was shown.
+        TrainflowError: it was stopped, or the engine did not start.
+    """
+    from trainer_lib.storage import Store
+
+    Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
+    out = terminal.console(stderr=as_json)
+    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
+        out.print(title)
+        with _engine(out):
+            result = _run_and_show(spec, out, debug=debug, **choice)
+            # Inside the block: the engine takes a second to end.
+            _show_result(result, ui, as_json=as_json)
+    if result.error is not None:
+        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
+        raise typer.Exit(result.error.exit_code)
+
+
+@contextlib.contextmanager
+def _engine(out: Console) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with out.status("starting the workflow engine"):
+            # The pipeline's imports and the engine's start take seconds each, so they run side by side.
+            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
+        yield
+
+
+def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+    from flows.pipeline import run_pipeline
+    from tasks.stage.progress import subscribe
+
+    with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
+        return run_pipeline(spec, debug=debug, **choice)
+
+
+def _show_result(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
+    if not as_json:
+        terminal.show(presentation.summary(result, ui))
+        return
+    code = result.error.exit_code if result.error is not None else 0
+    plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
+    print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
