@@ -8,6 +8,7 @@
     |-- CodeError                     10   the user's recipe or callback raised               never retried
     |-- DataError                     11   empty split, wrong schema, NaN in the data         never retried
     |-- NonFiniteError                12   loss or gradients stay NaN/inf                     never retried as is
+    |   `-- LossSpikeError            12   the loss spikes more often than allowed            never retried as is
     |-- OutOfMemoryError              13   host or device memory exhausted                    retried, batch halved
     |-- StorageError                  14   a store failed: network, permission, throttling    retried
     |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
@@ -145,6 +146,12 @@ class NonFiniteError(TrainflowError):
     title = "not finite"
 
 
+class LossSpikeError(NonFiniteError):
+    """The loss spiked again after as many rollbacks as are allowed."""
+
+    title = "loss spikes"
+
+
 class OutOfMemoryError(TrainflowError):
     """Host or device memory ran out."""
 
@@ -224,6 +231,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         CodeError,
         DataError,
         NonFiniteError,
+        LossSpikeError,
         OutOfMemoryError,
         StorageError,
         StorageFullError,

@@ -71,6 +71,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "adam_beta2": {"adam_beta2": 0.99},
     "adam_epsilon": {"adam_epsilon": 1e-6},
     "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "loss_spike_sigma": {"loss_spike_sigma": 6.0},
     "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
     "tf32": {"tf32": False},
     "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},

@@ -21,7 +21,10 @@ from trainer_lib.suggestions import suggestion
 _PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first
 #: The arguments that no version of transformers has.
-OURS_ALONE = ("global_batch_size", "save_async", "max_failed_saves", "max_nonfinite_steps", "allow_global_batch_change")
+OURS_ALONE = (
+    *("global_batch_size", "save_async", "max_failed_saves", "max_nonfinite_steps", "allow_global_batch_change"),
+    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes"),
+)
 _REMEDY = "Give trainer_lib.TrainingArguments, or the TrainingArguments of transformers."
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: How one global batch is cut up: recorded as provenance, never part of a key.
 _BATCH_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
+#: With `loss_spike_sigma`, they decide when training rolls back, and how far.
+_SPIKE_FIELDS = ("loss_spike_window", "max_nonfinite_steps", "save_strategy", "save_steps")
 #: The one batch setting that reaches the numbers: sums of gradients are formed in another order.
 _EXCHANGED_EACH_TIME = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 #: The parts of DeepSpeed's configuration that reach the numbers; the rest says where tensors live.
@@ -49,6 +51,10 @@ def numeric_fields(
     out = _affecting(args, "weights", "outputs", *chosen_by)
     out["global_batch_size"] = total_batch_size(args, data_parallel_size=data_parallel_size, settings=batching)
     out["accelerator_config"] = _EXCHANGED_EACH_TIME if batching.sync_each_batch else None
+    if args.loss_spike_sigma is None:
+        del out["loss_spike_sigma"]  # as it was before there was one
+    else:
+        out |= {name: plain(getattr(args, name)) for name in _SPIKE_FIELDS}
     if args.max_steps > 0:
         del out["num_train_epochs"]  # overridden: changing it changes nothing
     return out

@@ -69,6 +69,22 @@ class OptimisationArguments:
         unit="steps",
         ge=1,
     )
+    # Ours, too. The window is in the train key only when a spike rolls back (`numeric`).
+    loss_spike_sigma: float | None = arg(
+        None,
+        "Roll back when a step's loss exceeds the mean of loss_spike_window steps by so many standard deviations, or "
+        "when max_nonfinite_steps in a row are not finite: training goes back to the checkpoint before and skips the "
+        "samples in between. When not given, never.",
+        affects="weights",
+        unit="standard deviations",
+        gt=0,
+    )
+    loss_spike_window: int = arg(
+        128, "Steps whose losses loss_spike_sigma compares with.", affects="nothing", unit="steps", ge=2
+    )
+    max_loss_spikes: int = arg(
+        3, "Rollbacks of one training, after which the next spike ends it.", affects="nothing", unit="rollbacks", ge=0
+    )
     label_smoothing_factor: float = arg(
         0.0,
         "Share of the target's probability that is distributed over all labels; 0 = none.",

@@ -239,6 +239,16 @@ def _check_best_model(args: ArgumentGroups) -> None:
         _check_multiple(args.save_steps, args.eval_steps or 0)
 
 
+def _check_loss_spikes(args: ArgumentGroups) -> None:
+    if args.loss_spike_sigma is not None and args.save_only_model:
+        raise ConfigError(
+            "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from.",
+            field="loss_spike_sigma",
+            value=args.loss_spike_sigma,
+            remedy="Remove one of the two.",
+        )
+
+
 def _check_multiple(save_steps: int | float, eval_steps: int | float) -> None:
     if (save_steps < 1) != (eval_steps < 1):
         raise ConfigError(
@@ -354,6 +364,7 @@ _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
     _check_strategies,
     _check_precision,
     _check_best_model,
+    _check_loss_spikes,
     _check_metric_schedules,
     _check_data,
     _check_checkpointing,

@@ -15,6 +15,7 @@ from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.history import StepHistory
 from trainer_lib.trainer.output_dir import SavePlan
 from trainer_lib.trainer.run import TrainingRun
+from trainer_lib.trainer.spikes import SpikeWatch
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 if TYPE_CHECKING:
@@ -105,11 +106,10 @@ def begin_run(
     engine.unwrap_optimizers()
     engine.set_optimizer_mode("train")  # again: `prepare_to_train` found only an optimizer that was given
     engine.resolve()
-    overflows = _OVERFLOWS if engine.precision.name == "fp16" else 0
     per_step, per_epoch = _count_micro_batches(trainer, internals, source, max_steps)
     run = TrainingRun(
         source=source,
-        history=StepHistory(engine.strategy, nonfinite_limit=args.max_nonfinite_steps + overflows),
+        history=_step_history(internals, args),
         weights=_step_weights(internals, args),
         stop=internals.stop,
         max_steps=max_steps,
@@ -122,6 +122,7 @@ def begin_run(
     internals.loop.use_run(run)
     internals.checkpoints.open()
     _begin_state(trainer, internals, run, loaded)
+    internals.rollbacks.apply(run, trainer.state.global_step)
     internals.events.show_parts()
     _log.info(
         "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
@@ -131,6 +132,13 @@ def begin_run(
         f", from {url}" if url else "",
     )
     return run, loaded
+
+
+def _step_history(internals: Internals, args: TrainingArguments) -> StepHistory:
+    sigma, engine = args.loss_spike_sigma, internals.engine
+    watch = None if sigma is None else SpikeWatch(sigma, args.loss_spike_window)
+    limit = args.max_nonfinite_steps + (_OVERFLOWS if engine.precision.name == "fp16" else 0)
+    return StepHistory(engine.strategy, nonfinite_limit=limit, spikes=watch)
 
 
 def _count_micro_batches(

@@ -103,11 +103,13 @@ class Checkpoints:
         root, is_best = self.root(), trainer.state.best_global_step == step
         url = root.child(checkpoint_name(step)).url
         snapshot = self._internals.snapshots.take(run, best_url=url if is_best else None)
+        # Not one that a stop made: an uninterrupted run does not have it, and would go back further.
+        rollback_step = run.rollback_step if run.stopping or run.history.in_trouble else step
+        snapshot.data["rollback_step"] = rollback_step
         # A copy of the state: when the save is committed, training may be steps ahead.
-        run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state))
-        best = run.saving.state.best_model_checkpoint
+        run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state), rollback_step)
         add = self._own_files()
-        if add is None and self._starts_in_background(root, snapshot, best):
+        if add is None and self._starts_in_background(root, snapshot, run.saving):
             return
         try:
             group, keep = self._internals.world.save_group, trainer.args.save_total_limit
@@ -116,7 +118,7 @@ class Checkpoints:
             self._note_failure(run, error)
             return
         self._note_commit(run)
-        self._rotate(root, snapshot.step, best)
+        self._rotate(root, run.saving)
 
     def _own_files(self) -> WriteFiles | None:
         """Writes the files of an overridden `save_model` or `_save`, and of state; None without an override."""
@@ -141,27 +143,31 @@ class Checkpoints:
 
         return write
 
-    def _starts_in_background(self, root: Store, snapshot: Snapshot, best: str | None) -> bool:
+    def _starts_in_background(self, root: Store, snapshot: Snapshot, saving: Saving) -> bool:
         """Copy the snapshot and start to save it; False when it has to be saved here and now."""
         if self._saver is None:
             return False
         try:
-            self._saver.start(root, snapshot, after_commit=lambda: self._rotate(root, snapshot.step, best))
+            self._saver.start(root, snapshot, after_commit=lambda: self._rotate(root, saving))
         except OutOfMemoryError as error:
             _log.warning("Training waits for the checkpoint of step %d: %s", snapshot.step, error)
             return False
         return True
 
-    def _rotate(self, root: Store, step: int, best: str | None) -> None:
-        """Remove old checkpoints after the commit of a step, in the thread that saved; `best`: URL of the best one."""
+    def _rotate(self, root: Store, saving: Saving) -> None:
+        """Remove old checkpoints after a commit, in the thread that saved."""
         keep = self._trainer.args.save_total_limit
         if keep is None or self._internals.world.save_group.rank != 0:
             return
+        best = saving.state.best_model_checkpoint
         protected = {best.rsplit("/", 1)[-1]} if best else set()
         protected |= set(self.occupied.names)
         protected |= self._internals.publisher.checkpoints_being_pushed
+        if self._trainer.args.loss_spike_sigma is not None:
+            protected.add(checkpoint_name(saving.rollback_step))
+        newest = checkpoint_name(saving.state.global_step)
         try:
-            rotate_checkpoints(root, keep=keep, protect=protected, just_written=checkpoint_name(step))
+            rotate_checkpoints(root, keep=keep, protect=protected, just_written=newest)
         except StorageError as error:  # one checkpoint too many is not a reason to stop
             _log.warning("An old checkpoint could not be removed: %s", error)
 
@@ -208,6 +214,7 @@ class Checkpoints:
     def _note_commit(self, run: TrainingRun) -> None:
         saving = run.current_save()
         run.saved_step, run.save_error, run.failed_saves = saving.state.global_step, None, 0
+        run.rollback_step = saving.rollback_step
         self._own.add(saving.url)
         if saving.best:
             self._trainer.state.best_model_checkpoint = saving.url

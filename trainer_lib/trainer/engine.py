@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
     from trainer_lib.trainer.world import World
 
+_STEPPED_BEFORE = "Detected call of `lr_scheduler.step"
 # They step after an evaluation, with its metric, and not after every optimizer step. By name: GreedyLR is a class of
 # transformers and one of ours.
 _METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
@@ -295,6 +296,13 @@ class Engine:
             other.grad = None
         return norm
 
+    def skip_step(self, run: TrainingRun) -> None:
+        """Advance the schedule by a step that is counted and not trained."""
+        run.rate, schedule = self._trainer._get_learning_rate(), self._trainer.lr_scheduler
+        if schedule is not None and not follows_metric(schedule):
+            warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
+            schedule.step()
+
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once per step; nothing without a scaler."""
         if self.precision.scaler is not None and not self._unscaled:
@@ -321,7 +329,7 @@ class Engine:
             optimizer.step()
         else:
             # If this is the first step, torch would warn that the schedule stepped before the optimizer.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
         if self.precision.scaler is not None:
             # `scaler.step` is never called: `update` needs only the overflows that `unscale_` found.
             self.precision.scaler.update()

@@ -13,6 +13,7 @@ import torch
 
 from trainer_lib.errors import NonFiniteError
 from trainer_lib.strategies.base import Strategy
+from trainer_lib.trainer.spikes import SpikeFound, SpikeWatch
 
 # Without any log the lists would grow for the whole run.
 _LIMIT = 1024
@@ -25,9 +26,10 @@ class StepHistory:
         nonfinite_steps: steps of the whole run with a NaN or infinite loss or gradient; their updates were skipped.
     """
 
-    def __init__(self, strategy: Strategy, *, nonfinite_limit: int) -> None:
+    def __init__(self, strategy: Strategy, *, nonfinite_limit: int, spikes: SpikeWatch | None = None) -> None:
         self._strategy = strategy
         self._limit = nonfinite_limit
+        self._spikes = spikes
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._since_log: list[tuple[float, float]] = []  # (loss, norm) of collected steps
@@ -66,13 +68,17 @@ class StepHistory:
 
         Raises:
             NonFiniteError: too many steps in a row were not finite.
+            SpikeFound: with a watch for spikes, a step spiked, or too many in a row were not finite.
         """
         if not self._losses:
             return
         losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
         values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()  # one transfer for both
-        for loss, norm in zip(values[0], values[1], strict=True):
-            self._note(loss, norm)
+        if self._spikes is not None:
+            self._note_watched(self._spikes, step, values)
+        else:
+            for loss, norm in zip(values[0], values[1], strict=True):
+                self._note(loss, norm)
         self._losses, self._norms = [], []
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
@@ -81,6 +87,17 @@ class StepHistory:
                 step=step,
                 remedy="Lower learning_rate, check the data for extreme values, or use bf16 instead of fp16.",
             )
+
+    def _note_watched(self, spikes: SpikeWatch, step: int, values: list[list[float]]) -> None:
+        """Note the steps up to `step` one by one; the first that spikes ends it."""
+        # Sums are equal on all ranks; one decision does not rely on it.
+        losses, norms = self._strategy.comm.broadcast_json(values)
+        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
+            self._note(loss, norm)
+            if self._in_a_row >= self._limit:
+                raise SpikeFound(number, f"{self._in_a_row} steps in a row had a NaN or infinite loss or gradient")
+            if math.isfinite(loss):
+                spikes.note(number, loss)
 
     def _note(self, loss: float, norm: float) -> None:
         self._since_log.append((loss, norm))
@@ -128,6 +145,7 @@ class StepHistory:
             "counted": self._counted,
             "in_a_row": self._in_a_row,
             "nonfinite_steps": self.nonfinite_steps,
+            **({} if self._spikes is None else {"recent": self._spikes.state()}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -137,6 +155,8 @@ class StepHistory:
         self._counted = int(state.get("counted", 0))
         self._in_a_row = int(state.get("in_a_row", 0))
         self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
+        if self._spikes is not None:
+            self._spikes.load_state(state.get("recent", []))
 
 
 def _written(value: float) -> float | str:

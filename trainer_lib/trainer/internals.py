@@ -13,6 +13,7 @@ TrainingRun   what lives as long as one training     TrainingLoop       the orde
 Checkpoints   saving (Snapshots: what)               Restore            resuming
 Publisher     the Hub                                TrialRunner        the trials of a search
 MicroBatchSearch   halving after out of memory       AcceleratorSlot    `trainer.accelerator`
+Rollbacks     after loss spikes
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from trainer_lib.trainer.loop import TrainingLoop
 from trainer_lib.trainer.micro_batch_search import MicroBatchSearch
 from trainer_lib.trainer.model_facts import ModelFacts
 from trainer_lib.trainer.restore import Restore
+from trainer_lib.trainer.rollback import Rollbacks
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.signatures import Signatures, takes_trial
 from trainer_lib.trainer.snapshots import Snapshots
@@ -75,6 +77,7 @@ class Internals:
         self.checkpoints = Checkpoints(trainer, self)
         self.restore = Restore(trainer, self)
         self.micro_batches = MicroBatchSearch(trainer, self)
+        self.rollbacks = Rollbacks(trainer, self)
         self.loop = TrainingLoop(trainer, self)
         # A function, because `world` is set later.
         self.publisher = Publisher(trainer, comm=lambda: self.world.comm)

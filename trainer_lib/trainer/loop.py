@@ -59,7 +59,10 @@ class TrainingLoop:
             url = internals.restore.find(resume_from)
             with StopRequest(comm, on_sigterm=trainer.args.enable_jit_checkpoint) as internals.stop:
                 try:
-                    return internals.micro_batches.train(url, lambda url: self._attempt(url, trial, ignore_keys))
+                    return internals.micro_batches.train(
+                        url,
+                        lambda url: internals.rollbacks.train(url, lambda url: self._attempt(url, trial, ignore_keys)),
+                    )
                 finally:
                     internals.checkpoints.close()
         except BaseException as error:
@@ -143,7 +146,8 @@ class TrainingLoop:
             self._save_and_stop()
         return trainer._finalize_training(trial, run.samples - run.first_samples, run.started)
 
-    def _current_run(self) -> TrainingRun:
+    def current_run(self) -> TrainingRun:
+        """The training under way, also right after it ended early. Raises InfrastructureError outside of one."""
         if self._internals.run is None:
             raise InfrastructureError("The training loop runs outside of train().")
         return self._internals.run
@@ -172,6 +176,8 @@ class TrainingLoop:
             weights.count(samples, self._internals.forward.target_items)
         # The last step of an epoch may have fewer micro-batches, and overridden steps divide by this number.
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
+        if run.skip_until > trainer.state.global_step:
+            return samples
         if "_track_num_input_tokens" in self._internals.signatures.overridden:
             for batch in samples:
                 trainer._track_num_input_tokens(batch)
@@ -179,9 +185,14 @@ class TrainingLoop:
             trainer._track_num_input_tokens(samples)
         return samples
 
-    def _step(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> tuple[torch.Tensor, torch.Tensor]:
+    def _step(
+        self, model: nn.Module, samples: list[Any], run: TrainingRun
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """Gradients, then the optimizer: (loss on this rank, norm before clipping), both 0-dim on the device."""
         engine, comm = self._internals.engine, self._internals.world.comm
+        if run.skip_until > self._trainer.state.global_step:  # after a loss spike
+            engine.skip_step(run)
+            return None, None
         if not self._trainer.args.auto_find_batch_size:
             return self._forward_backward(model, samples, run), engine.step(model, run)
         # A rank that runs out of memory in a backward would leave the others waiting for its gradients.
@@ -216,11 +227,12 @@ class TrainingLoop:
         weights.computing = False
         return total if total is not None else torch.zeros((), device=internals.world.device)
 
-    def _count_step(self, run: TrainingRun, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Note that a step is done: history, samples, position."""
+    def _count_step(self, run: TrainingRun, loss: torch.Tensor | None, norm: torch.Tensor | None) -> None:
+        """Note that a step is done: history, samples, position. A skipped step has no loss."""
         state, history = self._trainer.state, run.history
-        history.append(loss, norm)
-        run.samples += run.source.step_samples(run.step_in_epoch)
+        if loss is not None and norm is not None:
+            history.append(loss, norm)
+            run.samples += run.source.step_samples(run.step_in_epoch)
         run.step_in_epoch += 1
         state.global_step += 1
         # In micro-batches: the last step of an epoch may have fewer than the others.
@@ -261,11 +273,14 @@ class TrainingLoop:
         self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float | None, learning_rate: Any
     ) -> None:
         """What the callbacks asked for: log, then evaluate, then save. The host waits for the device here."""
-        trainer, internals, run = self._trainer, self._internals, self._current_run()
+        trainer, internals, run = self._trainer, self._internals, self.current_run()
         # First: after a non-finite step, no evaluation is the best.
         run.history.collect(trainer.state.global_step)
-        if trainer.control.should_log and run.history.anything:
+        # A skipped step has been logged before the rollback, where a log was due.
+        if trainer.control.should_log and run.history.anything and trainer.state.global_step > run.skip_until:
             logs = run.history.take(hide_nonfinite=trainer.args.logging_nan_inf_filter)
+            if run.spikes:
+                logs["loss_spikes"] = len(run.spikes)
             logs["learning_rate"] = float(trainer._get_learning_rate() if learning_rate is None else learning_rate)
             internals.log(logs, start_time)
         if trainer.control.should_evaluate:
@@ -306,7 +321,7 @@ class TrainingLoop:
     def finalize(self) -> TrainOutput:
         """The best model if asked for, the metrics of the run, `on_train_end`, the final push."""
         trainer, internals, state = self._trainer, self._internals, self._trainer.state
-        run = self._current_run()
+        run = self.current_run()
         run.history.collect(state.global_step)
         state.num_samples_seen = run.samples
         internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
@@ -324,6 +339,8 @@ class TrainingLoop:
         metrics |= {"total_flos": state.total_flos, "train_loss": run.history.mean_loss()}
         if run.history.nonfinite_steps:
             metrics["nonfinite_steps"] = run.history.nonfinite_steps
+        if run.spikes:
+            metrics["loss_spikes"] = len(run.spikes)
         trainer.is_in_train = False
         trainer._memory_tracker.stop("train", metrics)
         internals.log(metrics)

@@ -88,7 +88,7 @@ class MicroBatchSearch:
         trainer = self._trainer
         if not trainer.args.auto_find_batch_size:
             return attempt(url)
-        backup = _Backup.of(trainer, self._internals)
+        backup = Backup.of(trainer, self._internals)
         with self._internals.engine.outside.first_values_kept():
             while True:
                 try:
@@ -98,7 +98,7 @@ class MicroBatchSearch:
                 self._internals.checkpoints.finish()  # a save under way may become the one to continue from
                 self._halve(reason)
                 url = self._newest_checkpoint() or url
-                self._release_attempt()
+                self.release_attempt()
                 backup.restore(trainer, self._internals)
 
     def _halve(self, reason: str) -> None:
@@ -137,7 +137,7 @@ class MicroBatchSearch:
         newest = self._internals.checkpoints.newest_committed()
         return None if newest is None else newest.url
 
-    def _release_attempt(self) -> None:
+    def release_attempt(self) -> None:
         """Free what an attempt holds, before the next one needs the memory."""
         trainer, internals = self._trainer, self._internals
         internals.loop.drop_run()
@@ -152,7 +152,7 @@ class MicroBatchSearch:
 
 
 @dataclass
-class _Backup:
+class Backup:
     """What training changes, as it was before the first attempt; `OutsideParameters` keeps what is not the model's.
 
     Attributes:
@@ -168,7 +168,8 @@ class _Backup:
     callbacks: list[tuple[ExportableState, dict[str, Any]]]
 
     @classmethod
-    def of(cls, trainer: TrainerHooks, internals: Internals) -> _Backup:
+    def of(cls, trainer: TrainerHooks, internals: Internals) -> Backup:
+        """Copy it, before the first attempt."""
         tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
         engine = internals.engine
         stateful = [*engine.given_optimizers, trainer.train_dataset, engine.precision.scaler]
@@ -181,6 +182,7 @@ class _Backup:
         )
 
     def restore(self, trainer: TrainerHooks, internals: Internals) -> None:
+        """Put everything back, for another attempt."""
         present = _named_tensors(trainer.model) if self.tensors else {}
         with torch.no_grad():
             for name, value in self.tensors.items():

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.checkpoint.catalogue import find_newest_intact, list_foreign, set_aside_damaged
+from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.preload import PreloadedCheckpoint
@@ -82,12 +82,23 @@ class Restore:
             )
         return url
 
-    def _newest_intact(self) -> str | None:
+    def newest_good(self, step: int) -> str | None:
+        """The newest intact checkpoint of this run up to `step`, for a rollback; None without any. Collective."""
+        checkpoints = self._internals.checkpoints
+        known = checkpoints.occupied.names
+        return self._newest_intact(
+            [i.name for i in list_checkpoints(checkpoints.root()) if i.step > step or i.name in known]
+        )
+
+    def _newest_intact(self, leave: Collection[str] = ()) -> str | None:
         """The newest checkpoint whose every byte is as committed; it is kept in memory until `open`. Collective.
 
         A damaged checkpoint is logged and set aside, and all ranks read the one before it.
+
+        Args:
+            leave: names of checkpoints that do not count.
         """
-        root, damaged, world = self._internals.checkpoints.root(), list[str](), self._internals.world
+        root, damaged, world = self._internals.checkpoints.root(), list(leave), self._internals.world
         while True:
             if self._trainer.args.save_on_each_node:
                 url = newest_common(root, world.comm, skip=damaged)
@@ -215,6 +226,8 @@ class Restore:
             run.load_position(loaded.data, from_position=not trainer.args.ignore_data_skip)
         run.saved_step = run.first_step = saved.global_step  # `saved_step`: this step needs no second save
         run.first_tokens = saved.num_input_tokens_seen
+        with loaded.treat_errors_as_damage(DATA):
+            run.rollback_step = int(loaded.data.get("rollback_step", saved.global_step))
         self._warn_of_changed_arguments(loaded)
         return saved
 

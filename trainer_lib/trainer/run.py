@@ -14,17 +14,22 @@ from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.trainer.batch_change import position_in, saved_batch
 from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.spikes import Spike, spikes_from_json, spikes_to_json
 from trainer_lib.trainer.stop import StopRequest
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that has started: its destination, whether it is the best model so far, and the state at its step."""
+    """A save that has started: its destination, whether it is the best model so far, and the state at its step.
+
+    `rollback_step`: what the run's is once the save is committed.
+    """
 
     url: str
     best: bool
     state: TrainerState
+    rollback_step: int
 
 
 @dataclass
@@ -52,6 +57,9 @@ class TrainingRun:
         save_error, failed_saves: why the newest save failed (None: it did not), and how many failed in a row.
         kept_best: best metric and its step, as far as a checkpoint of it is committed.
         stopping: the step under way is saved because of a request to stop.
+        rollback_step: step of the checkpoint that a loss spike goes back to; 0 = the start.
+        spikes: the loss spikes that training went back for.
+        skip_until: the steps up to this one are counted and not trained.
     """
 
     source: TrainSource
@@ -76,6 +84,9 @@ class TrainingRun:
     failed_saves: int = 0
     kept_best: tuple[float | None, int | None] = (None, None)
     stopping: bool = False
+    rollback_step: int = 0
+    spikes: list[Spike] = field(default_factory=list)
+    skip_until: int = 0
     samples: int = 0
     first_samples: int = 0
     first_tokens: int = 0
@@ -110,6 +121,7 @@ class TrainingRun:
             "samples_seen": self.samples,
             "source": self.source.state(),
             "history": self.history.state(),
+            "spikes": spikes_to_json(self.spikes),
         }
 
     def load_position(self, data: dict[str, Any], *, from_position: bool) -> None:
@@ -117,6 +129,7 @@ class TrainingRun:
         self.epoch, self.step_in_epoch = int(data["epoch"]), int(data["step_in_epoch"])
         self.samples = self.first_samples = int(data.get("samples_seen", 0))
         self.history.load_state(data.get("history", {}))
+        self.spikes = spikes_from_json(data.get("spikes", []))
         if not from_position:
             self.step_in_epoch = 0
             return
