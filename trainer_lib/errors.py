@@ -11,10 +11,12 @@
     |   `-- LossSpikeError            12   the loss spikes more often than allowed            never retried as is
     |-- OutOfMemoryError              13   host or device memory exhausted                    retried, batch halved
     |-- StorageError                  14   a store failed: network, permission, throttling    retried
+    |   |-- StoreUnreachableError     14   a store does not answer                            retried for minutes
     |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
     |   |-- DamagedError              16   a committed file is missing or has other bytes     never retried
     |   `-- LeaseLostError            17   another process took the directory over            never retried
-    |-- InfrastructureError           18   a worker died, the rendezvous failed, a hang       retried
+    |-- InfrastructureError           18   a worker died, the rendezvous failed               retried
+    |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
     |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
@@ -168,6 +170,12 @@ class StorageError(TrainflowError):
     title = "storage failed"
 
 
+class StoreUnreachableError(StorageError):
+    """A store does not answer: the network is interrupted, or its server is down or overloaded."""
+
+    title = "storage out of reach"
+
+
 class StorageFullError(StorageError):
     """A store has no space left."""
 
@@ -193,11 +201,17 @@ class LeaseLostError(StorageError):
 
 
 class InfrastructureError(TrainflowError):
-    """A worker died without an error, could not be started, or made no progress."""
+    """A worker died without an error, or could not be started."""
 
     exit_code = 18
     retryable = True
     title = "worker lost"
+
+
+class HangError(InfrastructureError):
+    """The workers made no progress for the `timeout_s` of their launch; the message names where each rank stands."""
+
+    title = "hung"
 
 
 class Preempted(TrainflowError):
@@ -234,10 +248,12 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         LossSpikeError,
         OutOfMemoryError,
         StorageError,
+        StoreUnreachableError,
         StorageFullError,
         DamagedError,
         LeaseLostError,
         InfrastructureError,
+        HangError,
         Preempted,
         NotReproducibleError,
         Interrupted,

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from flows.server import embedded
 from tasks.prefect_internals import send_queued, settings_for_every_thread
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.storage.outages import describe_outage
 
 if TYPE_CHECKING:
     from prefect.settings import Settings
@@ -163,7 +164,7 @@ def _require_answer(api: str) -> None:
         error = client.api_healthcheck()
     if error is not None:
         raise ConfigError(
-            f"No Prefect server answers there ({type(error).__name__}).",
+            f"No Prefect server answers there: {describe_outage(error) or type(error).__name__}.",
             field="PREFECT_API_URL",
             value=api,
             remedy="Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own.",

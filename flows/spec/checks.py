@@ -6,6 +6,7 @@ No engine and no torch is imported, and nothing is written.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,19 @@ from trainer_lib.suggestions import nearest
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
     from flows.stages import Stage
+
+_TRACKING_SCHEMES = {
+    "file",
+    "http",
+    "https",
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "mssql",
+    "databricks",
+    "databricks-uc",
+    "uc",
+}
 
 # Arguments that the pipeline itself decides, and what to set instead.
 _DECIDED = {
@@ -68,6 +82,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     """
     _check_recipes(spec, resolver)
     _check_storage(spec)
+    _check_tracking(spec)
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
 
@@ -76,6 +91,9 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     from tasks.stage import sources
     from tasks.stage.closure import top_level_names
 
+    if spec.root is not None and not Path(spec.root).is_dir():
+        remedy = "Give the folder that the recipe's imports start from, or leave it out."
+        raise ConfigError("There is no such folder.", field="root", value=spec.root, remedy=remedy)
     # Also without a stage that uses it: the record keeps the pipeline's recipe.
     resolver.closure(spec.recipe, spec.root)
     for stage in all_stages():
@@ -99,6 +117,7 @@ def _check_storage(spec: PipelineSpec) -> None:
     from trainer_lib.hub.transport import parse_target
     from trainer_lib.storage import Store
 
+    _refuse_read_only(spec.storage, "storage")
     store = Store.open(spec.storage, field="storage")
     if store.is_local:
         folder = store.local_path()
@@ -110,6 +129,7 @@ def _check_storage(spec: PipelineSpec) -> None:
     if spec.publish.enabled and spec.publish.to:
         target = parse_target(spec.publish.to, revision=spec.publish.revision)
         if target.repo is None:
+            _refuse_read_only(target.url, "publish.to")
             Store.open(target.url, field="publish.to")
     if not spec.storage.startswith("memory://"):
         return
@@ -122,6 +142,34 @@ def _check_storage(spec: PipelineSpec) -> None:
                 value=spec.storage,
                 remedy=f"Choose a folder or another store, or set {stage.section}.launch=in_process.",
             )
+
+
+def _check_tracking(spec: PipelineSpec) -> None:
+    """Refuse the address of a tracking server whose scheme MLflow does not know; nothing is asked over the network."""
+    uri = spec.tracking.uri or ""
+    scheme, separator, _ = uri.partition("://")
+    if not spec.tracking.enabled or not separator:
+        return
+    plugins = {point.name for point in metadata.entry_points(group="mlflow.tracking_store")}
+    # "mysql+pymysql" names a driver as well.
+    if scheme.partition("+")[0] not in _TRACKING_SCHEMES | plugins:
+        raise ConfigError(
+            f"MLflow knows no scheme '{scheme}'.",
+            field="tracking.uri",
+            value=uri,
+            remedy="Give a server (http://host:5000), a database (sqlite:////path/mlflow.db) or a folder.",
+        )
+
+
+def _refuse_read_only(url: str, field: str) -> None:
+    """Refuse the address of a web server, which takes no files: the stage would fail after all that comes before it."""
+    if url.lower().startswith(("http://", "https://")):
+        raise ConfigError(
+            "Files can be read from this kind of address, and none can be written.",
+            field=field,
+            value=url,
+            remedy="Give a folder, s3://bucket/path or another store; the server of an S3 store is AWS_ENDPOINT_URL.",
+        )
 
 
 def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:

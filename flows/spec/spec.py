@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationError
 
 from flows.spec import checks as _checks
+from flows.spec.findings import spec_error
 from flows.spec.spec_file import parse_override_value, read_spec_file
 from tasks.configs import (
     EvaluateConfig,
@@ -118,15 +119,17 @@ class _Source:
 
     def where(self, key: str) -> str:
         parts = key.split(".")
-        for length in range(len(parts), 0, -1):
-            prefix = ".".join(parts[:length])
-            if prefix in self.overridden:
-                return "on the command line"
-            if prefix in self.lines:
-                return f"{self.path}, line {self.lines[prefix]}"
-        below = any(name.startswith(f"{key}.") for name in self.overridden)
-        # An error about `train` as a whole may come from `train.args.seed=x` on the command line.
-        return "on the command line" if below else str(self.path)
+        prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        # An override replaces what the file has below its key.
+        given = [prefix for prefix in prefixes if prefix in self.overridden]
+        if not given and key not in self.lines:
+            # An error about `train` as a whole may come from `train.args.seed=x` on the command line.
+            given = sorted(name for name in self.overridden if name.startswith(f"{key}."))
+        if given:
+            # Without the values: one of them may be the secret that is refused.
+            return f"from the command line: {', '.join(f'{name}=…' for name in given[:3])}"
+        line = next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), None)
+        return str(self.path) if line is None else f"{self.path}, line {line}"
 
     def locate(self, error: ConfigError) -> ConfigError:
         """The error, with the place of its key in the file added to the message."""
@@ -173,7 +176,7 @@ def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
     try:
         spec = PipelineSpec.model_validate(raw)
     except ValidationError as error:
-        raise _translated(error, raw) from None
+        raise spec_error(error, raw, PipelineSpec) from None
     return spec if spec.root is not None else spec.model_copy(update={"root": str(find_root(spec.recipe))})
 
 
@@ -200,7 +203,8 @@ def _override(raw: dict[str, Any], text: str) -> str:
             inner = place[part] = {"kind": inner}
         if not isinstance(inner, dict):
             raise ConfigError(
-                f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set (on the command line).",
+                f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set "
+                f"(from the command line: {key}=…).",
                 field=key,
                 value=value_text,
                 remedy=f"Set {'.'.join(parts[:depth])} itself.",
@@ -210,7 +214,7 @@ def _override(raw: dict[str, Any], text: str) -> str:
         place[parts[-1]] = parse_override_value(value_text.strip())
     except ValueError as error:
         raise ConfigError(
-            f"This is not a value: {error} (on the command line).",
+            f"This is not a value: {error} (from the command line: {key}=…).",
             field=key,
             value=value_text,
             remedy="Quote it for the shell.",
@@ -253,46 +257,3 @@ def _absolute(value: Any, base: Path) -> Any:
         return value
     # Lexical, not resolve(): a path through a link stays the path that the user wrote.
     return os.path.normpath(base / Path(value).expanduser())
-
-
-def _translated(error: ValidationError, raw: Mapping[str, Any]) -> ConfigError:
-    """Pydantic's findings as one ConfigError: the first in full, the others by name."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    values: dict[str, Any] = {}
-    for item in error.errors(include_url=False):
-        context = item.get("ctx", {})
-        location = list(item["loc"])
-        # Our own error type (tasks.configs): its location is the mapping, and the key is in the context.
-        if item["type"] == "unknown_key":
-            location.append(context["key"])
-            message, remedy = "Unknown key.", str(context["hint"])
-        elif item["type"] == "missing":
-            message, remedy = "This key is required.", "Add it to the spec."
-        else:
-            message, remedy = f"{item['msg']}.", "Correct the value."
-        key, value = _follow(raw, location)
-        # A union reports one finding per member for the same key.
-        found.setdefault(key, []).append((message, remedy))
-        values[key] = value
-    key, findings = next(iter(found.items()))
-    message = " Or: ".join(dict.fromkeys(message for message, _ in findings))
-    if len(found) > 1:
-        message += f" (Also wrong: {', '.join(list(found)[1:])}.)"
-    return ConfigError(message, field=key, value=values[key], remedy=findings[0][1])
-
-
-def _follow(raw: Any, location: Sequence[str | int]) -> tuple[str, Any]:
-    """The dotted key that pydantic's location means, without the names of union members, and the value there."""
-    parts: list[str] = []
-    value = raw
-    for part in location:
-        if isinstance(value, Mapping) and part in value:
-            value = value[part]
-        elif isinstance(value, Mapping) and len(parts) == len(location) - 1:
-            value = None  # the missing key itself
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            break
-        parts.append(str(part))
-    return ".".join(parts) or "spec", value

@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tasks.configs import LaunchSettings
 from tasks.stage.closure import Closure, closure
 from tasks.stage.reach import Code
-from trainer_lib.errors import TrainflowError
+from tasks.stage.spec_words import in_words_of_spec
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAUNCH = "train.launch."
 _TRUST_S = 60.0
 """A run looks at a result twice within seconds, for its plan and in the stage."""
 
@@ -62,7 +60,7 @@ class Resolver:
         from trainer_lib.launch import resolve_config
 
         config = settings.to_config()
-        with named_launch(section):
+        with in_words_of_spec(section):
             return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
     def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
@@ -130,17 +128,6 @@ class Resolver:
             self._found.setdefault(key, compute())
         found: T = self._found[key]
         return found
-
-
-@contextmanager
-def named_launch(section: str) -> Iterator[None]:
-    """Name the launch settings in the errors of a block as those of `section`: launchers know only `train.launch`."""
-    try:
-        yield
-    except TrainflowError as error:
-        error.field = error.field and error.field.replace(_LAUNCH, f"{section}.launch.")
-        error.remedy = error.remedy and error.remedy.replace(_LAUNCH, f"{section}.launch.")
-        raise
 
 
 def _text(value: Any) -> str:

@@ -3,6 +3,8 @@
     preempted                    again, free of charge
     out of memory                again with half the micro-batch, the same global batch; free of charge
     store, worker lost           again while the stage's `retries` last
+    store out of reach           again for a quarter of an hour, unless `retries` is 0
+    hung                         as a lost worker, but once only where it gets no further
     config, code, data, full     never
 
 Prefect's retry is only the trigger: it re-runs a task with the same parameters, counts every attempt alike and picks
@@ -22,7 +24,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.errors import OutOfMemoryError, Preempted, TrainflowError
+from trainer_lib.errors import (
+    DamagedError,
+    HangError,
+    OutOfMemoryError,
+    Preempted,
+    StoreUnreachableError,
+    TrainflowError,
+)
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
@@ -42,6 +51,9 @@ _INVOCATION = uuid.uuid4().hex
 DELAYS_S = [min(2.0**number, 300.0) for number in range(MAX_TRIES)]
 """Seconds before each further try: 1, 2, 4 … at most five minutes."""
 
+OUTAGE_TRIES = 11
+"""Tries in one run of a stage while a store is out of reach: their delays add up to 1,111 s, 18 minutes."""
+
 JITTER = 0.3
 """Each delay is drawn up to this share longer or shorter, so that many runs do not come back at the same moment."""
 
@@ -54,12 +66,31 @@ class Decision:
     reason: str
 
 
-def decide(error: BaseException, *, retries: int, used: int, can_halve: bool) -> Decision:
+@dataclass(frozen=True)
+class Past:
+    """The failures of a stage under one budget of retries.
+
+    Attributes:
+        used: failures that count against `retries`.
+        outages: failures because a store was out of reach.
+        hung_at: the step of each hang; None for one before any step was reported.
+    """
+
+    used: int = 0
+    outages: int = 0
+    hung_at: tuple[int | None, ...] = ()
+
+    def has_hung_at(self, step: int | None) -> bool:
+        """Whether an earlier attempt hung there or further on: the work gets no further."""
+        return any(_position(step) <= _position(before) for before in self.hung_at)
+
+
+def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -> Decision:
     """The policy.
 
     Args:
         retries: failures that the stage's settings allow to be retried.
-        used: failures already charged to this run of the stage.
+        past: failures of this run of the stage before this one.
         can_halve: whether the micro-batch can be halved once more.
     """
     if not isinstance(error, TrainflowError) or not error.retryable:
@@ -70,19 +101,29 @@ def decide(error: BaseException, *, retries: int, used: int, can_halve: bool) ->
         if can_halve:
             return Decision(True, "out of memory: tried again with half the micro-batch, the same global batch")
         return Decision(False, "out of memory, and nothing left to lower")
-    if used >= retries:
+    if isinstance(error, StoreUnreachableError) and retries > 0:
+        if past.outages < OUTAGE_TRIES:
+            return Decision(True, f"the store is out of reach: try {past.outages + 1} of {OUTAGE_TRIES}")
+        return Decision(False, f"the store stayed out of reach for {sum(DELAYS_S[:OUTAGE_TRIES]) / 60:.0f} minutes")
+    if isinstance(error, HangError) and past.has_hung_at(error.step):
+        return Decision(False, "it hung at the same place before, so a further try would only wait again")
+    if past.used >= retries:
         return Decision(False, f"{retries} of {retries} retries are used up")
-    return Decision(True, f"retry {used + 1} of {retries}")
+    return Decision(True, f"retry {past.used + 1} of {retries}")
 
 
 class Ledger:
     """The attempts of one stage: ``attempts/NNNN.json`` when one begins, ``NNNN.end.json`` when it ends. Append-only.
 
     An attempt without an end died silently.
+
+    Attributes:
+        unreadable: names of the records that were read so far and are not what `begin` and `end` write.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store.child(ATTEMPTS)
+        self.unreadable: list[str] = []
 
     def begin(self, *, reason: str, batch_halvings: int) -> int:
         """Record the start of an attempt; its number, from 1."""
@@ -113,25 +154,28 @@ class Ledger:
             record["error"] = {"class": type(error).__name__, "message": mask(str(error))}
         self.store.create(f"{number:04d}.end.json", _json(record))
 
-    def used(self) -> int:
-        """Failures charged to this run of the stage; preemptions and failures for lack of memory are free."""
-        free = (Preempted.__name__, OutOfMemoryError.__name__)
-        return sum(
-            1
+    def past(self) -> Past:
+        """The failures under the present budget of retries; running the command again gives a new one."""
+        free = (Preempted.__name__, OutOfMemoryError.__name__, StoreUnreachableError.__name__)
+        errors = [
+            _error_of(end)
             for start, end in self._attempts()
-            # Running the command again gives a new budget.
-            if start.get("invocation") == invocation()
-            and end.get("outcome") == "failed"
-            and end.get("error", {}).get("class") not in free
+            if start.get("invocation") == invocation() and end.get("outcome") == "failed"
+        ]
+        return Past(
+            used=sum(error.get("class") not in free for error in errors),
+            outages=sum(error.get("class") == StoreUnreachableError.__name__ for error in errors),
+            hung_at=tuple(_step_of(error) for error in errors if error.get("class") == HangError.__name__),
         )
 
     def batch_halvings(self) -> int:
         """How often the micro-batch must be halved: once more than in the last attempt that ran out of memory."""
         halvings = 0
         for start, end in self._attempts():
-            if end.get("error", {}).get("class") == OutOfMemoryError.__name__:
+            if _error_of(end).get("class") == OutOfMemoryError.__name__:
                 # Of every invocation: memory that was too small yesterday is too small today.
-                halvings = max(halvings, int(start.get("rung", 0)) + 1)
+                used = start.get("rung")
+                halvings = max(halvings, (used if isinstance(used, int) else 0) + 1)
         return halvings
 
     def _attempts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -140,12 +184,30 @@ class Ledger:
         return [(self._read(name), self._read(f"{name[:4]}.end.json")) for name in sorted(starts)]
 
     def _read(self, name: str) -> dict[str, Any]:
-        data = self.store.read_if_exists(name, limit=_RECORD_BYTES)
         try:
+            data = self.store.read_if_exists(name, limit=_RECORD_BYTES)
             record = json.loads(data) if data else {}
-        except ValueError:
+        except (ValueError, RecursionError, DamagedError):
+            self.unreadable.append(name)
             return {}
-        return record if isinstance(record, dict) else {}
+        if not isinstance(record, dict):
+            self.unreadable.append(name)
+            return {}
+        return record
+
+
+def _position(step: int | None) -> int:
+    return -1 if step is None else step
+
+
+def _error_of(end: Mapping[str, Any]) -> Mapping[str, Any]:
+    error = end.get("error")
+    return error if isinstance(error, dict) else {}
+
+
+def _step_of(error: Mapping[str, Any]) -> int | None:
+    step = error.get("step")
+    return step if isinstance(step, int) else None
 
 
 def halve_training_batch(
@@ -220,7 +282,14 @@ def attach_outside_attempt(error: TrainflowError, *, retries: int) -> None:
     """Decide about a failure outside of any attempt (the store could not be read): charged by Prefect's own count."""
     context = _task_context()
     if context is not None and _attached_decision(error) is None:
-        attach_decision(error, decide(error, retries=retries, used=context.task_run.run_count - 1, can_halve=False))
+        attach_decision(error, decide(error, retries=retries, past=past_by_prefect(), can_halve=False))
+
+
+def past_by_prefect() -> Past:
+    """The failures of this task run by Prefect's own count, which needs no store; none outside of a task run."""
+    context = _task_context()
+    failures = 0 if context is None else max(0, context.task_run.run_count - 1)
+    return Past(used=failures, outages=failures)
 
 
 def should_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:

@@ -36,9 +36,10 @@ from tasks.stage.retry import (
     decide,
     first_try,
     in_task_run,
+    past_by_prefect,
 )
 from trainer_lib.commit import write_commit
-from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.errors import HangError, StorageError, TrainflowError
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
@@ -163,6 +164,8 @@ def _attempt(
     ledger = Ledger(store)
     # The micro-batch is not part of the key: it may be smaller now than when memory ran out.
     halvings = min(ledger.batch_halvings(), max_halvings)
+    if ledger.unreadable:
+        _progress.publish({"event": "warning", "stage": key.stage, "message": _describe_unreadable(ledger)})
     number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
     _report_stage(key.stage, "started", reason, attempt=number)
@@ -181,6 +184,13 @@ def _attempt(
     return manifest
 
 
+def _describe_unreadable(ledger: Ledger) -> str:
+    return (
+        f"Records of earlier attempts cannot be read and are not counted ({', '.join(ledger.unreadable[:3])} in "
+        f"{ledger.store.url}): if memory ran out then, this attempt finds that out again. The folder may be deleted."
+    )
+
+
 def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, facts: dict[str, Any]) -> StageManifest:
     files = sorted(output.files, key=lambda entry: entry.path)
     lease.ensure_held()
@@ -197,7 +207,14 @@ def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, fact
 
 def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, can_halve: bool) -> None:
     """Record the end of an attempt, and decide whether Prefect tries again."""
-    decision = decide(error, retries=retries, used=ledger.used(), can_halve=can_halve)
+    try:
+        past = ledger.past()
+    except StorageError:  # a store that is out of reach: the failure itself must reach the user
+        past = past_by_prefect()
+    decision = decide(error, retries=retries, past=past, can_halve=can_halve)
+    if isinstance(error, HangError) and past.has_hung_at(error.step):
+        error.message += " An attempt before it hung there as well."
+        error.args = (error.message,)
     outcome = "failed" if isinstance(error, Exception) else "interrupted"
     attach_decision(error, decision)
     try:

@@ -26,8 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
+from trainer_lib.storage.outages import describe_outage
 from trainer_lib.suggestions import nearest
 
 _HTTP_TIMEOUT_S = 30.0
@@ -273,7 +274,12 @@ def _http_tag(source: str, field: str) -> str:
             f"The server answers {error.code} {error.reason}.", field=field, value=source, remedy="Check the URL."
         ) from error
     except (OSError, ValueError) as error:
-        raise StorageError(f"The server cannot be reached: {error}", field=source, remedy="Try again later.") from error
+        what = describe_outage(error) or first_line(error)
+        raise StoreUnreachableError(
+            f"The server cannot be reached: {what}.",
+            field=source,
+            remedy="Check the address and the network, then run the same command again.",
+        ) from error
     if not tag:
         raise ConfigError(
             "The server gives no ETag, so a change could not be noticed.",

@@ -11,8 +11,8 @@ from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
-from tasks.stage.resolver import named_launch
 from tasks.stage.runner import StageAttempt
+from tasks.stage.spec_words import in_words_of_spec
 from trainer_lib.launch import launch, nodes, resolve_config
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
@@ -55,7 +55,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
     """
     tracking = context.tracking if request.tracking else None
     # A verb is called like its section of the spec.
-    with named_launch(request.verb):
+    with in_words_of_spec(request.verb):
         return launch(
             request,
             context.resolver.launch(settings, use_cpu=request.use_cpu),

@@ -74,7 +74,7 @@ MANY = str((os.cpu_count() or 1) + 1)
         ("tran.args.seed=1", "tran", "Unknown key", "'train'"),
         ("train.args.seed", "train.args.seed", "has the form key=value", "for example train.args.seed=1"),
         ("train.args.max_steps=many", "train.args.max_steps = many", "not a whole number", "whole number"),
-        ("prepare.shard_rows=[1]", "prepare.shard_rows", "integer", "Correct"),
+        ("prepare.shard_rows=[1]", "prepare.shard_rows", "not a whole number", "Give a whole number"),
         ("recipe=absent.py", "absent.py", "no such file", "recipe's Python file"),
         ("recipe=broken.py", "broken.py", r"not valid Python: .*line 2", "Correct the file"),
         ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),

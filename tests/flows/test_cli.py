@@ -63,7 +63,7 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path) -> None:
     assert message.splitlines() == [
         "✗ bad input",
         "  where  train.lauch = 2",
-        "  why    Unknown key (on the command line).",
+        "  why    Unknown key (from the command line: train.lauch=…).",
         "  do     Did you mean 'launch'?",
     ]
 

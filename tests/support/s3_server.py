@@ -44,7 +44,8 @@ class Plan:
 
     refuse: 403, not done. full: 507, not done. lost: done, but the connection closes before the answer. denied: done,
     then 403. slow: done after 0.3 s. kill: the client (`pid`) is killed and the request not done. broken: a read's
-    answer breaks off half way (`at` counts reads then).
+    answer breaks off half way (`at` counts reads then). outage: from that write on, every request is cut off unread for
+    `seconds`, reads too.
     """
 
     def __init__(self, app: App) -> None:
@@ -54,6 +55,7 @@ class Plan:
         self._writes: list[str] = []
         self._reads: list[str] = []
         self._flying = self._most = 0
+        self._back_at = 0.0
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"].startswith("/-/"):
@@ -67,6 +69,10 @@ class Plan:
             kind = self._plan.get("kind") if len(line) == self._plan.get("at") else None
             if (kind == "broken") != (line is self._reads):
                 kind = None
+            if kind == "outage":
+                self._back_at = time.monotonic() + self._plan["seconds"]
+            if time.monotonic() < self._back_at:
+                kind = "outage"
             self._flying += 1
             self._most = max(self._most, self._flying)
         try:
@@ -81,6 +87,7 @@ class Plan:
             if environ["REQUEST_METHOD"] == "POST":
                 self._plan = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
                 self._writes, self._reads, self._most = [], [], 0
+                self._back_at = 0.0
         start_response("200 OK", [("Content-Type", "application/json")])
         return [json.dumps(seen).encode()]
 
@@ -88,6 +95,9 @@ class Plan:
         if kind in ("refuse", "full"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _error(kind, start_response)
+        if kind == "outage":
+            start_response("503 Service Unavailable", [])
+            return _cut(environ)
         if kind == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._plan["pid"], signal.SIGKILL)

@@ -38,6 +38,26 @@ class _Translating(ABCMeta):
             return super().__call__(*values, **given)
 
 
+# Names that other libraries use, too short for a comparison of their letters.
+_SHORT_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "steps": "max_steps",
+    "optimizer": "optim",
+    "scheduler": "lr_scheduler_type",
+}
+# What the constructor of the Trainer takes -> the recipe's function for it.
+_OF_THE_TRAINER = {
+    "data_collator": "collate",
+    "compute_metrics": "compute_metrics",
+    "compute_loss_func": "compute_loss_func",
+    "preprocess_logits_for_metrics": "preprocess_logits_for_metrics",
+    "callbacks": "callbacks",
+    "model_init": "build_model",
+}
+
+
 @functools.cache
 def constructor_names(cls: type) -> tuple[str, ...]:
     """Return the names that a class's constructor takes; "**" stands for a constructor that takes any name."""
@@ -48,9 +68,17 @@ def constructor_names(cls: type) -> tuple[str, ...]:
 def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Raise a ConfigError for the first name that is not an argument, with the nearest argument as remedy."""
     for name in given:
-        if name not in known:
-            remedy = suggestion(name, [*known, *compat.OLD_NAMES], listing=False)
-            raise ConfigError("No argument has this name.", field=name, remedy=remedy)
+        if name in known:
+            continue
+        if name in _OF_THE_TRAINER:
+            raise ConfigError(
+                "The Trainer takes this, not its arguments.",
+                field=name,
+                remedy=f"Give it to the Trainer; in a recipe, define {_OF_THE_TRAINER[name]}.",
+            )
+        usual = f'Did you mean "{_SHORT_NAMES[name]}"?' if name in _SHORT_NAMES else None
+        remedy = usual or suggestion(name, [*known, *compat.OLD_NAMES], listing=False)
+        raise ConfigError("No argument has this name.", field=name, remedy=remedy)
 
 
 def _joined(present: Any, changed: Any) -> Any:

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainer_lib.commit import content_digest
-from trainer_lib.errors import ConfigError, DamagedError, StorageError, TrainflowError, first_line
+from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.storage import FileEntry
+from trainer_lib.storage.outages import describe_outage
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -211,7 +212,7 @@ class HuggingFaceHub:
 
     @contextlib.contextmanager
     def _errors_translated(self) -> Iterator[None]:
-        """Raise the Hub's errors as ours: ConfigError when it refuses, StorageError when it cannot be reached."""
+        """Raise the Hub's errors as ours: ConfigError for a refusal, StoreUnreachableError without an answer."""
         try:
             with warnings.catch_warnings():
                 # Predictions may be published with the model: the advice to use a dataset repository does not apply.
@@ -242,11 +243,13 @@ class HuggingFaceHub:
                 return ConfigError(
                     f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where
                 )
-            return StorageError(f"The Hub failed ({status}): {reason}", remedy="Run the same command again.", **where)
+            remedy = "The same command continues once the Hub serves again."
+            return StoreUnreachableError(f"The Hub failed ({status}): {reason}", remedy=remedy, **where)
         if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hub"
             remedy = f"Check the connection to {endpoint}, then run the same command again."
-            return StorageError(f"The Hub cannot be reached: {reason}", remedy=remedy, **where)
+            what = describe_outage(error) or reason
+            return StoreUnreachableError(f"The Hub cannot be reached: {what}.", remedy=remedy, **where)
         # huggingface_hub checks names and operations before it sends them.
         if isinstance(error, ValueError):
             return ConfigError(

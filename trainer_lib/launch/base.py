@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, HangError, InfrastructureError
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
@@ -57,13 +57,13 @@ def launch(
     if not config.is_checked(use_cpu=request.use_cpu):
         config = resolve_config(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
-    restarts = 0
+    restarts, hung_at = 0, set[int]()
     while True:
         run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel)
         try:
             return _attempt(request, config, run_dir, env, listener)
         except InfrastructureError as error:
-            if restarts >= config.max_restarts or listener.should_cancel():
+            if restarts >= config.max_restarts or _repeats(error, hung_at) or listener.should_cancel():
                 raise
             restarts += 1
             # Only for failures of the surroundings: a mistake in the code or the data would fail again.
@@ -75,6 +75,16 @@ def launch(
                 on_line(f"The run files are kept for debugging: {run_dir.path}")
             else:
                 run_dir.remove()
+
+
+def _repeats(error: InfrastructureError, hung_at: set[int]) -> bool:
+    """Whether a hang got no further than one before, which another attempt would only wait for; notes its step."""
+    if not isinstance(error, HangError):
+        return False
+    step = -1 if error.step is None else error.step
+    repeats = any(step <= before for before in hung_at)
+    hung_at.add(step)
+    return repeats
 
 
 def _attempt(

@@ -13,6 +13,7 @@ import signal
 from typing import Any
 
 from trainer_lib.errors import (
+    HangError,
     InfrastructureError,
     Interrupted,
     OutOfMemoryError,
@@ -22,6 +23,7 @@ from trainer_lib.errors import (
 )
 from trainer_lib.launch.collective_lag import describe_lag
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.stacks import describe_places
 from trainer_lib.launch.supervise import Ending
 
 
@@ -63,9 +65,12 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
 
 def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
     run_dir.keep()  # for its stacks and traces, which a message has no room for
+    after = "" if ending.step is None else f" after step {ending.step}"
     lag = describe_lag({int(rank): _parsed(text) for rank, text in run_dir.read_traces().items()})
-    return InfrastructureError(
-        f"There was no progress for {ending.hung_s:.0f} s, so all workers were ended.{lag and ' '}{lag}",
+    places = describe_places(run_dir.read_stacks())
+    stood = "" if places is None else f" They stood still: {places}."
+    return HangError(
+        f"There was no progress for {ending.hung_s:.0f} s{after}, so all workers were ended.{stood}{lag and ' '}{lag}",
         field="train.launch.timeout_s",
         step=ending.step,
         remedy=f"The stack and the collective trace of every rank are in {run_dir.path}. "

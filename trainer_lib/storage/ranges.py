@@ -11,7 +11,7 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from typing import Any, BinaryIO
 
 from typing_extensions import override
 
@@ -174,3 +174,11 @@ class AheadReader(io.RawIOBase):
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.close()  # type: ignore[attr-defined]  # a generator
+
+
+def read_up_to(stream: BinaryIO, size: int) -> bytes:
+    """Read at most so many bytes, taking memory as they come: one large read would ask for all of it at once."""
+    data = bytearray()
+    while len(data) < size and (piece := stream.read(min(2**20, size - len(data)))):
+        data += piece
+    return bytes(data)

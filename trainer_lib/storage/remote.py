@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.storage.files import FileInfo
+from trainer_lib.storage.outages import vendor_code
 from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
-from trainer_lib.storage.translation import vendor_code
 
 if TYPE_CHECKING:  # its import takes a tenth of a second, which a local disk does not need
     import fsspec

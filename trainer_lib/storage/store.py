@@ -13,10 +13,17 @@ from typing import Any, BinaryIO, cast
 
 from typing_extensions import override
 
-from trainer_lib.errors import ConfigError, DamagedError, StorageError, StorageFullError, TrainflowError
+from trainer_lib.errors import (
+    ConfigError,
+    DamagedError,
+    StorageError,
+    StorageFullError,
+    StoreUnreachableError,
+    TrainflowError,
+)
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend
-from trainer_lib.storage.ranges import scatter
+from trainer_lib.storage.ranges import read_up_to, scatter
 from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import checked, split_url
 
@@ -42,7 +49,7 @@ class DigestingWriter:
         """Append `data` and return its length in bytes. Raises StorageError when the store accepted fewer bytes."""
         # An array's view counts elements, and sizes here are bytes.
         view = memoryview(data).cast("B")
-        with self._store._typed("write", self._rel):
+        with self._store._typed("write", self._rel, needed=self._size + len(view)):
             for start in range(0, len(view), CHUNK):
                 piece = view[start : start + CHUNK]
                 taken = self._stream.write(piece)
@@ -164,6 +171,7 @@ class Store:
         Raises:
             ConfigError: the folder cannot be written; the message has the store's reason, and the error names `field`.
             StorageFullError: no space is left.
+            StoreUnreachableError: the store does not answer.
         """
         probe = f".probe-{os.urandom(8).hex()}"
         try:
@@ -171,6 +179,9 @@ class Store:
             self.delete(probe)
         # Its own exit code and remedy are right already.
         except StorageFullError:
+            raise
+        except StoreUnreachableError as error:
+            error.field, error.value = field, self.url  # the setting, in place of the tiny file
             raise
         except StorageError as error:
             remedy = error.remedy or "Choose another storage."
@@ -242,7 +253,7 @@ class Store:
             try:
                 with self._backend.open_read(rel) as stream:
                     # One byte more than allowed is enough to know that the file is too large.
-                    data = stream.read() if limit is None else _read_up_to(stream, limit + 1)
+                    data = stream.read() if limit is None else read_up_to(stream, limit + 1)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
         if limit is not None and len(data) > limit:
@@ -374,7 +385,7 @@ class Store:
         return f"{self.url.rstrip('/')}/{rel}" if rel else self.url
 
     @contextlib.contextmanager
-    def _typed(self, verb: str, rel: str) -> Iterator[None]:
+    def _typed(self, verb: str, rel: str, needed: int | None = None) -> Iterator[None]:
         try:
             yield
         except TrainflowError:
@@ -382,13 +393,5 @@ class Store:
         except Exception as error:
             # Anything else is a bug of ours, and a type would hide it.
             if is_of_a_store(error):
-                raise typed_error(error, verb, self._where(rel)) from error
+                raise typed_error(error, verb, self._where(rel), needed=needed) from error
             raise
-
-
-def _read_up_to(stream: BinaryIO, size: int) -> bytes:
-    """At most so many bytes, taking memory only as they come: one large read would ask for all of it at once."""
-    data = bytearray()
-    while len(data) < size and (piece := stream.read(min(2**20, size - len(data)))):
-        data += piece
-    return bytes(data)

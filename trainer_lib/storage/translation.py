@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+from pathlib import Path
 
-from trainer_lib.errors import StorageError, StorageFullError
+from trainer_lib.errors import StorageError, StorageFullError, StoreUnreachableError
+from trainer_lib.storage.outages import describe_outage, vendor_code
 
 _VENDORS = {
     "botocore",
@@ -37,26 +41,55 @@ def absent(where: str) -> StorageError:
     return StorageError("There is no such file, folder or bucket.", field=where, remedy="Check the URL.")
 
 
+def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
+    """Return the error for a store that does not answer, for the reason that `describe_outage` found."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    asked = f" and the endpoint (AWS_ENDPOINT_URL is {endpoint})" if endpoint and where.startswith("s3") else ""
+    return StoreUnreachableError(
+        f"Could not {verb} it: the store does not answer ({outage}).",
+        field=where,
+        remedy=f"Check the network{asked}; the same command continues.",
+    )
+
+
+def _free_bytes(where: str) -> int | None:
+    """Bytes that are free where a local file was to be written; None on another store."""
+    if not where.startswith("/"):
+        return None
+    place = next((each for each in (Path(where), *Path(where).parents) if each.exists()), Path("/"))
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
 def _is_full(code: str | None) -> bool:
     return code is not None and (code in _FULL_CODES or code.endswith(("StorageFull", "QuotaExceeded")))
 
 
-def typed_error(error: Exception, verb: str, where: str) -> StorageError:
+def typed_error(error: Exception, verb: str, where: str, *, needed: int | None = None) -> StorageError:
     """Return a StorageError for what a store raised.
 
     Args:
         error: what the store raised.
         verb: what was tried, as in "Could not `verb` it".
         where: the URL.
+        needed: bytes that the file has at least, for the error of a full disk.
 
     Returns:
-        a StorageFullError when no space is left, which no retry can help.
+        a StorageFullError when no space is left, which no retry can help; a StoreUnreachableError when the store does
+        not answer, which a later try may help.
     """
     number = error.errno if isinstance(error, OSError) else None
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     if number in _FULL or _is_full(vendor_code(error)):
         remedy = "Free space there, or choose another storage; nothing committed was touched."
-        return StorageFullError(f"Could not {verb} it: no space left ({reason}).", field=where, remedy=remedy)
+        free = _free_bytes(where)
+        left = "no space left" if free is None else f"no space left, {free:,} bytes are free"
+        # The system's own words for this number say it once more; a quota or a store's code adds something.
+        more = "" if number == errno.ENOSPC else f" ({reason})"
+        size = "" if needed is None else f" The file needs at least {needed:,}."
+        return StorageFullError(f"Could not {verb} it: {left}{more}.{size}", field=where, remedy=remedy)
     # For a new file it is the place that is missing, not the file.
     if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
         remedy = "Make it first, or choose another storage."
@@ -70,15 +103,8 @@ def typed_error(error: Exception, verb: str, where: str) -> StorageError:
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."
+    elif (outage := describe_outage(error)) is not None:
+        return unreachable(outage, verb, where)
     else:
         remedy = "If the store was only unreachable for a moment, run the same command again."
-    return StorageError(f"Could not {verb} it: {reason}", field=where, remedy=remedy)
-
-
-def vendor_code(error: BaseException) -> str | None:
-    """Return the store's own error code, such as ``PreconditionFailed``; s3fs keeps it in the cause."""
-    for candidate in (error, error.__cause__):
-        response = getattr(candidate, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code"))
-    return None
+    return StorageError(f"Could not {verb} it: {reason.rstrip('.')}.", field=where, remedy=remedy)

@@ -12,6 +12,7 @@ import pytest
 from trainer_lib.errors import (
     CodeError,
     DataError,
+    HangError,
     InfrastructureError,
     Interrupted,
     OutOfMemoryError,
@@ -154,7 +155,9 @@ def test_a_hang_names_the_rank_that_did_not_enter_a_collective(run_dir: RunDir) 
 def test_a_damaged_trace_does_not_hide_the_hang(run_dir: RunDir, text: str) -> None:
     for rank in (0, 1):
         run_dir.write_trace(str(rank), text)
-    assert fail(run_dir, ending(hung_s=31.0)).message == "There was no progress for 31 s, so all workers were ended."
+    assert fail(run_dir, ending(hung_s=31.0, step=None)).message == (
+        "There was no progress for 31 s, so all workers were ended."
+    )
 
 
 def test_of_a_folder_kept_after_a_hang_only_stacks_and_traces_stay(run_dir: RunDir) -> None:
@@ -165,6 +168,25 @@ def test_of_a_folder_kept_after_a_hang_only_stacks_and_traces_stay(run_dir: RunD
     fail(run_dir, ending(hung_s=31.0))
     run_dir.remove()
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["keep", "stack-0.txt", "trace-0.json"]
+
+
+STACK = """Thread 0x00007f20c6cef6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f20c7a51b80 (most recent call first):
+  File "/venv/site-packages/torch/{inner}", line 7 in wait
+{users}  File "/venv/site-packages/torch/loader.py", line 9 in __next__
+"""
+
+
+def test_a_hang_names_where_the_ranks_stand_the_users_code_first(run_dir: RunDir) -> None:
+    stuck = STACK.format(inner="a.py", users='  File "/home/me/recipe.py", line 12 in collate\n')
+    for rank in (0, 1, 2):
+        text = stuck if rank == 2 else STACK.format(inner="gloo.py", users="")
+        (run_dir.path / f"stack-{rank}.txt").write_text(text)
+    error = fail(run_dir, ending(hung_s=31.0))
+    assert type(error) is HangError
+    assert "They stood still: rank 2 in collate (recipe.py:12), ranks 0, 1 in wait (gloo.py:7)." in error.message
 
 
 @pytest.mark.parametrize(

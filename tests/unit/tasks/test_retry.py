@@ -13,7 +13,9 @@ from prefect.states import Failed
 from tasks.stage import retry as _retry
 from tasks.stage.retry import (
     DELAYS_S,
+    OUTAGE_TRIES,
     Ledger,
+    Past,
     attach_decision,
     count_sharers,
     decide,
@@ -26,28 +28,54 @@ from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.storage import Store
 
-RETRIED = {"StorageError", "InfrastructureError", "OutOfMemoryError", "Preempted"}
+RETRIED = {
+    "StorageError",
+    "StoreUnreachableError",
+    "InfrastructureError",
+    "HangError",
+    "OutOfMemoryError",
+    "Preempted",
+}
 
 
 @pytest.mark.parametrize("cls", list(errors._CLASSES.values()))
 def test_a_retry_is_made_only_where_the_error_says_it_is_worth_it(cls: type[errors.TrainflowError]) -> None:
-    decision = decide(cls("x"), retries=3, used=0, can_halve=True)
+    decision = decide(cls("x"), retries=3, past=Past(used=0), can_halve=True)
     assert decision.retry is (cls.__name__ in RETRIED)
     assert decision.reason
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), ValueError("a bug of ours")])
 def test_what_is_not_typed_is_never_retried(error: BaseException) -> None:
-    assert not decide(error, retries=3, used=0, can_halve=True).retry
+    assert not decide(error, retries=3, past=Past(used=0), can_halve=True).retry
 
 
 def test_the_budget_ends(tmp_path: Path) -> None:
     error = errors.StorageError("throttled")
-    assert decide(error, retries=2, used=1, can_halve=False).retry
-    assert not decide(error, retries=2, used=2, can_halve=False).retry
-    assert decide(errors.Preempted("stop"), retries=0, used=9, can_halve=False).retry
-    assert decide(errors.OutOfMemoryError("full"), retries=0, used=9, can_halve=True).retry
-    assert not decide(errors.OutOfMemoryError("full"), retries=9, used=0, can_halve=False).retry
+    assert decide(error, retries=2, past=Past(used=1), can_halve=False).retry
+    assert not decide(error, retries=2, past=Past(used=2), can_halve=False).retry
+    assert decide(errors.Preempted("stop"), retries=0, past=Past(used=9), can_halve=False).retry
+    assert decide(errors.OutOfMemoryError("full"), retries=0, past=Past(used=9), can_halve=True).retry
+    assert not decide(errors.OutOfMemoryError("full"), retries=9, past=Past(used=0), can_halve=False).retry
+
+
+def test_a_store_out_of_reach_is_tried_for_a_quarter_of_an_hour() -> None:
+    error = errors.StoreUnreachableError("away")
+    assert decide(error, retries=1, past=Past(used=9, outages=OUTAGE_TRIES - 1), can_halve=False).retry
+    assert not decide(error, retries=1, past=Past(outages=OUTAGE_TRIES), can_halve=False).retry
+    assert not decide(error, retries=0, past=Past(), can_halve=False).retry
+    assert sum(DELAYS_S[:OUTAGE_TRIES]) > 15 * 60
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "retried"),
+    [((), 120, True), ((120,), 120, False), ((120,), 110, False), ((120,), 121, True), ((None,), None, False)],
+)
+def test_a_hang_that_gets_no_further_is_not_tried_again(
+    before: tuple[int | None, ...], now: int | None, retried: bool
+) -> None:
+    error = errors.HangError("stuck", step=now)
+    assert decide(error, retries=3, past=Past(used=len(before), hung_at=before), can_halve=False).retry is retried
 
 
 def attempt(ledger: Ledger, error: BaseException | None, halvings: int = 0) -> int:
@@ -68,7 +96,21 @@ def test_the_ledger_charges_failures_but_not_preemptions_or_halvings(tmp_path: P
         )
     ]
     assert numbers == [1, 2, 3, 4]
-    assert ledger.used() == 2
+    assert ledger.past().used == 2
+    attempt(ledger, errors.StoreUnreachableError("e"))
+    attempt(ledger, errors.HangError("f", step=7))
+    assert ledger.past() == Past(used=3, outages=1, hung_at=(7,))
+
+
+@pytest.mark.parametrize("content", ["{torn", "[]", '{"error": 5, "outcome": "failed"}', "x" * (2 << 20)])
+def test_a_record_that_cannot_be_read_is_named_and_counts_as_little_as_possible(tmp_path: Path, content: str) -> None:
+    ledger = Ledger(Store.open(tmp_path))
+    attempt(ledger, errors.OutOfMemoryError("a"))
+    attempt(ledger, errors.OutOfMemoryError("b"), halvings=1)
+    (tmp_path / "attempts" / "0002.end.json").write_text(content)
+    assert ledger.batch_halvings() == 1
+    assert ledger.past().used <= 1
+    assert bool(ledger.unreadable) is ("error" not in content)
 
 
 def test_a_new_command_has_a_new_budget_but_remembers_what_memory_allowed(
@@ -79,7 +121,7 @@ def test_a_new_command_has_a_new_budget_but_remembers_what_memory_allowed(
     attempt(ledger, errors.OutOfMemoryError("b"))
     attempt(ledger, errors.OutOfMemoryError("c"), halvings=1)
     monkeypatch.setattr(_retry, "_INVOCATION", "another process")
-    assert (ledger.used(), ledger.batch_halvings()) == (0, 2)
+    assert (ledger.past().used, ledger.batch_halvings()) == (0, 2)
 
 
 def test_an_attempt_that_died_silently_or_a_torn_record_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -87,7 +129,7 @@ def test_an_attempt_that_died_silently_or_a_torn_record_does_not_stop_the_next(t
     ledger.begin(reason="first", batch_halvings=0)
     (tmp_path / "attempts" / "0002.json").write_text("{torn")
     assert ledger.begin(reason="third", batch_halvings=0) == 3
-    assert (ledger.used(), ledger.batch_halvings()) == (0, 0)
+    assert (ledger.past().used, ledger.batch_halvings()) == (0, 0)
 
 
 def test_records_keep_the_failure_but_not_endless_details(tmp_path: Path) -> None:
@@ -173,7 +215,7 @@ def test_the_decision_rides_on_the_error_that_prefect_hands_back() -> None:
     failed: State[Any] = Failed(data=error)
     ask: Callable[..., bool] = should_retry
     assert ask(None, None, failed) is False  # nothing was decided: it is not retried
-    attach_decision(error, decide(error, retries=1, used=0, can_halve=False))
+    attach_decision(error, decide(error, retries=1, past=Past(used=0), can_halve=False))
     assert ask(None, None, failed) is True
-    attach_decision(error, decide(error, retries=1, used=1, can_halve=False))
+    attach_decision(error, decide(error, retries=1, past=Past(used=1), can_halve=False))
     assert ask(None, None, failed) is False

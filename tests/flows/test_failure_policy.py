@@ -1,0 +1,206 @@
+"""The table of docs/failures.md from outside: one fault of each class in a small pipeline, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.results import PipelineResult
+from tasks.stage import manifest as _manifests
+from tasks.stage import progress
+from tests.support.faulty import Faults
+from tests.support.launched import kept_files, patience_s
+from tests.support.runs import broken, ran, run
+from tests.support.s3 import S3Server
+from trainer_lib.errors import (
+    CodeError,
+    DataError,
+    HangError,
+    NonFiniteError,
+    OutOfMemoryError,
+    StorageFullError,
+    StoreUnreachableError,
+)
+from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.storage import Store
+
+TRAINING = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
+
+
+def attempts(storage: str, stage: str) -> list[dict[str, Any]]:
+    """The records of a stage's attempts in its only folder, each start with its end."""
+    stages = Store.open(storage).child("stages", stage)
+    [folder] = stages.children()
+    ledger = stages.child(folder, "attempts")
+    names = [name for name in ledger.children() if not name.endswith(".end.json")]
+    read = [(name, ledger.read_if_exists(f"{name[:4]}.end.json")) for name in names]
+    return [{**json.loads(ledger.read_bytes(name)), **json.loads(end or b"{}")} for name, end in read]
+
+
+def fresh(folder: Path) -> str:
+    """An empty storage for the project in a folder."""
+    _manifests._verified.clear()
+    return str(folder / "fresh")
+
+
+# -------------------------------------------------------------------------------------------------- never tried again
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "field"),
+    [
+        ("y = self.linear(x.float())", "raise ValueError('wrong shape')", CodeError, "recipe"),
+        ('"x": [x]', '"x": [float("nan")]', DataError, None),
+        ("((y - labels) ** 2).mean()", "((y - labels) ** 2).mean() * float('nan')", NonFiniteError, None),
+    ],
+    ids=["code", "data", "not finite"],
+)
+def test_what_a_retry_cannot_help_fails_at_once(
+    folder: Path, old: str, new: str, kind: type[Exception], field: str | None
+) -> None:
+    broken(folder, old, new)
+    storage = fresh(folder)
+    result = run(folder, f"storage={storage}", "train.args.max_nonfinite_steps=3", *TRAINING)
+    assert type(result.error) is kind
+    assert result.error is not None
+    assert field is None or result.error.field == field
+    failed = next(each.stage for each in result.stages if each.status == "failed")
+    [only] = attempts(storage, failed)
+    assert only["decision"] == "a retry cannot help"
+
+
+def test_a_full_disk_is_not_tried_again_and_says_what_it_needs(folder: Path, faults: Faults) -> None:
+    seen: list[int] = []
+
+    def fill(event: dict[str, Any]) -> None:
+        if event.get("stage") == "prepare-data" and event.get("status") == "started" and not seen:
+            seen.append(1)
+            faults.plan(2, "full")  # 1 opens the first shard
+
+    with progress.subscribe(fill):
+        result = run(folder, "storage=faulty://bucket/full", *TRAINING)
+    assert type(result.error) is StorageFullError
+    assert "no space left" in result.error.message
+    assert "The file needs at least" in result.error.message
+    [only] = attempts("faulty://bucket/full", "prepare-data")
+    assert only["decision"] == "a retry cannot help"
+    again = run(folder, "storage=faulty://bucket/full", *TRAINING)
+    again.raise_for_error()
+    assert ran(again) == {"prepare-data", "train"}
+
+
+# ------------------------------------------------------------------------------------------------------- out of memory
+GREEDY = "assert not self.training or len(x) <= 2 or exhausted()\n            y = self.linear"
+EXHAUSTED = "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics"
+
+
+def test_the_micro_batch_that_memory_allows_is_found_once_and_used_by_the_next_run(folder: Path) -> None:
+    """The first command finds it and is then stopped by another failure; the next one begins with it."""
+    broken(folder, "y = self.linear", GREEDY)
+    broken(folder, "def compute_metrics", EXHAUSTED)
+    storage = fresh(folder)
+    given = (f"storage={storage}", "train.retries=0", *TRAINING)
+    broken(
+        folder,
+        "return Line()",
+        "import os\n    if os.environ.get('STOP_WHEN_SMALL') and small(): raise OSError(5, 'the network is gone')\n"
+        "    return Line()",
+    )
+    broken(
+        folder,
+        "def exhausted",
+        "def small():\n    from pathlib import Path\n\n"
+        f"    return len(list(Path({storage!r}).glob('stages/train/*/attempts/*.end.json'))) == 2\n\n\ndef exhausted",
+    )
+    first = run(folder, *given, "train.launch.env={STOP_WHEN_SMALL: '1'}")
+    assert first.error is not None
+    assert [attempt["rung"] for attempt in attempts(storage, "train")] == [0, 1, 2]
+    second = run(folder, *given)
+    second.raise_for_error()
+    records = attempts(storage, "train")
+    assert [attempt["rung"] for attempt in records] == [0, 1, 2, 2]
+    assert [attempt.get("error", {}).get("class") for attempt in records[:2]] == ["OutOfMemoryError"] * 2
+    assert records[-1]["outcome"] == "committed"
+
+
+def test_memory_that_one_sample_exceeds_ends_the_stage(folder: Path) -> None:
+    broken(folder, "y = self.linear", "assert not self.training or exhausted()\n            y = self.linear")
+    broken(folder, "def compute_metrics", EXHAUSTED)
+    storage = fresh(folder)
+    result = run(folder, f"storage={storage}", *TRAINING)
+    assert type(result.error) is OutOfMemoryError
+    assert [attempt["rung"] for attempt in attempts(storage, "train")] == [0, 1, 2, 3]
+    assert attempts(storage, "train")[-1]["decision"] == "out of memory, and nothing left to lower"
+
+
+# ------------------------------------------------------------------------------------------------------------- a store
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of S3 that gives a request up within seconds."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+
+
+def test_an_outage_of_the_store_is_survived(folder: Path, s3_url: str, s3_faults: S3Server, impatient: None) -> None:
+    storage, told = f"{s3_url}/outage", list[str]()
+
+    def cut_off(event: dict[str, Any]) -> None:
+        if event.get("event") != "stage" or event.get("stage") != "train":
+            return
+        told.append(f"{event['status']}: {event['reason']}")
+        if event["status"] == "started" and len(told) == 1:
+            s3_faults.plan(2, "outage", seconds=8.0)
+
+    with progress.subscribe(cut_off):
+        result = run(folder, f"storage={storage}", "train.retries=1", *TRAINING)
+    result.raise_for_error()
+    assert ran(result) == {"prepare-data", "train"}
+    assert told[-1].startswith("committed")
+    undisturbed = run(folder, f"storage={s3_url}/quiet", *TRAINING)
+    assert digest(undisturbed) == digest(result)
+
+
+def test_an_outage_that_does_not_end_is_named_after_the_tries(
+    folder: Path, s3_url: str, s3_faults: S3Server, impatient: None
+) -> None:
+    def cut_off(event: dict[str, Any]) -> None:
+        if event.get("stage") == "prepare-data" and event.get("status") == "started":
+            s3_faults.plan(2, "outage", seconds=600.0)
+
+    with progress.subscribe(cut_off):
+        result = run(folder, f"storage={s3_url}/away", "prepare.retries=0", *TRAINING)
+    assert type(result.error) is StoreUnreachableError
+    assert "the store does not answer (" in result.error.message
+    assert not re.search("Errno|HTTP|endpoint URL|botocore", result.error.message)
+    assert "AWS_ENDPOINT_URL" in str(result.error.remedy)
+    assert result.error.exit_code == 14
+
+
+# --------------------------------------------------------------------------------------------------------------- hangs
+def test_a_hang_at_one_place_is_tried_once_more_and_then_named(folder: Path) -> None:
+    broken(folder, 'out.info["slope"] = 2.0', "import time\n\n    time.sleep(600)")
+    storage = fresh(folder)
+    # prepare, which loads no torch: its workers start quickly.
+    limit = patience_s("trainer_lib.worker.prepare", 4.0, starts=3)
+    given = (f"storage={storage}", "prepare.launch=process", f"prepare.launch.timeout_s={limit}")
+    result = run(folder, *given, only="prepare")
+    error = result.error
+    assert type(error) is HangError
+    with kept_files(error) as named:
+        kept = [each for each in named.parent.iterdir() if each != named]
+    for each in kept:  # of the attempt before
+        (each / "keep").unlink()
+        RunDir(each).remove()
+    assert error.field == "prepare.launch.timeout_s"
+    assert "rank 0 in prepare (recipe.py:" in error.message
+    assert error.message.endswith("An attempt before it hung there as well.")
+    assert len(attempts(storage, "prepare-data")) == 2
+    assert "hung at the same place before" in attempts(storage, "prepare-data")[-1]["decision"]
+
+
+def digest(result: PipelineResult) -> str:
+    outcome = result.outcome("train")
+    assert outcome is not None
+    assert outcome.manifest is not None
+    return str(outcome.manifest["content_digest"])

@@ -1,0 +1,148 @@
+"""Bad input as users make it, and the words in which it is refused: whole sentences, without a library's own text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flows.spec.spec import load_spec
+from tests.support import toy
+from trainer_lib.errors import ConfigError
+
+RAW = re.compile(
+    r"Input should|String should|List should|valid (string|integer|number|boolean|dictionary|list|tuple)|pydantic|"
+    r"Errno|urlopen|HTTPConnection|botocore|NoneType|Traceback|\(on the command line\)|after validation"
+)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tracked = toy.SPEC.replace("tracking: {enabled: false}", "tracking: {enabled: true}")
+    return toy.project(tmp_path_factory.mktemp("words"), spec=tracked)
+
+
+def refused(spec: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_spec(spec, overrides)
+    return caught.value
+
+
+TABLE = [
+    # override | what is wrong | what to do
+    ("name=5", "not text", "in quotes"),
+    ("name=", "no value", "Give text"),
+    ("name=a b", "does not have the form", "letters, digits"),
+    ("recipe=5", "not text", "Give text"),
+    ("recipe=.", "a folder, not a file", "Python file"),
+    ("recipe=README.txt", "no such file", "Python file"),
+    ("root=nowhere", "no such folder", "leave it out"),
+    ("storage=5", "not text", "Give text"),
+    ("storage=null", "no value", "Give text"),
+    ("storage=http://host/x", "none can be written", "AWS_ENDPOINT_URL"),
+    ("prepare=5", "not a section", "prepare.NAME"),
+    ("prepare.sources=data.csv", "not a list", "["),
+    ("prepare.sources=[5]", "not text", "Give text"),
+    ("prepare.shard_rows=many", "not a whole number", "Give a whole number."),
+    ("prepare.shard_rows=1.5", "not a whole number", "Give a whole number."),
+    ("prepare.shard_rows=0", "must be at least 1", "a number of at least 1"),
+    ("prepare.allow_nan=perhaps", "neither true nor false", "Give true or false."),
+    ("prepare.options=[1]", "not a mapping", "prepare.options.NAME=value"),
+    ("prepare.retries=100", "must be at most 20", "at most 20"),
+    ("train=fast", "not a section", "train.NAME"),
+    ("train.args=5", "not a mapping", "train.args.NAME=value"),
+    ("train.args.lr=1", "No argument has this name", '"learning_rate"'),
+    ("train.args.epochs=1", "No argument has this name", '"num_train_epochs"'),
+    ("train.args.batch_size=1", "No argument has this name", '"per_device_train_batch_size"'),
+    ("train.args.data_collator=mine", "The Trainer takes this", "define collate"),
+    ("train.args.callbacks=mine", "The Trainer takes this", "define callbacks"),
+    ("train.args.learning_rate=fast", "not a finite number", "0.001"),
+    ("train.args.learning_rate=-1", "at least 0", "at least 0"),
+    ("train.args.max_steps=1.5", "not a whole number", "a whole number"),
+    ("train.args.bf16=perhaps", "not a truth value", "true or false"),
+    ("train.args.optim=adam_w", "not one of the choices", "Did you mean"),
+    ("train.model=big", "not a mapping", "train.model.NAME=value"),
+    ("train.launch=5", "not a section", "train.launch.NAME"),
+    ("train.launch=tochrun", "not one of the choices", '"torchrun"'),
+    ("train.launch.kind=5", "not one of the choices", "torchrun, process"),
+    ("train.launch.processes=0", "at least 1", "at least 1"),
+    ("train.launch.processes=many", 'neither a whole number nor "auto"', 'a whole number or "auto"'),
+    ("train.launch.threads=-1", "at least 1", "at least 1"),
+    ("train.launch.timeout_s=soon", "not a number", "Give a number."),
+    ("train.launch.timeout_s=0", "must be above 0", "above 0"),
+    ("train.launch.env=[A]", "not a mapping", "train.launch.env.NAME=value"),
+    ("train.launch.env={A: 1}", "not text", "in quotes"),
+    ("train.launch.devices=all", "not a list", "Give a list: [all]."),
+    ("train.launch.nodes=two", "does not have the form", '"1:4"'),
+    ("train.launch.rendezvous=5", "not text", "Give text"),
+    ("train.train_split=", "no value", "Give text"),
+    ("train.eval_split=[a]", "not text", "Give text"),
+    ("train.nonsense.deep=1", "Unknown key", "Known here"),
+    ("evaluate.splits=test", "not a list", "Give a list: [test]."),
+    ("evaluate.splits=[]", "at least 1 entry", "Fill it"),
+    ("evaluate.splits=[1]", "not text", "in quotes"),
+    ("evaluate.enabled=maybe", "neither true nor false", "true or false"),
+    ("evaluate.launch.timeout_s=x", "not a number", "Give a number."),
+    ("predict.rows_per_file=lots", "not a whole number", "a whole number"),
+    ("predict.split=null", "no value", "Give text"),
+    ("predict.args.per_device_eval_batch_size=many", "not a whole number", "a whole number"),
+    ("publish.private=2", "neither true nor false", "true or false"),
+    ("publish.tags=good", "not a list", "Give a list: [good]."),
+    ("publish.to=http://x/y", "none can be written", "Give a folder"),
+    ("publish.license=[mit]", "not text", "Give text"),
+    ("tracking.enabled=5", "neither true nor false", "true or false"),
+    ("tracking.uri=nonsense://x", "MLflow knows no scheme 'nonsense'", "sqlite"),
+    ("tracking.tags=a", "not a mapping", "tracking.tags.NAME=value"),
+    ("tracking.tags={a: 1}", "not text", "in quotes"),
+    ("nonsense=1", "Unknown key", "Known here: name, recipe"),
+]
+
+
+@pytest.mark.parametrize(("override", "why", "do"), TABLE, ids=[row[0] for row in TABLE])
+def test_a_wrong_value_is_refused_in_the_users_words(
+    spec: Path, override: str, why: str, do: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(spec.parent)
+    error = refused(spec, override)
+    key = override.partition("=")[0]
+    assert error.field is not None
+    assert key.startswith(error.field) or error.field.startswith(key)
+    assert why in error.message
+    assert f"from the command line: {key}=…" in error.message
+    assert do in str(error.remedy)
+    assert not RAW.search(str(error)), str(error)
+    assert error.message[0].isupper()
+    assert error.message.endswith(".")
+    assert str(error.remedy)[-1] in ".?"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "why"),
+    [
+        ("storage: store", "storage: [store]", "storage", "not text"),
+        ("max_steps: 8", "max_steps: eight", "train.args.max_steps", "not a whole number"),
+        (
+            "launch: {kind: process, processes: 1}",
+            "launch: {kind: proces}",
+            "prepare.launch.kind",
+            "one of the choices",
+        ),
+        ("evaluate: {splits: [test]}", "evaluate: {split: [test]}", "evaluate.split", "Unknown key"),
+        ("tracking: {enabled: false}", "tracking: no", "tracking", "not a section"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, old: str, new: str, field: str, why: str) -> None:
+    path = toy.project(tmp_path, spec=toy.SPEC.replace(old, new))
+    error = refused(path)
+    assert error.field == field
+    assert why in error.message
+    line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if new.split(":")[0] in text)
+    assert re.search(rf"\({re.escape(str(path))}, line ({line}|{line - 1}|{line + 1})\)", error.message), error.message
+    assert not RAW.search(str(error))
+
+
+def test_an_override_that_is_refused_as_a_secret_is_not_repeated(spec: Path) -> None:
+    error = refused(spec, "train.args.hub_token=hf_0123456789")
+    assert "from the command line: train.args.hub_token=…" in error.message
+    assert "0123456789" not in str(error)
