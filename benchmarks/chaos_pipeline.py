@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from benchmarks._result import RESULTS, publish
 from tests.support import chaos_checks as checks
 from tests.support.chaos_cases import STAGES, draw_case
 from tests.support.chaos_checks import Expected
-from tests.support.chaos_command import Workplace
+from tests.support.chaos_command import MARK, Workplace, kill_processes
 from tests.support.chaos_faults import Scene
 from tests.support.chaos_project import PROJECTS, Project
 from tests.support.chaos_services import Services, can_mount, with_mounts
@@ -235,6 +236,24 @@ def reasons(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
     return dict(collections.Counter(found))
 
 
+@contextlib.contextmanager
+def _root() -> Iterator[Path]:
+    """A folder for all of it; when it is left, or a signal ends this process, no process and no file of it stays."""
+    with tempfile.TemporaryDirectory(prefix="tfchaos-") as name:
+        root = Path(name)
+
+        def leave(*_: object) -> None:
+            kill_processes(root)
+            shutil.rmtree(root, ignore_errors=True)
+            os._exit(1)  # threads that wait for a case must not keep us
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, leave)
+        os.environ[MARK] = name  # every process that we start inherits it
+        yield root
+        kill_processes(root)
+
+
 def main() -> int:
     """Run the cases, print the table, and save on request. Returns 1 when a case was not held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,14 +269,13 @@ def main() -> int:
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
     chosen = parser.parse_args()
     with_mounts()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers end with us
     count = SIZES[chosen.size][0] if chosen.count is None else chosen.count
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     ledger = Ledger(chosen.ledger, chosen.seed, chosen.recipe)
     numbers = chosen.case or ledger.left(count)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tfchaos-") as place, Services(Path(place) / "servers") as services:
-        harness = Harness(PROJECTS[chosen.recipe], Path(place), services, chosen.seed, chosen.keep)
+    with _root() as place, Services(place / "servers") as services:
+        harness = Harness(PROJECTS[chosen.recipe], place, services, chosen.seed, chosen.keep)
         run_cases(harness, ledger, numbers, seconds=seconds, jobs=chosen.jobs)
     lines = [line for line in ledger.lines if line["case"] in chosen.case] if chosen.case else ledger.lines
     found = {

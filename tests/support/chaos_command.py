@@ -89,13 +89,7 @@ class Workplace:
 
     def processes(self) -> list[Found]:
         """Return the living processes of this case."""
-        mark, found = f"{MARK}={self.folder}".encode(), []
-        for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-                if mark in (place / "environ").read_bytes().split(b"\0"):
-                    words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found.append(Found(int(place.name), _role(words), words))
-        return sorted(found, key=lambda each: each.pid)
+        return find_processes(self.folder)
 
     def wait_until_gone(self, seconds: float) -> list[Found]:
         """Wait until no process of this case is left, and return those that are after so many seconds."""
@@ -106,10 +100,7 @@ class Workplace:
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process of this case until none is left."""
-        while left := self.processes():
-            for each in left:
-                signal_process(each.pid, signal.SIGKILL)
-            time.sleep(0.05)
+        kill_processes(self.folder)
 
 
 class Command:
@@ -147,6 +138,26 @@ class Command:
             return Found(self.process.pid, role, "") if self.is_running else None
         found = [each for each in self.place.processes() if each.role == role]
         return choose(found) if found else None
+
+
+def find_processes(folder: Path) -> list[Found]:
+    """Return the living processes whose mark is this folder, or one below it."""
+    marks, found = (f"{MARK}={folder}".encode(), f"{MARK}={folder}/".encode()), []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            environ = (place / "environ").read_bytes().split(b"\0")
+            if any(each == marks[0] or each.startswith(marks[1]) for each in environ):
+                words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append(Found(int(place.name), _role(words), words))
+    return sorted(found, key=lambda each: each.pid)
+
+
+def kill_processes(folder: Path) -> None:
+    """Send SIGKILL to those processes until none is left."""
+    while left := find_processes(folder):
+        for each in left:
+            signal_process(each.pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def signal_process(pid: int, number: int) -> None:
