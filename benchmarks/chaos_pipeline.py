@@ -102,6 +102,7 @@ class Harness:
             "hit": scene.seen,
             "injected": scene.injected,
             "codes": scene.codes,
+            "command_seconds": scene.seconds,
             "held": not problems,
             "problems": problems,
             "seconds": round(time.monotonic() - begun, 1),

@@ -37,6 +37,7 @@ class Scene:
     Attributes:
         injected: whether the fault came before the command ended.
         codes: exit codes of the commands, in order; None of one that had to be killed because it did not end.
+        seconds: how long each command took.
         problems: what was wrong while it was played.
         seen: what was hit, in words.
         database: of the MLflow server.
@@ -50,6 +51,7 @@ class Scene:
         self.draw = random.Random(f"{case.seed} scene {case.number}")
         self.injected = False
         self.codes: list[int | None] = []
+        self.seconds: list[float] = []
         self.problems: list[str] = []
         self.seen = ""
         self.database = services.mlflow.database
@@ -111,6 +113,7 @@ class Scene:
             self.place.kill_all()
             command.process.wait()
         self.codes.append(code)
+        self.seconds.append(round(time.monotonic() - command.started, 1))
         return code
 
     def finish_first(self, command: Command, *, may_stay: bool = False) -> int | None:
