@@ -27,7 +27,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from trainer_lib import devices, exits, in_flight
-from trainer_lib.arguments import environment
+from trainer_lib.arguments import environment, schedulers
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.communicator import Communicator as Communicator
 from trainer_lib.communicator import DataParallel as DataParallel
@@ -205,6 +205,7 @@ def init(args: DistributedSettings) -> Communicator:
         return _current
     ranks = ranks_from_environment()
     if ranks.world_size == 1:
+        _warn_of_machines(ranks)
         return SingleProcess()
     device = choose_device(use_cpu=args.use_cpu)
     if device.type == "cuda":
@@ -229,6 +230,17 @@ def init(args: DistributedSettings) -> Communicator:
         ) from error
     _current, _owned = ProcessGroup(ranks), True
     return _current
+
+
+def _warn_of_machines(ranks: Ranks) -> None:
+    """Warn when a scheduler started this script on several machines and no launcher joined their processes."""
+    machines = schedulers.find_machines() if ranks is environment.ALONE else None
+    if machines is not None and machines.most > 1:
+        _log.warning(
+            "This process trains alone although the job has %s machines (%s): start the script through torchrun.",
+            machines.nodes,
+            machines.source,
+        )
 
 
 def _adopt_formed_group(args: DistributedSettings) -> ProcessGroup:

@@ -15,7 +15,13 @@ from tests.support.toy import project
 ONLY_TRAIN = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
 
 
-def run_on_both(folder: Path) -> list[tuple[int, str]]:
+TRAIN_JOB = {"PET_NNODES": "2", "PET_NODE_RANK": "{rank}", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1",
+             "PET_MASTER_PORT": "{port}"}  # fmt: skip
+RANKS = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+         "MASTER_PORT": "{port}"}  # fmt: skip
+
+
+def run_on_both(folder: Path, variables: dict[str, str]) -> list[tuple[int, str]]:
     """The same command on two machines; exit code and output of each, the leading one first."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,12 +31,11 @@ def run_on_both(folder: Path) -> list[tuple[int, str]]:
     started = []
     for rank in (1, 0):
         (folder / f"tmp-{rank}").mkdir(exist_ok=True)
-        job = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(folder / f"tmp-{rank}")}
+        job = {name: value.format(rank=rank, port=port) for name, value in variables.items()}
         started.append(
             subprocess.Popen(
                 command,
-                env={**os.environ, **job, **meeting},
+                env={**os.environ, **job, "TMPDIR": str(folder / f"tmp-{rank}")},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -43,12 +48,12 @@ def run_on_both(folder: Path) -> list[tuple[int, str]]:
 
 def test_a_job_of_two_machines_trains_together_and_the_second_time_does_nothing(tmp_path: Path) -> None:
     project(tmp_path)
-    (code, led), (other_code, followed) = run_on_both(tmp_path)
+    (code, led), (other_code, followed) = run_on_both(tmp_path, TRAIN_JOB)
     assert (code, other_code) == (0, 0), led + followed
     assert "taking part in what 127.0.0.1:" in followed
     [manifest] = (tmp_path / "store" / "stages" / "train").glob("*/COMMIT.json")
     assert '"world_size": 2' in manifest.read_text()
-    (code, led), (other_code, followed) = run_on_both(tmp_path)
+    (code, led), (other_code, followed) = run_on_both(tmp_path, RANKS)
     assert (code, other_code) == (0, 0), led + followed
     assert "cached" in led
 

@@ -9,7 +9,7 @@
     JOB_COMPLETION_INDEX with WORLD_SIZE and MASTER_ADDR: an indexed Job of Kubernetes, one process a pod
 
 The first that applies is used. A batch script of Slurm is one process although its job has several tasks: only a step
-(`SLURM_STEP_ID`) counts. Nothing here imports torch.
+(`SLURM_STEP_ID`) counts. Variables that number machines are read by `schedulers`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from trainer_lib.errors import ConfigError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+DEFAULT_PORT = 29_500
+"""Torchrun's default port of a rendezvous."""
 # Ports derived from a job's number: below the range from which systems assign ports.
 _FIRST_PORT, _PORTS = 15_000, 20_000
 
@@ -94,12 +96,12 @@ def read(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def _torchrun(env: Mapping[str, str]) -> Ranks | None:
-    rank, world, local = _number(env, "RANK"), _number(env, "WORLD_SIZE"), _number(env, "LOCAL_RANK")
+    rank, world, local = find_number(env, "RANK"), find_number(env, "WORLD_SIZE"), find_number(env, "LOCAL_RANK")
     others = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
     if rank is None and ((world is None and local is None) or any(name in env for name in others)):
         return None  # scripts of jobs often export WORLD_SIZE and MASTER_ADDR, and Slurm numbers the processes
     rank, world = rank or 0, 1 if world is None else world
-    local_world = _number(env, "LOCAL_WORLD_SIZE")
+    local_world = find_number(env, "LOCAL_WORLD_SIZE")
     if local is None and local_world is None and "KUBERNETES_SERVICE_HOST" in env:
         local, local_world = 0, 1  # a pod of a PyTorchJob has its own devices
     return Ranks(
@@ -115,13 +117,13 @@ def _torchrun(env: Mapping[str, str]) -> Ranks | None:
 def _slurm(env: Mapping[str, str]) -> Ranks | None:
     if not env.get("SLURM_STEP_ID", env.get("SLURM_STEPID")):
         return None
-    rank, world = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world = find_number(env, "SLURM_PROCID"), find_number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if rank is None or world is None or world < 2:  # a step of one task is an ordinary process
         return None
-    local = _number(env, "SLURM_LOCALID") or 0
+    local = find_number(env, "SLURM_LOCALID") or 0
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "1"
     counts = tasks_per_node(per_node)
-    node = _number(env, "SLURM_NODEID") or 0
+    node = find_number(env, "SLURM_NODEID") or 0
     local_world = counts[node] if node < len(counts) else local + 1
     return Ranks(rank, world, local, local_world, _master(env) or _slurm_master(env), "SLURM_PROCID")
 
@@ -130,34 +132,38 @@ def _slurm_master(env: Mapping[str, str]) -> tuple[str, int] | None:
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
     if not nodes:
         return None
-    job = _number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0
-    step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID") or 0
+    job = find_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0
+    step = find_number(env, "SLURM_STEP_ID", "SLURM_STEPID") or 0
     # Every task computes the same port on its own; steps of one job that run side by side get different ones.
     return first_host(nodes), _FIRST_PORT + (job + step) % _PORTS
 
 
 def _open_mpi(env: Mapping[str, str]) -> Ranks | None:
-    rank, world = _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    rank, world = find_number(env, "OMPI_COMM_WORLD_RANK"), find_number(env, "OMPI_COMM_WORLD_SIZE")
     if rank is None or world is None:
         return None
-    local, local_world = _number(env, "OMPI_COMM_WORLD_LOCAL_RANK"), _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    local, local_world = find_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"), find_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE")
     return Ranks(rank, world, local or 0, local_world or world, _master(env), "OMPI_COMM_WORLD_RANK")
 
 
 def _indexed_job(env: Mapping[str, str]) -> Ranks | None:
-    rank, world = _number(env, "JOB_COMPLETION_INDEX"), _number(env, "WORLD_SIZE")
+    rank, world = find_number(env, "JOB_COMPLETION_INDEX"), find_number(env, "WORLD_SIZE")
     if rank is None or world is None:
         return None
     return Ranks(rank, world, 0, 1, _master(env), "JOB_COMPLETION_INDEX")
 
 
 def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
-    host, port = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT")
-    return (host, 29500 if port is None else port) if host else None  # 29500 is torchrun's default
+    host, port = env.get("MASTER_ADDR"), find_number(env, "MASTER_PORT")
+    return (host, DEFAULT_PORT if port is None else port) if host else None
 
 
-def _number(env: Mapping[str, str], *names: str) -> int | None:
-    """The number in the first of these variables that is not empty."""
+def find_number(env: Mapping[str, str], *names: str) -> int | None:
+    """Return the number in the first of these variables that is not empty; None when all are.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
     for name in names:
         text = env.get(name, "").strip()
         if not text:

@@ -6,10 +6,14 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.environment import Ranks
+    from trainer_lib.arguments.schedulers import Machines
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -57,7 +61,7 @@ class LaunchConfig:
         "auto",
         "Launcher. auto: torchrun for several processes, one plain process otherwise. "
         "in_process runs the work inside the calling process (for tests and notebooks); environment joins what Slurm, "
-        "Kubernetes, MPI or an enclosing torchrun has started.",
+        "Kubernetes, Kubeflow, SkyPilot, dstack, MPI or an enclosing torchrun has started, and is refused elsewhere.",
     )
     processes: Annotated[int, _AtLeast(1)] | Literal["auto"] = _option(
         "auto",
@@ -156,7 +160,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind == "accelerate":
         config = _with_accelerate_file(config)
     if config.kind == "environment":
-        config = _with_environment_ranks(config)
+        config = _with_environment(config, use_cpu=use_cpu)
     _check_nodes(config)
     config = replace(config, processes=_processes(config, use_cpu=use_cpu))
     if config.kind == "auto":
@@ -232,12 +236,48 @@ def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     return replace(config, kind="torchrun") if config.several_nodes else config
 
 
-def _with_environment_ranks(config: LaunchConfig) -> LaunchConfig:
-    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
-    from trainer_lib.arguments import environment  # all arguments come with it
+def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
+    """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
+    from trainer_lib.arguments import environment, schedulers  # all arguments come with them
 
     found = environment.ranks()
-    # Without ranks in it the environment asks for nothing, as when a job's script is tried on a laptop.
+    # A PyTorchJob sets RANK as well, which numbers its pods, however many processes each has.
+    machines = schedulers.find_machines()
+    if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
+        return _with_machines(config, machines, use_cpu=use_cpu)
+    # One process of one is a job too; no variable at all means that each machine would train alone.
+    if found is environment.ALONE and not schedulers.is_whole_job():
+        looked = ", ".join(schedulers.LOOKED_FOR)
+        raise _refused(
+            "kind",
+            config.kind,
+            f"No scheduler described a job to this process: none of {looked} is set.",
+            "Start the command through the scheduler (Slurm: srun, also in a batch script), write nodes, node_rank and "
+            "rendezvous, or set kind=auto for this machine alone.",
+        )
+    return _with_ranks(config, found)
+
+
+def _with_machines(config: LaunchConfig, found: Machines, *, use_cpu: bool) -> LaunchConfig:
+    """Take the machines that Kubeflow, SkyPilot or dstack started: each starts its own processes."""
+    if found.is_exact and config.processes not in ("auto", found.processes):
+        raise _refused(
+            "processes",
+            config.processes,
+            f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE).",
+            "Leave it out, or make them equal.",
+        )
+    # A number of GPUs is what each machine has, of which fewer may be used, or none.
+    if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
+        config = replace(config, processes=found.processes)
+    if found.most == 1:
+        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
+    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
+    return replace(config, kind="torchrun", nodes=found.nodes, node_rank=found.node_rank, rendezvous=rendezvous)
+
+
+def _with_ranks(config: LaunchConfig, found: Ranks) -> LaunchConfig:
+    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
     rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)

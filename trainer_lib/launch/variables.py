@@ -7,11 +7,12 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer_lib.arguments import schedulers
 from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.gpu_selection import num_cores, selection_variables
 
-# An enclosing torchrun, accelerate or Slurm leaves these in our environment; a worker would take them for its own.
+# Enclosing launchers and schedulers leave these in our environment; a worker would take them for its own.
 _FOREIGN = (
     "TORCHELASTIC_",
     "ACCELERATE_",
@@ -20,6 +21,7 @@ _FOREIGN = (
     "SLURM_STEP",
     "SLURM_PROCID",
     "JOB_COMPLETION_",
+    *schedulers.PREFIXES,
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -10,8 +10,10 @@ import pytest
 
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
+from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
 from trainer_lib.arguments.environment import ALONE, Ranks, first_host, ranks, tasks_per_node
+from trainer_lib.arguments.schedulers import find_machines
 from trainer_lib.errors import ConfigError
 
 SLURM = {
@@ -84,6 +86,36 @@ def test_slurms_short_forms() -> None:
     ]
     with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE = two"):
         tasks_per_node("two")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PET_NNODES": "two"}, "PET_NNODES = two: This is neither a number of machines nor a range"),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NNODES = 2: This number does not fit a job of 2 machines"),
+        ({"PET_NNODES": "2"}, "PET_NODE_RANK: The environment describes 2 machines"),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "x"}, "PET_NPROC_PER_NODE = x: This is not an integer"),
+        ({"SKYPILOT_NODE_RANK": "1"}, "SKYPILOT_NUM_NODES: The environment describes machine 1"),
+        ({"DSTACK_NODE_RANK": "x"}, "DSTACK_NODE_RANK = x: This is not an integer"),
+        ({"DSTACK_NODE_RANK": "0"}, "DSTACK_NODES_NUM: The environment describes machine 0"),
+    ],
+)
+def test_a_schedulers_variable_that_is_wrong_is_named(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_machines(variables)
+
+
+def test_a_script_that_a_scheduler_starts_on_each_machine_warns_that_it_trains_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DSTACK_NODE_RANK", "0")
+    monkeypatch.setenv("DSTACK_NODES_NUM", "2")
+    distributed.init(TrainingArguments("out", use_cpu=True))
+    assert "trains alone although the job has 2 machines (DSTACK_NODE_RANK)" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("DSTACK_NODES_NUM", "1")
+    distributed.init(TrainingArguments("out", use_cpu=True))
+    assert not caplog.text
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:

@@ -289,9 +289,96 @@ def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytes
         resolve_config(LaunchConfig(kind="environment", processes=2))
 
 
-def test_nobody_around_is_one_machine(two_cores: None) -> None:
-    assert resolve_config(LaunchConfig(kind="environment")).kind == "torchrun"
-    assert not resolve_config(LaunchConfig(kind="environment")).several_nodes
+PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29501"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n"}
+DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({**PODS, "PET_NPROC_PER_NODE": "1"}, (2, 1, "job-node-0-0.job:29501", 1)),
+        ({**PODS, "PET_NPROC_PER_NODE": "auto"}, (2, 1, "job-node-0-0.job:29501", 2)),
+        # The operator of PyTorchJobs numbers pods by RANK, and counts processes by WORLD_SIZE.
+        ({**PODS, "PET_NPROC_PER_NODE": "2", "RANK": "1", "WORLD_SIZE": "4"}, (2, 1, "job-node-0-0.job:29501", 2)),
+        (
+            {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-0:23456", "JOB_COMPLETION_INDEX": "2"},
+            ("1:3", 2, "job-0:23456", 2),
+        ),
+        ({**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "1"}, (2, 1, "10.0.0.1:29500", 1)),
+        ({**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "0", "MASTER_PORT": "7"}, (2, 1, "10.0.0.1:7", 2)),
+        ({**DSTACK, "DSTACK_GPUS_PER_NODE": "0"}, (2, 0, "10.0.0.1:29500", 2)),
+    ],
+)
+def test_a_command_on_each_machine_of_a_scheduler_joins_them(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[Any, ...]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = resolve_config(LaunchConfig(kind="environment"))
+    assert (config.kind, config.nodes, config.node_rank, config.rendezvous, config.processes) == ("torchrun", *expected)
+    started = worker_environment(config, {})
+    assert not [name for name in started if name.startswith(("PET_", "SKYPILOT_N", "DSTACK_"))]
+
+
+def test_gpus_that_a_training_on_the_cpu_does_not_use_are_no_processes(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_config(LaunchConfig(kind="environment"), use_cpu=True).processes == 2
+    assert resolve_config(LaunchConfig(kind="environment", processes=1), use_cpu=False).processes == 1
+
+
+def test_another_number_of_processes_than_the_job_has_is_refused(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**PODS, "PET_NPROC_PER_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"processes = 1: The job starts 2 processes on each machine \(PET_NPROC"):
+        resolve_config(LaunchConfig(kind="environment", processes=1))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"},  # a batch script, without srun
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
+        {"JOB_COMPLETION_INDEX": "1"},
+        {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"},
+    ],
+)
+def test_an_environment_that_describes_no_job_is_refused(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="No scheduler described a job") as caught:
+        resolve_config(LaunchConfig(kind="environment"))
+    assert (caught.value.field, caught.value.value) == ("train.launch.kind", "environment")
+    assert "PET_NNODES, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK" in caught.value.message
+    assert "kind=auto" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+    ],
+)
+def test_a_job_of_one_is_one_machine(
+    two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = resolve_config(LaunchConfig(kind="environment"))
+    assert (config.kind, config.processes, config.several_nodes) == ("torchrun", 2, False)
 
 
 def test_settings_as_plain_data_give_the_same_configuration() -> None:
