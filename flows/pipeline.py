@@ -11,21 +11,27 @@ imports no torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
+from flows.ending import expect_ending, expected_ending
 from flows.plan import Plan
+from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import PipelineResult
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
 from tasks.stage.progress import quiet_failures
-from trainer_lib.errors import Interrupted, TrainflowError
+from trainer_lib.errors import Interrupted, TrainflowError, first_line
 from trainer_lib.storage import Store
+
+_log = logging.getLogger(__name__)
 
 
 # Prefect keeps the exception that ends a flow although no result is persisted, and by default as a pickle.
@@ -63,20 +69,29 @@ def pipeline(
     """
     # Made before the plan: a spec that is refused here has a result, too.
     result = PipelineResult(spec.name, "", spec.storage)
+    ending = expected_ending()
     try:
-        plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug)
-        # Before the first stage: hours of training must not end at a read-only folder.
-        Store.open(plan.spec.storage).ensure_writable(field="storage")
-        plan.require_committed()
-        with RunRecord(plan, result) as record:
-            run_stages(plan, record)
+        with own_flow_run():
+            plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug)
+            # Before the first stage: hours of training must not end at a read-only folder.
+            Store.open(plan.spec.storage).ensure_writable(field="storage")
+            plan.require_committed()
+            with RunRecord(plan, result) as record:
+                run_stages(plan, record)
+                ending.close_undisturbed()
+        ending.result = result
     except TrainflowError as error:
-        result.error = error
-        error.partial_result = result
+        ending.result, result.error, error.partial_result = result, error, result
         if isinstance(error, Interrupted):
             # Returned, not raised: Prefect would record a raised exception as Failed.
             return Cancelled(message=error.message, data=error)
         raise
+    except KeyboardInterrupt as interrupt:
+        ending.interrupt = interrupt
+        # Another signal than Ctrl-C has its name there: it ends the run as Crashed, nothing asked for a cancel.
+        if interrupt.args or not ending.is_expected:
+            raise
+        return Cancelled(message="Interrupted (Ctrl-C).")
     return result
 
 
@@ -95,10 +110,20 @@ def run_pipeline(
     `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow run
     has been ended.
     """
-    with quiet_failures(not debug):
-        state = pipeline(
-            spec, only=only, start=start, force=list(force), from_run=from_run, debug=debug, return_state=True
-        )
+    with expect_ending() as ending, quiet_failures(not debug), created_by_this_process():
+        try:
+            state = pipeline(
+                spec, only=only, start=start, force=list(force), from_run=from_run, debug=debug, return_state=True
+            )
+        except httpx.HTTPError as error:
+            if ending.interrupt is not None:
+                raise ending.interrupt from error
+            if ending.result is None:
+                raise
+            _log.warning("Prefect's server did not learn how the run ended: %s", first_line(error))
+            return ending.result
+    if ending.interrupt is not None:
+        raise ending.interrupt
     # Three things come back: the result, the error that a Cancelled or Failed state holds, or a bug's exception.
     ended: Any = state.result(raise_on_failure=False)
     if isinstance(ended, TrainflowError) and isinstance(ended.partial_result, PipelineResult):

@@ -45,8 +45,8 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
         if len(received) == 1:
             with contextlib.suppress(Exception):  # the terminal may be gone
                 say(_SAY[signal.Signals(number)])
-        # In the main thread this interrupts whatever it waits for.
-        raise KeyboardInterrupt
+        # In the main thread this interrupts whatever it waits for. A flow tells Ctrl-C from the others by the name.
+        raise KeyboardInterrupt(*([] if number == signal.SIGINT else [signal.Signals(number).name]))
 
     try:
         with _handled(receive):

@@ -11,7 +11,9 @@ It needs no operator. Two `flock`s in FOLDER decide everything, and the kernel r
   only if that lock is taken, and two servers never open one database.
 
 It listens on a loopback port the kernel chose, and answers only to the password in ``server.json`` (mode 0600): a
-deployment's parameters name code to run, so another user of the machine must not be able to start one.
+deployment's parameters name code to run, so another user of the machine must not be able to start one. A server that
+was killed leaves its ``server.json``: the next one takes port and password from there, because the clients of the
+killed one know no other.
 
 Run by its file, never imported as part of `flows`: it must not depend on the user's working directory, and its first
 act must not be an import that takes a second.
@@ -53,10 +55,12 @@ def main(folder: Path) -> int:
     """Serve until the last client is gone. Returns 0, or `ANOTHER_SERVES`."""
     if not _claim(folder):
         return ANOTHER_SERVES
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
+    port, password = _killed_predecessor(folder)
+    listener = _listen_on(port)
+    if listener.getsockname()[1] != port:
+        # A stale address must not lead a client to the program that has that port now.
+        (folder / DESCRIPTION).unlink(missing_ok=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    password = f"trainflow:{secrets.token_urlsafe(24)}"
     running: list[uvicorn.Server] = []
     threading.Thread(target=_end_without_clients, args=(folder, running), daemon=True).start()
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = password
@@ -67,6 +71,27 @@ def main(folder: Path) -> int:
     threading.Thread(target=_open, args=(folder, server, url, password), daemon=True).start()
     server.run(sockets=[listener])
     return 0
+
+
+def _killed_predecessor(folder: Path) -> tuple[int, str]:
+    """Port and password of a server that was killed; port 0 and a new password when the last one ended in order."""
+    try:
+        left = json.loads((folder / DESCRIPTION).read_bytes())
+        return int(str(left["url"]).rpartition(":")[2]), str(left["auth"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, f"trainflow:{secrets.token_urlsafe(24)}"
+
+
+def _listen_on(port: int) -> socket.socket:
+    """A listening socket at this loopback port; at any free one if another program has taken it, or it is 0."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # The connections of a killed server linger at its port for a minute.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        listener.bind(("127.0.0.1", 0))
+    return listener
 
 
 def _open(folder: Path, server: uvicorn.Server, url: str, password: str) -> None:

@@ -15,6 +15,7 @@ import signal
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from flows.ending import expect_until_exit
 from flows.server import embedded
 from tasks.stage.progress import quiet_failures
 from trainer_lib import guard
@@ -35,6 +36,7 @@ def prepare_run_process(environ: MutableMapping[str, str] | None = None) -> None
         _end_with(int(environ[OWNER]))
     if SERVER_FOLDER in environ:
         _keep_server(Path(environ[SERVER_FOLDER]))
+    expect_until_exit()
     # Prefect logs a failure after the flow has returned, so the filter is not removed with the flow.
     quiet = contextlib.ExitStack()
     quiet.enter_context(quiet_failures())

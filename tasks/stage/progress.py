@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tasks.stage.run_link import RunLink
 from trainer_lib.errors import TrainflowError
+from trainer_lib.secrets import mask
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-
-# Each update of the artifact is a request to Prefect's server.
-_ARTIFACT_EVERY_S = 2.0
 
 # Displays of this process, as `logging` keeps its handlers: no result of the work passes through here.
 _listeners: list[Listener] = []
@@ -52,21 +50,24 @@ def subscribe(listener: Listener) -> Iterator[None]:
 class StageProgress:
     """One attempt's events and lines: published, logged to the Prefect run, and drawn as its progress artifact.
 
-    Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never ends the work.
+    Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never holds the work up.
     """
 
     def __init__(self, stage: str) -> None:
         self.stage = stage
         self._logger = _run_logger()
-        self._artifact: Any = None
-        self._last = 0.0
+        self._link = RunLink.of_context(stage)
         self._shown: Event = {}
+
+    def is_cancelled(self) -> bool:
+        """Whether the flow run was cancelled in Prefect. Never waits; False outside of a Prefect run."""
+        return self._link is not None and self._link.is_cancelled()
 
     def line(self, text: str) -> None:
         """A line that a worker printed."""
         publish({"event": "line", "stage": self.stage, "message": text})
         if self._logger is not None:
-            self._logger.info("%s", text)
+            self._logger.info("%s", mask(text))
 
     def event(self, event: Mapping[str, Any]) -> None:
         """An event that a worker reported."""
@@ -75,35 +76,19 @@ class StageProgress:
             return
         if event.get("event") in ("warning", "resume", "save") and event.get("message"):
             level = logging.WARNING if event["event"] == "warning" else logging.INFO
-            self._logger.log(level, "%s", event["message"])
+            self._logger.log(level, "%s", mask(str(event["message"])))
         elif event.get("event") == "log" and (text := measured(event) or describe(event)):
             self._logger.info("%s", text)
         # Each event holds a part of the state; the artifact shows all that is known.
         self._shown = {**self._shown, **{name: value for name, value in event.items() if value is not None}}
-        if event.get("max_steps") and time.monotonic() - self._last >= _ARTIFACT_EVERY_S:
-            self._draw()
+        if self._link is not None and event.get("max_steps"):
+            share = 100.0 * float(self._shown.get("step") or 0) / float(self._shown["max_steps"])
+            self._link.draw(share, describe(self._shown))
 
     def close(self) -> None:
         """Draw the newest state."""
-        if self._artifact is not None:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._last = time.monotonic()
-        share = 100.0 * float(self._shown.get("step") or 0) / float(self._shown["max_steps"])
-        text = describe(self._shown)
-        try:
-            from prefect.artifacts import create_progress_artifact, update_progress_artifact
-
-            if self._artifact is None:
-                key = f"{self.stage}-progress"
-                self._artifact = create_progress_artifact(min(share, 100.0), key=key, description=text)
-            else:
-                update_progress_artifact(self._artifact, min(share, 100.0), description=text)
-        except Exception as error:  # the server is away: the work is not
-            # Half a minute without another try, because each would wait for the server's timeout.
-            self._last = time.monotonic() + 30.0
-            _log.debug("The progress artifact was not updated: %s", error)
+        if self._link is not None:
+            self._link.close()
 
 
 def describe(event: Mapping[str, Any]) -> str:

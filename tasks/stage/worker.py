@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -17,8 +16,6 @@ from trainer_lib.launch import launch, nodes, resolve_config
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
 R = TypeVar("R")
-
-_ASK_EVERY_S = 3.0
 
 
 def common_fields(config: StageSettings, context: StageContext, attempt: StageAttempt) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
             env=tracking.worker_env() if tracking is not None else {},
             on_line=attempt.progress.line,
             on_event=attempt.progress.event,
-            should_cancel=_any(attempt.is_lost, context.stop.is_set, _cancelled_in_prefect()),
+            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
         )
 
 
@@ -76,39 +73,3 @@ def dismiss(settings: LaunchSettings) -> None:
 
 def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:
     return lambda: any(question() for question in questions)
-
-
-def _cancelled_in_prefect() -> Callable[[], bool]:
-    """A question, cheap to repeat: was the flow run cancelled in Prefect's UI? Never, outside a flow run.
-
-    A run started on the command line has no Prefect runner that would carry a cancel out.
-    """
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return lambda: False
-    flow_run_id = context.flow_run.id
-    asked = time.monotonic()
-    cancelled = False
-
-    def question() -> bool:
-        nonlocal asked, cancelled
-        # The launcher asks several times a second; the server should not be.
-        if not cancelled and time.monotonic() - asked >= _ASK_EVERY_S:
-            asked = time.monotonic()
-            cancelled = _is_cancelled(flow_run_id)
-        return cancelled
-
-    return question
-
-
-def _is_cancelled(flow_run_id: Any) -> bool:
-    from prefect.client.orchestration import get_client
-
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(flow_run_id).state
-    except Exception:  # without a server no one can cancel through it
-        return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())

@@ -18,7 +18,7 @@ from flows.spec.spec import load_spec
 from flows.stages import stage_names
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
-from tasks.stage import worker as _launching
+from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
 from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
@@ -248,7 +248,7 @@ def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: py
     from prefect.runtime import flow_run
     from prefect.states import Cancelling
 
-    monkeypatch.setattr(_launching, "_ASK_EVERY_S", 0.1)
+    monkeypatch.setattr(run_link, "EVERY_S", 0.1)
     broken(folder, "x = draw.uniform(-1, 1)", "x = draw.uniform(-1, 1) * (__import__('time').sleep(1) is None)")
     asked: list[str] = []
 

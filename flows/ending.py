@@ -1,0 +1,92 @@
+"""How the body of a flow ended, for its caller: Prefect's own account of it needs a server, and may come late or never.
+
+Once every stage is committed a signal comes too late to stop anything: the run only closes, so it closes undisturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.errors import Interrupted
+
+if TYPE_CHECKING:
+    from flows.results import PipelineResult
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE = 3  # the third signal does not wait for anything
+_log = logging.getLogger(__name__)
+_expected: ContextVar[Ending | None] = ContextVar("trainflow_ending", default=None)
+
+
+class Ending:
+    """How one flow's body ended.
+
+    Attributes:
+        result: set as soon as the body has come to its end; None before.
+        interrupt: the signal that ended it; its argument names another one than Ctrl-C.
+        is_expected: whether there is a caller that reads this.
+    """
+
+    def __init__(self, *, is_expected: bool = True) -> None:
+        self.is_expected = is_expected
+        self.result: PipelineResult | None = None
+        self.interrupt: KeyboardInterrupt | None = None
+        self._handlers: dict[int, Any] = {}
+
+    def close_undisturbed(self) -> None:
+        """From now on let signals wait; the third one ends the process at once."""
+        # Python lets only the main thread set handlers; without a caller nothing would put them back.
+        if self.is_expected and threading.current_thread() is threading.main_thread():
+            note = _patient_handler()
+            heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, note) for number in heeded}
+
+    def restore(self) -> None:
+        """Put back the handlers that `close_undisturbed` has replaced."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._handlers = {}
+
+
+@contextlib.contextmanager
+def expect_ending() -> Iterator[Ending]:
+    """Receive the ending of the flow that is called inside the block."""
+    ending = Ending()
+    token = _expected.set(ending)
+    try:
+        yield ending
+    finally:
+        ending.restore()
+        _expected.reset(token)
+
+
+def expect_until_exit() -> None:
+    """Let this process's only flow close undisturbed; nothing is put back, because the process ends with it."""
+    _expected.set(Ending())
+
+
+def expected_ending() -> Ending:
+    """The ending that a caller expects; one that nothing reads when there is no such caller."""
+    return _expected.get() or Ending(is_expected=False)
+
+
+def _patient_handler() -> Callable[[int, FrameType | None], None]:
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) >= _PATIENCE:
+            os._exit(Interrupted.exit_code)
+        if len(received) == 1:
+            with contextlib.suppress(Exception):  # the terminal may be gone
+                _log.warning("Every stage is committed: the run only closes, and ends as complete.")
+
+    return note

@@ -1,0 +1,197 @@
+"""The Prefect runs of trainflow's flows: which process each belongs to, and what becomes of those whose process died.
+
+A process that is killed reports nothing, so its runs stay Running in Prefect. Each flow run therefore carries labels
+that name its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
+process is certainly gone and sets them, and their task runs, to Crashed. A run of another machine is left alone here:
+only its heartbeat on the storage can tell (`flows.heartbeat`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks.prefect_client import LIMIT_S, quick_client
+from trainer_lib.locks.lease import Holder
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
+
+FLOW = "pipeline"
+_PREFIX = "trainflow."
+_TAG = "trainflow-process="
+# A run that is retried has the labels of its last process until the new one has written its own.
+_SETTLE_S = 2.0
+# Seconds that the end of a flow waits for the sweep.
+_CLOSE_S = 10.0
+_PAGE = 200
+_OPEN = ["PENDING", "RUNNING", "CANCELLING"]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeadRun:
+    """A flow run whose process has ended without a word.
+
+    Attributes:
+        flow_run_id, name: the Prefect run.
+        holder: the process that it belonged to.
+        cancelling: its cancellation was asked for.
+        seen: identifies the state in which it was seen; another one means that it goes on.
+    """
+
+    flow_run_id: UUID
+    name: str
+    holder: Holder
+    cancelling: bool
+    seen: tuple[Any, ...]
+
+
+@contextlib.contextmanager
+def created_by_this_process() -> Iterator[None]:
+    """Mark the flow run that is created inside the block as this process's, from its first moment on.
+
+    The mark is a tag, because Prefect takes nothing else when it creates a run; `own_flow_run` puts labels in its
+    place.
+    """
+    from prefect import tags
+
+    with tags(_TAG + _encode(Holder.this_process())):
+        yield
+
+
+@contextlib.contextmanager
+def own_flow_run() -> Iterator[None]:
+    """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
+
+    Nothing here fails the flow; a server that does not answer costs it three seconds at most.
+    """
+    from prefect.context import FlowRunContext, TagsContext
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    if run is None:
+        yield
+        return
+    tags = TagsContext.get().current_tags
+    introduce = threading.Thread(target=_introduce, args=(run.id,), name="trainflow-sweep", daemon=True)
+    introduce.start()
+    # A run that another process created or ran before has that one's labels, until it has ours.
+    if not any(tag.startswith(_TAG) for tag in tags):
+        introduce.join(LIMIT_S)
+    # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
+    with TagsContext(current_tags={tag for tag in tags if not tag.startswith(_TAG)}):
+        try:
+            yield
+        finally:
+            introduce.join(_CLOSE_S)
+
+
+def _introduce(flow_run_id: UUID) -> None:
+    try:
+        with quick_client() as client:
+            _label(client, flow_run_id)
+        for run in sweep_dead_runs():
+            _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
+    except Exception as error:  # the next command sweeps, too
+        _log.debug("Dead runs were not looked for: %s", error)
+
+
+def _label(client: SyncPrefectClient, flow_run_id: UUID) -> None:
+    holder = asdict(Holder.this_process())
+    client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
+    tags = client.read_flow_run(flow_run_id).tags
+    kept = [tag for tag in tags if not tag.startswith(_TAG)]
+    if kept != tags:
+        client.update_flow_run(flow_run_id, tags=kept)
+
+
+def sweep_dead_runs() -> list[DeadRun]:
+    """Set every run to Crashed whose process is certainly gone, with its task runs; Cancelled if that was asked for.
+
+    Takes two looks, two seconds apart, if there is anything to sweep: a run that changes in between is left alone.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    with quick_client() as client:
+        found = _dead_runs(client)
+        if not found:
+            return []
+        time.sleep(_SETTLE_S)
+        still = {run.flow_run_id: run for run in _dead_runs(client)}
+        dead = [run for run in found if still.get(run.flow_run_id) == run]
+        for run in dead:
+            end_flow_run(client, run.flow_run_id, f"Its process ended without a word ({run.holder}).", run.cancelling)
+        return dead
+
+
+def end_flow_run(client: SyncPrefectClient, flow_run_id: UUID, why: str, cancelling: bool = False) -> None:
+    """Set a flow run and its task runs that have not ended to Crashed, or to Cancelled."""
+    from prefect.states import Cancelled, Crashed
+
+    make = Cancelled if cancelling else Crashed
+    # The tasks first: a sweep that is killed in between finds the flow run again.
+    for task_run_id in _open_task_runs(client, flow_run_id):
+        client.set_task_run_state(task_run_id, make(message=why), force=True)
+    client.set_flow_run_state(flow_run_id, make(message=why), force=True)
+
+
+def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:
+    runs = ((run, _holder_of(run)) for run in _open_flow_runs(client))
+    return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
+
+
+def _dead(run: FlowRun, holder: Holder) -> DeadRun:
+    cancelling = run.state is not None and run.state.is_cancelling()
+    return DeadRun(run.id, run.name, holder, cancelling, (run.state_id, run.run_count))
+
+
+def _open_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+
+    flow = FlowFilter.model_validate({"name": {"any_": [FLOW]}})
+    unfinished = FlowRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
+    offset = 0
+    while page := client.read_flow_runs(flow_filter=flow, flow_run_filter=unfinished, limit=_PAGE, offset=offset):
+        yield from page
+        offset += len(page)
+
+
+def _open_task_runs(client: SyncPrefectClient, flow_run_id: UUID) -> list[UUID]:
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    flow_run = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
+    runs = client.read_task_runs(flow_run_filter=flow_run, limit=_PAGE)
+    return [run.id for run in runs if run.state is None or not run.state.is_final()]
+
+
+def _holder_of(run: FlowRun) -> Holder | None:
+    """The process of a run by its labels, else by the tag that it was created with; None: unknown."""
+    labels = {name.removeprefix(_PREFIX): value for name, value in run.labels.items() if name.startswith(_PREFIX)}
+    with contextlib.suppress(TypeError, ValueError):
+        if labels:
+            return Holder(**labels)  # type: ignore[arg-type]
+    for tag in run.tags:
+        if tag.startswith(_TAG):
+            return _decode(tag.removeprefix(_TAG))
+    return None
+
+
+def _encode(holder: Holder) -> str:
+    return "|".join((holder.machine, str(holder.pid), holder.started, holder.since))
+
+
+def _decode(text: str) -> Holder | None:
+    parts = text.split("|")
+    if len(parts) != 4 or not parts[1].isdigit():
+        return None
+    return Holder("", parts[0], int(parts[1]), parts[2], parts[3], 0.0)

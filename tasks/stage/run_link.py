@@ -1,0 +1,106 @@
+"""The link between a stage at work and its Prefect run: progress goes there, a cancel comes back.
+
+Both travel in a thread of their own with short time limits. A server that is gone, or hangs, therefore costs the stage
+nothing: the thread tries again until the stage ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tasks.prefect_client import quick_client
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+# Each round is one or two requests to Prefect's server.
+EVERY_S = 3.0
+# Seconds that the end of a stage waits for the last drawing; a server that hangs must not cost more.
+_CLOSE_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class RunLink:
+    """Reports one stage's progress to Prefect, and asks whether its flow run was cancelled there.
+
+    Args:
+        stage: names the progress artifact.
+        flow_run_id, task_run_id: the Prefect runs (UUIDs).
+    """
+
+    def __init__(self, stage: str, flow_run_id: Any, task_run_id: Any) -> None:
+        self._stage = stage
+        self._flow_run_id = flow_run_id
+        self._task_run_id = task_run_id
+        self._cancelled = threading.Event()
+        self._done = threading.Event()
+        self._wanted: tuple[float, str] | None = None
+        self._drawn: tuple[float, str] | None = None
+        self._artifact: Any = None
+        self._thread = threading.Thread(target=self._run, name=f"trainflow-prefect-{stage}", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_context(cls, stage: str) -> RunLink | None:
+        """Make the link of the Prefect run that this code runs in; None outside of a run."""
+        from prefect.context import FlowRunContext, TaskRunContext
+
+        flow, task = FlowRunContext.get(), TaskRunContext.get()
+        # A task that was submitted to another process has the flow run's id only in its own record.
+        flow_run = flow.flow_run if flow is not None else None
+        flow_run_id = flow_run.id if flow_run is not None else task.task_run.flow_run_id if task is not None else None
+        return None if flow_run_id is None else cls(stage, flow_run_id, None if task is None else task.task_run.id)
+
+    def is_cancelled(self) -> bool:
+        """Whether the flow run was cancelled in Prefect's UI or through its API. Never waits."""
+        return self._cancelled.is_set()
+
+    def draw(self, share: float, text: str) -> None:
+        """Show progress in Prefect's UI, soon: `share` percent, and a line of text. Never waits."""
+        self._wanted = (min(share, 100.0), text)
+
+    def close(self) -> None:
+        """Draw the newest state and end; waits a second at most."""
+        self._done.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            try:
+                with quick_client() as client:
+                    while True:
+                        self._exchange(client)
+                        if self._done.is_set():
+                            return
+                        if self._done.wait(EVERY_S) and self._wanted == self._drawn:
+                            return
+            except Exception as error:  # the server is away: the work is not
+                _log.debug("Prefect's server did not answer: %s", error)
+                self._done.wait(EVERY_S)
+
+    def _exchange(self, client: SyncPrefectClient) -> None:
+        if not self._cancelled.is_set() and not self._done.is_set():
+            state = client.read_flow_run(self._flow_run_id).state
+            if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                self._cancelled.set()
+        if (wanted := self._wanted) is not None and wanted != self._drawn:
+            self._draw(client, *wanted)
+            self._drawn = wanted
+
+    def _draw(self, client: SyncPrefectClient, share: float, text: str) -> None:
+        from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+
+        if self._artifact is not None:
+            client.update_artifact(self._artifact, ArtifactUpdate(data=share, description=text))
+            return
+        artifact = ArtifactCreate(
+            key=f"{self._stage}-progress",
+            type="progress",
+            data=share,
+            description=text,
+            flow_run_id=self._flow_run_id,
+            task_run_id=self._task_run_id,
+        )
+        self._artifact = client.create_artifact(artifact).id
