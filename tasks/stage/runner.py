@@ -168,8 +168,8 @@ def _attempt(
         _progress.publish({"event": "warning", "stage": key.stage, "message": _describe_unreadable(ledger)})
     number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
-    _report_stage(key.stage, "started", reason, attempt=number)
     try:
+        _report_stage(key.stage, "started", reason, attempt=number)
         output = work(StageAttempt(key.stage, store, number, halvings, progress, lambda: lease.lost))
         manifest = _commit(key, store, lease, output, commit_facts(output.facts, reason, number, halvings))
     except BaseException as error:
