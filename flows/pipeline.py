@@ -27,7 +27,7 @@ from flows.results import PipelineResult
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
-from tasks.stage.progress import quiet_failures
+from tasks.stage.progress import masked_api_logs, quiet_failures
 from trainer_lib.errors import Interrupted, TrainflowError, first_line
 from trainer_lib.storage import Store
 
@@ -110,7 +110,7 @@ def run_pipeline(
     `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow run
     has been ended.
     """
-    with expect_ending() as ending, quiet_failures(not debug), created_by_this_process():
+    with expect_ending() as ending, masked_api_logs(), quiet_failures(not debug), created_by_this_process():
         try:
             state = pipeline(
                 spec, only=only, start=start, force=list(force), from_run=from_run, debug=debug, return_state=True

@@ -47,6 +47,15 @@ def send_queued(timeout_s: float) -> None:
     APILogWorker.drain_all(timeout=timeout_s)
 
 
+def api_log_handlers() -> list[logging.Handler]:
+    """Find the handlers that send log records to Prefect's API, as `set_up_logging` has installed them."""
+    from prefect.logging.handlers import APILogHandler
+
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    found = (handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers)
+    return list({handler for handler in found if isinstance(handler, APILogHandler)})
+
+
 def set_up_logging() -> None:
     """Install Prefect's log handlers, if no flow has done so in this process yet."""
     from prefect.logging import configuration

@@ -15,8 +15,8 @@ identified by (pid, start time), so a recycled pid is never signalled.
     "kill"                     SIGKILL to everything now
     the command ends           as "stop", for the processes that the command left behind
 
-It writes ``guard.json`` (how the command ended) into the run directory and exits with the command's own code, or with
-128 + n after signal n.
+It writes ``guard.json`` (how the command ended) into the run directory, if it has one, and exits with the command's own
+code, or with 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def prctl(option: int, value: int) -> bool:
 class Guard:
     """Starts one command, keeps track of its descendants, and ends them all."""
 
-    def __init__(self, run_dir: Path, grace_s: float, command: list[str]) -> None:
+    def __init__(self, run_dir: Path | None, grace_s: float, command: list[str]) -> None:
         self.run_dir = run_dir
         self.grace_s = grace_s
         self.command = command
@@ -247,7 +247,8 @@ class Guard:
 
     def _workers(self) -> set[Process]:
         """Return the living descendants that have recorded themselves as workers."""
-        recorded = {self._recorded(path) for path in self.run_dir.glob("worker-*.pid")}
+        paths = self.run_dir.glob("worker-*.pid") if self.run_dir is not None else ()
+        recorded = {self._recorded(path) for path in paths}
         return self._living() & {process for process in recorded if process is not None}
 
     @staticmethod
@@ -285,6 +286,8 @@ class Guard:
 
     def _finish(self) -> int:
         status = 127 if self.status is None else self.status
+        if self.run_dir is None:
+            return status if status >= 0 else 128 - status
         temporary = self.run_dir / "guard.json.tmp"
         with contextlib.suppress(OSError):  # the owner may have removed the run directory already
             temporary.write_text(json.dumps({"code": status, "time": time.time()}))
@@ -296,7 +299,7 @@ class Guard:
 def main(argv: list[str]) -> int:
     """Parse the command line and guard the command in it."""
     parser = argparse.ArgumentParser(prog="guard")
-    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, help="without it nothing is written")
     parser.add_argument("--grace", type=float, required=True, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(argv)

@@ -45,10 +45,11 @@ def execute(
 
     Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
     out = terminal.console(stderr=as_json)
-    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}"):
+    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}") as stop:
         out.print(title)
         with _engine(out):
             result = _run_and_show(spec, out, debug=debug, **choice)
+            stop.too_late = True
             # Inside the block: the engine takes a second to end.
             _show_result(result, ui, as_json=as_json)
     if result.error is not None:

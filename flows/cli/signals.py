@@ -25,9 +25,22 @@ _SAY = {
 _PATIENCE = 3  # the third signal does not wait for anything
 
 
+class Stop:
+    """The signals that a command has received.
+
+    Attributes:
+        received: their numbers, in order.
+        too_late: the work is done: a signal no longer interrupts what is left, the third one still ends the process.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.too_late = False
+
+
 @contextlib.contextmanager
-def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the block in good order.
+def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:
+    """Let SIGINT, SIGTERM and SIGHUP end the block in good order; yields what has been received.
 
     Args:
         say: shows one line, at the first signal.
@@ -36,12 +49,15 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
     Raises:
         Interrupted: after Ctrl-C. Preempted: after one of the others.
     """
-    received: list[int] = []
+    stop = Stop()
+    received = stop.received
 
     def receive(number: int, _: FrameType | None) -> None:
         received.append(number)
         if len(received) >= _PATIENCE:
             _leave_at_once()
+        if stop.too_late:
+            return
         if len(received) == 1:
             with contextlib.suppress(Exception):  # the terminal may be gone
                 say(_SAY[signal.Signals(number)])
@@ -50,7 +66,7 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[None]:
 
     try:
         with _handled(receive):
-            yield
+            yield stop
     except KeyboardInterrupt as interrupt:
         if received and received[0] != signal.SIGINT:
             name = signal.Signals(received[0]).name

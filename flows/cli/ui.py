@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from flows.spec.spec import PipelineSpec, load_spec
@@ -101,7 +101,7 @@ def _recorded(place: TrackingPlace) -> TrackingPlace:
 def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
     """MLflow's server inside the block; yields its address. One that runs already is used as it is.
 
-    Everything it starts ends with the block, and also when this process is killed.
+    Everything it starts ends with the block, and also when this process is killed; no file is left then, either.
 
     Raises:
         ConfigError: the port is taken.
@@ -112,15 +112,15 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
         return
     # Another process may take the port before MLflow does; `_wait` reports that.
     port = _checked(port)
-    with tempfile.TemporaryDirectory(prefix="trainflow-ui-") as name, _guarded(place, port, Path(name)) as process:
-        _wait(process, port, Path(name) / "mlflow.log")
+    with tempfile.TemporaryFile() as log, _guarded(place, port, log) as process:
+        _wait(process, port, log)
         yield f"http://{HOST}:{port}"
 
 
 @contextlib.contextmanager
-def _guarded(place: TrackingPlace, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _guarded(place: TrackingPlace, port: int, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
-    guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), "--run-dir", str(folder)]
+    guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve())]
     environ = {
         **os.environ,
         "MLFLOW_BACKEND_STORE_URI": place.uri,  # not an argument: it may hold a password
@@ -128,16 +128,16 @@ def _guarded(place: TrackingPlace, port: int, folder: Path) -> Iterator[subproce
         "PYTHONWARNINGS": "ignore",
     }
     database = place.sqlite_file
-    with (folder / "mlflow.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*guarded, "--grace", str(_GRACE_S), "--", *command],
-            cwd=database.parent if database is not None else folder,
-            env=environ,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the server
-        )
+    process = subprocess.Popen(
+        [*guarded, "--grace", str(_GRACE_S), "--", *command],
+        # Python imports from its working directory first: never from a folder that others may write.
+        cwd=database.parent if database is not None else "/",
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the server
+    )
     try:
         yield process
     finally:
@@ -162,14 +162,15 @@ def _checked(port: int | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             if _request(f"http://{HOST}:{port}", "GET", "/health") is not None:
                 return
         time.sleep(0.1)
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
     raise InfrastructureError(
         "MLflow's server did not start." + (f" Its log ends: {lines[-1].strip()}" if lines else ""),
         field="ui",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from flows.ending import expect_until_exit
 from flows.server import embedded
-from tasks.stage.progress import quiet_failures
+from tasks.stage.progress import masked_api_logs, quiet_failures
 from trainer_lib import guard
 
 # Set by `flows.server.serving` for the processes of its runs; absent in those of a work pool's worker.
@@ -26,7 +26,7 @@ SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 
 
 def prepare_run_process(environ: MutableMapping[str, str] | None = None) -> None:
-    """Tie this process to the one that serves it, and log typed failures without tracebacks, until the process ends.
+    """Tie this process to the one that serves it; log without secrets and without tracebacks of typed failures.
 
     Args:
         environ: where `OWNER` and `SERVER_FOLDER` are read; `os.environ` when unset.
@@ -40,6 +40,7 @@ def prepare_run_process(environ: MutableMapping[str, str] | None = None) -> None
     # Prefect logs a failure after the flow has returned, so the filter is not removed with the flow.
     quiet = contextlib.ExitStack()
     quiet.enter_context(quiet_failures())
+    quiet.enter_context(masked_api_logs())
     atexit.register(quiet.close)
 
 

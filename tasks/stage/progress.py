@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tasks.prefect_internals import api_log_handlers, set_up_logging
 from tasks.stage.run_link import RunLink
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
@@ -137,6 +138,37 @@ class TypedFailuresInOneLine(logging.Filter):
             record.exc_info = None
             record.exc_text = None
         return True
+
+
+class MaskedSecrets(logging.Filter):
+    """Masks secrets in the message and the traceback of a log record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always True; the record is changed in place."""
+        # A record whose arguments do not fit its message is reported by the handler.
+        with contextlib.suppress(Exception):
+            text = record.getMessage()
+            if (masked := mask(text)) != text:
+                record.msg, record.args = masked, ()
+        if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
+            trace = logging.Formatter().formatException(record.exc_info)
+            if (masked := mask(trace)) != trace:
+                record.exc_info, record.exc_text = None, masked
+        return True
+
+
+@contextlib.contextmanager
+def masked_api_logs() -> Iterator[None]:
+    """Inside the block no record reaches Prefect's API with a secret in it."""
+    set_up_logging()
+    masking, handlers = MaskedSecrets(), api_log_handlers()
+    for handler in handlers:
+        handler.addFilter(masking)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(masking)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -48,11 +49,12 @@ def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     import prefect.context
     from prefect.events.worker import EventsWorker
     from prefect.logging import configuration
-    from prefect.logging.handlers import APILogWorker
+    from prefect.logging.handlers import APILogHandler, APILogWorker
 
     replaced = inspect.signature(prefect.context._temporary_global_settings_context)
     assert list(replaced.parameters) == ["settings_context"]
     for worker in (EventsWorker, APILogWorker):
         assert "timeout" in inspect.signature(worker.drain_all).parameters
+    assert issubclass(APILogHandler, logging.Handler)
     assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
     assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}
