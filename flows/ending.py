@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer_lib.errors import Interrupted
 
@@ -39,21 +39,24 @@ class Ending:
         self.is_expected = is_expected
         self.result: PipelineResult | None = None
         self.interrupt: KeyboardInterrupt | None = None
-        self._handlers: dict[int, Any] = {}
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._is_undisturbed = False
 
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
         # Python lets only the main thread set handlers; without a caller nothing would put them back.
         if self.is_expected and threading.current_thread() is threading.main_thread():
+            self._is_undisturbed = True
             note = _patient_handler()
-            heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._handlers = {number: signal.signal(number, note) for number in heeded}
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, note)
 
     def restore(self) -> None:
-        """Put back the handlers that `close_undisturbed` has replaced."""
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._handlers = {}
+        """Put back the handlers of before the flow; those that `close_undisturbed` replaced are partly Prefect's."""
+        if self._is_undisturbed:
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager

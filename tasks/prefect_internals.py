@@ -30,6 +30,25 @@ def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def patient_events(attempts: int) -> Iterator[None]:
+    """Inside the block events wait for a server that is away, about a second per attempt, instead of ten.
+
+    Task states travel as events, so an event that is given up is a task that the server never sees.
+    """
+    from prefect.events.clients import PrefectEventsClient
+    from prefect.events.worker import EventsWorker, emit_events_to_cloud
+
+    if emit_events_to_cloud():
+        yield
+        return
+    EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=attempts)
+    try:
+        yield
+    finally:
+        EventsWorker.set_client_override(None)
+
+
 def send_queued(timeout_s: float) -> None:
     """Send the events and log records that Prefect still holds in memory.
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from flows.server import embedded
-from tasks.prefect_internals import send_queued, settings_for_every_thread
+from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.storage.outages import describe_outage
 
@@ -59,6 +59,8 @@ _LOOPBACK = "127.0.0.1,localhost"
 # Seconds a start may take on a busy machine, a flush of queued events, and the server's end.
 _START_S = 60
 _FLUSH_S = 10.0
+# Seconds that events wait for a server which is started again, before they are given up.
+_AWAY_S = 60
 _STOP_S = 12.0
 # Seconds after which a server that has not begun to end is assumed to serve others.
 _OTHERS_S = 1.0
@@ -157,10 +159,11 @@ def _settings_of(api: str, password: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _flushed() -> Iterator[None]:
     """At the end, send what is still queued: task states travel as events, so an unsent one is a task never seen."""
-    try:
-        yield
-    finally:
-        send_queued(_FLUSH_S)
+    with patient_events(_AWAY_S):
+        try:
+            yield
+        finally:
+            send_queued(_FLUSH_S)
 
 
 @contextlib.contextmanager

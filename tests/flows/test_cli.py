@@ -205,11 +205,14 @@ def test_checkpoints_are_listed_and_verified(finished: Finished, tmp_path: Path)
 
 
 def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_path: Path) -> None:
-    with running("ui", finished.spec, log=tmp_path / "log") as command:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with running("ui", finished.spec, log=tmp_path / "log", env={"TMPDIR": str(temporary)}) as command:
         address = command.wait_for("MLflow: http://127.0.0.1:").split()[1]
         assert re.search(r"/#/experiments/1/runs/[0-9a-f]{32}\?workflowType=machine_learning$", address)
         with urllib.request.urlopen(address, timeout=10) as page:
             assert b"<html" in page.read()
+        assert not list(temporary.glob("trainflow*")), "what has no name is not left behind when this is killed"
         assert command.stop() == 0
     assert "Traceback" not in command.output
 

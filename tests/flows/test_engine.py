@@ -43,9 +43,9 @@ print("left", flush=True)
 class Command:
     """A process inside `prefect_api`; `url` once it is there."""
 
-    def __init__(self, name: str, **env: str) -> None:
+    def __init__(self, name: str, program: str = COMMAND, **env: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, name],
+            [sys.executable, "-c", program, name],
             env={**os.environ, "PREFECT_LOGGING_LEVEL": "WARNING", **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -150,6 +150,53 @@ def test_concurrent_commands_share_a_server_that_outlives_its_starter_but_no_cli
     assert server.is_running()
     other.kill()
     wait_for_no_server()
+
+
+# Like COMMAND, but another task follows each line of standard input.
+LONGER = """
+import sys
+from flows.server.api import prefect_api, quiet_environment
+quiet_environment()
+with prefect_api() as url:
+    from prefect import flow, task
+    @task
+    def one(line):
+        return line
+    @flow(name="probe-" + sys.argv[1])
+    def probe():
+        one("")
+        print(url, flush=True)
+        for line in sys.stdin:
+            one(line)
+    probe()
+print("left", flush=True)
+"""
+
+
+def test_a_killed_server_is_started_again_where_it_was_and_learns_all_that_happened(
+    start: Callable[..., Command],
+) -> None:
+    command = start("outlives", program=LONGER)
+    url = command.url()
+    [server] = servers()
+    server.kill()
+    server.wait()
+    assert command.process.stdin is not None
+    command.process.stdin.write("while no server is there\n")
+    command.process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not _answers(url) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _answers(url), "at its old address, which the flow's client knows"
+    assert command.finish()[0] == "left\n"
+    assert task_states("probe-outlives") == ["COMPLETED"] * 2
+    wait_for_no_server()
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callable[..., Command]) -> None:

@@ -15,7 +15,12 @@ from tests.support import repository
 from tests.support.repository import relative, sources, tree
 
 HOME = "tasks/prefect_internals.py"
-UNDOCUMENTED = {"prefect.events.worker", "prefect.logging.configuration", "prefect.logging.handlers"}
+UNDOCUMENTED = {
+    "prefect.events.clients",
+    "prefect.events.worker",
+    "prefect.logging.configuration",
+    "prefect.logging.handlers",
+}
 
 
 def private_names(path: Path) -> Iterator[str]:
@@ -47,7 +52,8 @@ def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
 
 def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     import prefect.context
-    from prefect.events.worker import EventsWorker
+    from prefect.events.clients import PrefectEventsClient
+    from prefect.events.worker import EventsWorker, emit_events_to_cloud
     from prefect.logging import configuration
     from prefect.logging.handlers import APILogHandler, APILogWorker
 
@@ -55,6 +61,9 @@ def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     assert list(replaced.parameters) == ["settings_context"]
     for worker in (EventsWorker, APILogWorker):
         assert "timeout" in inspect.signature(worker.drain_all).parameters
+    assert list(inspect.signature(EventsWorker.set_client_override).parameters) == ["client_type", "client_kwargs"]
+    assert "reconnection_attempts" in inspect.signature(PrefectEventsClient).parameters
+    assert emit_events_to_cloud() is False
     assert issubclass(APILogHandler, logging.Handler)
     assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
     assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}

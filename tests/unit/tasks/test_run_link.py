@@ -1,0 +1,29 @@
+"""A stage's link to Prefect: a server that never answers costs the stage nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+
+from tasks.prefect_internals import settings_for_every_thread
+from tasks.stage.run_link import RunLink
+
+
+def test_a_server_that_hangs_holds_nothing_up() -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # accepts, and says nothing
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}/api"
+        with settings_for_every_thread({PREFECT_API_URL: url}):
+            began = time.monotonic()
+            link = RunLink("train", uuid.uuid4(), uuid.uuid4())
+            link.draw(50.0, "step 1/2")
+            assert not link.is_cancelled()
+            asked = time.monotonic() - began
+            link.close()
+            took = time.monotonic() - began
+            link._thread.join(30)
+    assert asked < 0.5
+    assert took < 2.0
+    assert not link._thread.is_alive(), "it gives up by itself"
