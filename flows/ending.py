@@ -42,6 +42,14 @@ class Ending:
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._is_undisturbed = False
 
+    def take_cancel(self, interrupt: KeyboardInterrupt) -> bool:
+        """Keep what interrupts the body; whether it is a cancel, which the caller raises again.
+
+        Another signal than Ctrl-C has its name in the exception: it ends the run as Crashed, nothing asked for a cancel.
+        """
+        self.interrupt = interrupt
+        return self.is_expected and not interrupt.args
+
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
         # Python lets only the main thread set handlers; without a caller nothing would put them back.

@@ -87,9 +87,7 @@ def pipeline(
             return Cancelled(message=error.message, data=error)
         raise
     except KeyboardInterrupt as interrupt:
-        ending.interrupt = interrupt
-        # Another signal than Ctrl-C has its name there: it ends the run as Crashed, nothing asked for a cancel.
-        if interrupt.args or not ending.is_expected:
+        if not ending.take_cancel(interrupt):
             raise
         return Cancelled(message="Interrupted (Ctrl-C).")
     return result
