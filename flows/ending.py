@@ -45,7 +45,7 @@ class Ending:
     def take_cancel(self, interrupt: KeyboardInterrupt) -> bool:
         """Keep what interrupts the body; whether it is a cancel, which the caller raises again.
 
-        Another signal than Ctrl-C has its name in the exception: it ends the run as Crashed, nothing asked for a cancel.
+        Another signal than Ctrl-C has its name in the exception: it ends the run as Crashed.
         """
         self.interrupt = interrupt
         return self.is_expected and not interrupt.args
