@@ -24,9 +24,7 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +33,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, from_exception
+from trainer_lib import recipe_functions
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
+from trainer_lib.recipe_failures import OURS, user_error
+from trainer_lib.recipe_functions import kind_of
 from trainer_lib.storage import FileEntry, Store
 
 REQUIRED = ("prepare", "build_model")
@@ -48,8 +49,8 @@ OPTIONAL = (
     "prediction_columns",
     "after_evaluate",
 )
-OURS = ("flows", "tasks", "trainer_lib")
 ASSETS = "assets"
+_PRIVATE_NAME = "_trainflow_recipe_"
 MAX_FILE_BYTES = 1 << 30  # the largest file that read_file returns
 
 
@@ -71,9 +72,16 @@ class PrepareOutput:
         """Store `data` under a relative name, for `DataInfo.read_file(name)`. A second call replaces the file."""
         if not isinstance(data, bytes | bytearray):
             raise DataError(
-                f"The function write_file takes bytes, and got {type(data).__name__}.", field="prepare", value=name
+                f"The function write_file takes bytes, and got {kind_of(data)}.",
+                field="prepare",
+                value=name,
+                remedy="Encode a text: text.encode().",
             )
-        entry = self._store.child(ASSETS).write_bytes(name, bytes(data))
+        try:
+            entry = self._store.child(ASSETS).write_bytes(name, bytes(data))
+        except ConfigError as error:
+            error.field = "out.write_file"
+            raise
         self._files[name] = FileEntry(f"{ASSETS}/{name}", entry.size, entry.sha256)
 
     def files(self) -> list[FileEntry]:
@@ -120,13 +128,9 @@ class DataInfo:
         known = self._files.get(f"{ASSETS}/{name}")
         if known is None:
             written = sorted(path.removeprefix(f"{ASSETS}/") for path in self._files if path.startswith(ASSETS))
-            names = ", ".join(written)
-            raise ConfigError(
-                "The function prepare() wrote no such file.",
-                field="recipe",
-                value=name,
-                remedy=f"It wrote: {names or '-'}.",
-            )
+            names = f"It wrote: {', '.join(written)}." if written else "Write it there: out.write_file(name, bytes)."
+            what = "The function prepare() wrote no such file."
+            raise ConfigError(what, field="recipe", value=name, remedy=names)
         data = Store.open(self.url).child(ASSETS).read_bytes(name, limit=MAX_FILE_BYTES)
         if hashlib.sha256(data).hexdigest() != known["sha256"]:
             what = "The file differs from the one that prepare committed."
@@ -158,6 +162,8 @@ class Recipe:
             elif function is not None and not callable(function):
                 what, remedy = f"The name {name} is not a function in the recipe.", "Rename it."
             else:
+                if function is not None:
+                    recipe_functions.check_function(name, function, field="recipe", value=str(path))
                 continue
             raise ConfigError(what, field="recipe", value=str(path), remedy=remedy)
         self.collate = self._optional("collate")
@@ -176,11 +182,19 @@ class Recipe:
             splits = self._find("prepare")(options, out)
         if not isinstance(splits, Mapping) or not splits:
             raise DataError(
-                f"The function prepare() must return a mapping from split names to rows, not {type(splits).__name__}.",
+                f"The function prepare() must return a mapping from split names to rows, not {kind_of(splits)}.",
                 field="recipe",
                 value=str(self.path),
                 remedy='Return for example {"train": rows, "validation": rows}.',
             )
+        for name, rows in splits.items():
+            if not isinstance(rows, Iterable):
+                raise DataError(
+                    f"The function prepare() returned {kind_of(rows)} for the split '{name}', which has no rows.",
+                    field="recipe",
+                    value=str(self.path),
+                    remedy="Return a list or another iterable of rows.",
+                )
         return {str(name): self._guarded_rows(rows) for name, rows in splits.items()}
 
     def build_model(self, options: Mapping[str, Any], data: DataInfo) -> Any:
@@ -200,18 +214,28 @@ class Recipe:
     def callbacks(self, options: Mapping[str, Any]) -> list[Any]:
         """The recipe's callbacks; an empty list without any."""
         with self.guarded():
-            return list((self._find("callbacks") or (lambda _: []))(options))
+            return recipe_functions.as_list((self._find("callbacks") or (lambda _: []))(options))
 
     def prediction_columns(self, predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
         """The columns of a prediction file, one value per row, from model outputs ``[rows, …]``."""
         with self.guarded():
-            return dict((self._find("prediction_columns") or default_prediction_columns)(predictions, data))
+            find = self._find("prediction_columns") or default_prediction_columns
+            return recipe_functions.as_columns(find(predictions, data))
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""
         # A recipe may also just import our Trainer, which is a subclass of itself.
         own = self._find("Trainer")
-        return own if isinstance(own, type) and issubclass(own, default) else default
+        if isinstance(own, type) and issubclass(own, default):
+            return own
+        if isinstance(own, type) and own.__module__.startswith(_PRIVATE_NAME):
+            raise ConfigError(
+                f"The recipe's class Trainer does not derive from trainer_lib.{default.__name__}, so it cannot train.",
+                field="recipe",
+                value=str(self.path),
+                remedy=f"Write class Trainer(trainer_lib.{default.__name__}), or give the class another name.",
+            )
+        return default
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -248,11 +272,15 @@ class Hook:
     def __init__(self, recipe: Recipe, name: str, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self._recipe, self._name, self._function = recipe, name, function
+        self._check = recipe_functions.RESULTS.get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         with self._recipe.guarded():
-            return self._function(*args, **kwargs)
+            result = self._function(*args, **kwargs)
+            if self._check is not None:
+                self._check(result)
+            return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         other = self._recipe.fallback
@@ -290,7 +318,7 @@ def load(
     # A recipe may import keras, whose default backend is TensorFlow.
     os.environ.setdefault("KERAS_BACKEND", "torch")
     # By its path: two recipes called recipe.py must not share a module.
-    name = f"_trainflow_recipe_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{_PRIVATE_NAME}{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(
@@ -340,60 +368,3 @@ def default_prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[
     if predictions.ndim == 2 and predictions.shape[1] > 1:
         return {"prediction": predictions.argmax(axis=1), "scores": list(predictions)}
     return {"prediction": list(predictions)}
-
-
-def user_error(error: BaseException, root: Path) -> TrainflowError:
-    """Our error for one of the user's code: `value` has file and line, `details` the traceback's user frames."""
-    if isinstance(error, SystemExit):
-        typed: TrainflowError = CodeError(f"The recipe ended the process with sys.exit({error.code!r}).")
-    else:
-        typed = from_exception(error)
-    if _FROM_DATA_WORKER.match(typed.message):
-        # The last line is the error, the rest the worker's traceback.
-        typed.message, typed.details = typed.message.strip().splitlines()[-1], typed.message
-    if not isinstance(typed, CodeError) or typed.value is not None:
-        return typed
-    frames = [frame for frame in _list_frames(error) if _is_users(frame.filename, root)]
-    if frames:
-        typed.field, typed.value = "recipe", f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
-        lines = [*traceback.format_list(frames), f"{typed.message}\n"]
-        typed.details = "Traceback (most recent call last):\n" + "".join(lines)
-        typed.remedy = "Fix the recipe; --debug shows the traceback." + _hint_at_hidden_package(error, root)
-    else:
-        typed.remedy = "The error was not raised in the recipe's own code; --debug shows where."
-    return typed
-
-
-# torch re-raises the error of a data worker with the traceback inside the message.
-_FROM_DATA_WORKER = re.compile(r"(\w+: )?Caught \w+ in DataLoader worker process")
-_FRAME_LINE = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
-
-
-def _list_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The error's frames, outermost first: from the traceback, a syntax error, or a data worker's message."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return [traceback.FrameSummary(error.filename, error.lineno, "the file itself")]
-    found = list(traceback.extract_tb(error.__traceback__))
-    text = str(error)
-    if _FROM_DATA_WORKER.match(text):
-        found += [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME_LINE.findall(text)]
-    return found
-
-
-def _is_users(filename: str, root: Path) -> bool:
-    """Whether a file lies below the project's root and is neither ours nor an installed package."""
-    path = Path(filename)
-    if not path.is_absolute() or not path.is_relative_to(root):
-        return False
-    ours = Path(__file__).resolve().parents[1]
-    return not {"site-packages", "dist-packages"} & set(path.parts) and not any(
-        path.is_relative_to(ours / name) for name in OURS
-    )
-
-
-def _hint_at_hidden_package(error: BaseException, root: Path) -> str:
-    """A hint for a failed import: the project's module has the name of one of our packages."""
-    name = (getattr(error, "name", None) or "").split(".")[0]
-    if isinstance(error, ImportError) and name in OURS and ((root / name).exists() or (root / f"{name}.py").exists()):
-        return f" (`import {name}` means trainflow's package, not {root / name}: rename yours.)"
-    return ""

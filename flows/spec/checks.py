@@ -14,6 +14,7 @@ from tasks.configs import LaunchSettings
 from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.errors import ConfigError
+from trainer_lib.recipe_functions import check_definitions
 from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     for stage in all_stages():
         own = getattr(stage.config(spec), "recipe", None)
         field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
-        resolver.closure(recipe, spec.root, field=field)
+        _check_signatures(resolver, recipe, spec.root, field)
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
         missing = all(each is not None and stage.recipe_function not in each for each in names)
@@ -111,6 +112,14 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
                 remedy=f"Define {stage.recipe_function}; docs/recipes.md shows its arguments.",
             )
     sources.check(spec.prepare.sources)
+
+
+def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: str) -> None:
+    """Refuse functions that cannot be called: those of evaluate would otherwise fail after the training."""
+    files = resolver.closure(recipe, root, field=field)
+    tree = files.trees.get(files.name_of(Path(recipe)))
+    if tree is not None:
+        check_definitions(tree, field=field, value=recipe)
 
 
 def _check_storage(spec: PipelineSpec) -> None:

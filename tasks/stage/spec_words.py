@@ -17,8 +17,9 @@ _FIELDS = {
     "resume_from_checkpoint": "checkpoints",
 }
 _PHRASES = (
-    (re.compile(r"\bgive an? data_collator\b"), "define collate in the recipe"),
-    (re.compile(r"\bGive an? data_collator\b"), "Define collate in the recipe"),
+    # A recipe with a collate gets all columns by itself.
+    (re.compile(r"\bset remove_unused_columns=False and give an? data_collator\b"), "define collate in the recipe"),
+    (re.compile(r"\bgive an? data_collator\b"), "define a function collate in the recipe"),
     (re.compile(r"\bcollate \(the data_collator\)"), "collate"),
     (re.compile(r"\bdata_collator\b"), "collate"),
     (re.compile(r"\b(Give|give) eval_dataset\b"), r"\1 train.eval_split"),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_lib import recipes
 from trainer_lib.errors import CodeError, ConfigError, DataError, OutOfMemoryError
+from trainer_lib.recipe_failures import user_error
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
 from trainer_lib.storage import Store
 
@@ -68,7 +68,8 @@ def test_what_a_recipe_defines_is_used(tmp_path: Path) -> None:
     assert recipe.callbacks({"one": 1}) == [1]
     assert list(recipe.prediction_columns(np.array([1, 2]), data())["twice"]) == [2, 4]
     assert recipe.trainer_class(dict).__name__ == "Trainer"
-    assert recipe.trainer_class(ModuleType) is ModuleType  # not a subclass: some other Trainer it imported
+    imported = loaded(tmp_path / "other", MINIMAL + "from collections import OrderedDict as Trainer\n")
+    assert imported.trainer_class(ModuleType) is ModuleType  # not a subclass: some other Trainer it imported
 
 
 def test_hooks_travel_to_spawned_data_workers(tmp_path: Path) -> None:
@@ -140,12 +141,12 @@ def test_an_error_told_by_a_data_worker_is_read_from_its_message(tmp_path: Path)
         f'  File "/x/site-packages/torch/fetch.py", line 5, in fetch\n    data = f()\n'
         f'  File "{tmp_path}/recipe.py", line 9, in collate\n    raise ValueError("odd")\nValueError: odd\n'
     )
-    error = recipes.user_error(ValueError(told), tmp_path)
+    error = user_error(ValueError(told), tmp_path)
     assert (error.message, error.value) == ("ValueError: odd", f"{tmp_path}/recipe.py:9 in collate")
 
 
 def test_an_error_that_is_not_the_recipes_says_so(tmp_path: Path) -> None:
-    error = recipes.user_error(ValueError("inside"), tmp_path)
+    error = user_error(ValueError("inside"), tmp_path)
     assert isinstance(error, CodeError)
     assert "not raised in the recipe" in (error.remedy or "")
 

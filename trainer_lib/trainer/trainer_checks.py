@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -74,6 +74,33 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
             raise ConfigError(
                 "This version does not serve the argument.", field=name, value=getattr(args, name), remedy=remedy
             )
+
+
+_FUNCTIONS = ("data_collator", "model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+def refuse_wrong_kinds(functions: Sequence[object], callbacks: object, optimizers: object, optimizer: object) -> None:
+    """Raise ConfigError for an argument of the constructor that is of another kind, which would fail far from here.
+
+    Args:
+        functions: the values of `_FUNCTIONS`.
+        optimizer: `optimizer_cls_and_kwargs`.
+    """
+    for name, value in zip(_FUNCTIONS, functions, strict=True):
+        if value is not None and not callable(value) and not (name == "compute_metrics" and is_metric_object(value)):
+            raise _wrong_kind(
+                name, value, "This is not a function.", "Give a function, or an object that can be called."
+            )
+    if callbacks is not None and (isinstance(callbacks, str) or not isinstance(callbacks, Iterable)):
+        raise _wrong_kind("callbacks", callbacks, "This is not a list of callbacks.", "Put it in a list: [callback].")
+    pairs = {"optimizers": "(optimizer, schedule)", "optimizer_cls_and_kwargs": "(class, {name: value})"}
+    for (name, form), value in zip(pairs.items(), (optimizers, optimizer), strict=True):
+        if value is not None and not (isinstance(value, tuple | list) and len(value) == 2):
+            raise _wrong_kind(name, value, "This is not a pair.", f"Give {form}.")
+
+
+def _wrong_kind(name: str, value: object, what: str, remedy: str) -> ConfigError:
+    return ConfigError(what, field=name, value=type(value).__name__, remedy=remedy)
 
 
 def choose_processing_class(given: Any, tokenizer: Any) -> Any:

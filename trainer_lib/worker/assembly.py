@@ -14,6 +14,7 @@ from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
+from trainer_lib.recipe_functions import kind_of
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trainer import Trainer
@@ -79,7 +80,7 @@ def require_module(model: Any, work: Work[Any], function: str, *, field: str, re
     if isinstance(model, nn.Module):
         return model
     raise ConfigError(
-        f"{function}() must return a torch.nn.Module, got {type(model).__name__}.",
+        f"The function {function}() must return a torch.nn.Module, and returned {kind_of(model)}.",
         field=field,
         value=str(work.recipe.path),
         remedy=remedy,

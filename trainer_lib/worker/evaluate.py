@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer_lib import distributed
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.errors import ConfigError
 from trainer_lib.hub.card import tidy_metrics
+from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import EvaluateRequest, EvaluateResult
@@ -24,7 +24,6 @@ from trainer_lib.worker.train import HISTORY
 PREFIX = "eval"
 ARTIFACTS = "artifacts"
 OVERALL = "overall"  # what after_evaluate measured belongs to no split
-RETURNED = ("files", "metrics")
 
 
 def run(work: Work[EvaluateRequest]) -> EvaluateResult:
@@ -77,14 +76,5 @@ def _afterwards(
     # The evaluations have put the model back into the mode it had.
     model.eval()
     with torch.no_grad():
-        given = dict(work.recipe.after_evaluate(model, data, work.request.options))
-    unknown = sorted(set(given) - set(RETURNED))
-    if unknown:
-        remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'
-        raise ConfigError("after_evaluate() returned unknown keys.", field="recipe", value=unknown, remedy=remedy)
-    files = [_artifact(store, name, content) for name, content in given.get("files", {}).items()]
-    return {str(name): float(value) for name, value in given.get("metrics", {}).items()}, files
-
-
-def _artifact(store: Store, name: str, content: bytes | str) -> FileEntry:
-    return store.write_bytes(f"{ARTIFACTS}/{name}", content.encode() if isinstance(content, str) else bytes(content))
+        metrics, contents = as_measurements(work.recipe.after_evaluate(model, data, work.request.options))
+    return metrics, [store.write_bytes(f"{ARTIFACTS}/{name}", content) for name, content in contents.items()]

@@ -24,6 +24,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, Trai
 from trainer_lib.guard import descendants, send_signal
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.watch import ParentWatch
+from trainer_lib.recipe_failures import user_error
 from trainer_lib.records import to_record
 from trainer_lib.requests import Request, read_request
 from trainer_lib.worker.collective_trace import TraceWatch
@@ -175,7 +176,7 @@ def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str,
     except (KeyboardInterrupt, TrainflowError):
         raise
     except BaseException as error:
-        raise recipes.user_error(error, work.recipe.root if work else run_dir.path) from error
+        raise user_error(error, work.recipe.root if work else run_dir.path) from error
 
 
 def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work[Q]:
@@ -250,10 +251,10 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
         typed: TrainflowError = InfrastructureError(
             f"Rank {rank} lost contact with the others.",
             remedy="The same command continues from the last save.",
-            details=recipes.user_error(error, root).details,
+            details=user_error(error, root).details,
         )
     else:
-        typed = recipes.user_error(error, root)
+        typed = user_error(error, root)
     if world_size > 1 and typed.rank is None:
         typed.rank = rank
     with suppress(OSError):  # the owner may be gone, and the run directory with it

@@ -146,3 +146,48 @@ def test_an_override_that_is_refused_as_a_secret_is_not_repeated(spec: Path) -> 
     error = refused(spec, "train.args.hub_token=hf_0123456789")
     assert "from the command line: train.args.hub_token=…" in error.message
     assert "0123456789" not in str(error)
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+SIGNATURES = [
+    ("def prepare(options):\n    return {}", "prepare(options) cannot be called as prepare(options, out)."),
+    ("def prepare(options, out, more):\n    return {}", "prepare(options, out, more) cannot be called as"),
+    ("def build_model(options):\n    pass", "build_model(options) cannot be called as build_model(options, data)."),
+    ("def collate():\n    pass", "collate() cannot be called as collate(rows)."),
+    ("def compute_metrics(predictions, labels):\n    pass", "cannot be called as compute_metrics(p)."),
+    ("def preprocess_logits_for_metrics(logits):\n    pass", "(logits, labels)."),
+    ("def compute_loss_func(outputs):\n    pass", "compute_loss_func(outputs, labels, num_items_in_batch)."),
+    ("def callbacks():\n    return []", "callbacks() cannot be called as callbacks(options)."),
+    ("def prediction_columns(predictions):\n    pass", "(predictions, data)."),
+    ("def after_evaluate(model):\n    pass", "after_evaluate(model, data, options)."),
+    ("def collate(rows, *, width):\n    pass", "collate(rows, *, width) cannot be called as collate(rows)."),
+]
+
+
+@pytest.mark.parametrize(("function", "why"), SIGNATURES)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+    tmp_path: Path, function: str, why: str
+) -> None:
+    spec = toy.project(tmp_path)
+    (tmp_path / "own.py").write_text(function + "\n")
+    error = refused(spec, f"evaluate.recipe={tmp_path / 'own.py'}")
+    assert (error.field, error.value) == ("evaluate.recipe", str(tmp_path / "own.py"))
+    assert why.removesuffix(".") in error.message
+    assert str(error.remedy).startswith("Define it as def ")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "def compute_loss_func(outputs, labels):\n    pass",
+        "def compute_loss_func(outputs, labels, num_items_in_batch=None):\n    pass",
+        "def compute_metrics(p, compute_result=True):\n    pass",
+        "def collate(rows, width=3, /, *more, pad=0, **others):\n    pass",
+        "def collate(*args):\n    pass",
+        "import functools\n\n\n@functools.cache\ndef collate(width, height):\n    pass",
+    ],
+)
+def test_a_function_that_can_be_called_is_accepted(tmp_path: Path, function: str) -> None:
+    spec = toy.project(tmp_path)
+    (tmp_path / "own.py").write_text(function + "\n")
+    load_spec(spec, [f"evaluate.recipe={tmp_path / 'own.py'}"])

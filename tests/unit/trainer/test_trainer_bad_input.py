@@ -180,6 +180,28 @@ def test_an_optimizer_whose_package_is_missing_names_it(tmp_path: Path) -> None:
     assert "bitsandbytes" in str(refused.value) and one.state.global_step == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"data_collator": 5}, "data_collator = int: This is not a function"),
+        ({"compute_metrics": {"accuracy": 1}}, "compute_metrics = dict: This is not a function"),
+        ({"compute_loss_func": "mse"}, "compute_loss_func = str: This is not a function"),
+        ({"preprocess_logits_for_metrics": 1}, "preprocess_logits_for_metrics = int: This is not a function"),
+        ({"model": None, "model_init": 5}, "model_init = int: This is not a function"),
+        ({"callbacks": 5}, r"callbacks = int: This is not a list of callbacks. Put it in a list: \[callback\]"),
+        ({"callbacks": "early"}, "callbacks = str: This is not a list of callbacks"),
+        ({"optimizers": ADAM}, r"optimizers = AdamW: This is not a pair. Give \(optimizer, schedule\)"),
+        ({"optimizer_cls_and_kwargs": torch.optim.SGD}, "optimizer_cls_and_kwargs = type: This is not a pair"),
+        ({"args": {"learning_rate": 1}}, "args = dict: The arguments are a mapping. Give TrainingArguments.from_dict"),
+        ({"args": "out"}, "args = str: These are not training arguments"),
+        ({"args": TrainingArguments}, "The Trainer needs arguments, not their class"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_a_sentence(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Trainer(**{"model": Classifier(), "args": TrainingArguments("out", use_cpu=True), **given})
+
+
 def test_no_model_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="model or model_init: Neither was given"):
         Trainer(None, TrainingArguments("out", use_cpu=True))
