@@ -13,14 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.stage.manifest import StageManifest, look_up_under
+from tasks.stage.keys import Difference, StageKey
+from tasks.stage.manifest import StageManifest, compare_keys, look_up_under
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
 
 RUNS = "runs"
 RUN_FILE = "run.json"
+KEYS_FILE = "keys.json"
 _RUN_FILE_BYTES = 1 << 20
+_KEYS_BYTES = 64 << 20
 _SHORTEST = 4
 """Characters that the beginning of an id must have to stand for it."""
 _LISTED = 5
@@ -148,6 +151,21 @@ def newest_unfinished(storage: str) -> PastRun:
     what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
     remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
     raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)
+
+
+def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -> list[Difference]:
+    """What the spec and the recipe decide otherwise by now: functions, settings, versions, sources.
+
+    Args:
+        keys: stage -> its key as far as they decide it now.
+    """
+    data = run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES)
+    try:
+        recorded = json.loads(data) if data else {}
+        found = [each for name, key in keys.items() if name in recorded for each in compare_keys(recorded[name], key)]
+    except (ValueError, KeyError, TypeError):
+        return []  # torn, or of another version
+    return list({str(each): each for each in found}.values())
 
 
 def take_result(storage: str, run: PastRun, stage: str) -> tuple[StageManifest | None, str]:

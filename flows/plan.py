@@ -168,14 +168,19 @@ class Plan:
     @cached_property
     def pipeline_key(self) -> str:
         """The key by which a later command finds this run: all of the spec that is known before any stage has run."""
-        # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
-        unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
-        fields: dict[str, Any] = {name: self.key_of(name, unknown).digest for name in self.stages}
+        fields: dict[str, Any] = {name: key.digest for name, key in self.early_keys.items()}
         # Results of another run that this spec would not give make another run.
         taken = {name: each.key for name, each in self.reasons.items() if self.takes(name) and each.differences}
         if taken:
             fields["taken"] = taken
         return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
+
+    @cached_property
+    def early_keys(self) -> Mapping[str, StageKey]:
+        """The key of each stage as far as it is known before any has run: all that the spec and the recipe decide."""
+        # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
+        unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
+        return {name: self.key_of(name, unknown) for name in self.stages}
 
     @cached_property
     def reasons(self) -> Mapping[str, StageReason]:

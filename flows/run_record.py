@@ -4,6 +4,7 @@
     run.json       the stages that are committed, for going on from this run (`flows.past_runs`); the MLflow run:
                    unfinished -> re-attached by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
+    keys.json      what the spec and the recipe decide of each stage's key: what has changed since
     source/        the recipe's source closure
     report.html    what ran, how long, the curve, the metrics
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flows.past_runs import RUN_FILE, read_record, run_folder
+from flows.past_runs import KEYS_FILE, RUN_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.report import render_report
 from flows.results import RUN_ID_CHARS, PipelineResult
@@ -192,7 +193,9 @@ class RunRecord:
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
         spec, resolver = self.plan.spec, self.plan.context.resolver
-        self.folder.write_bytes("spec.yaml", dump_yaml(spec.model_dump(mode="json")).encode())
+        self.folder.write_bytes("spec.yaml", dump_yaml(spec.to_record()).encode())
+        keys = {name: json.loads(key.to_json()) for name, key in self.plan.early_keys.items()}
+        self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
         own = {getattr(stage.config(spec), "recipe", None) for stage in all_stages()}
         for recipe in sorted({spec.recipe, *(name for name in own if name)}):
             for name, path in resolver.closure(recipe, spec.root).paths.items():

@@ -20,6 +20,7 @@ from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
 from flows.cli.options import Debug, From, FromRun, Json, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
+from flows.cli.resume import resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
@@ -190,6 +191,7 @@ def _until_stopped() -> Iterator[None]:
 
 
 # The commands of the other files follow those above in `trainflow --help`.
+app.command()(resume)
 app.command("prove-resume")(prove_resume)
 for command in (serve, deploy, join):
     app.command()(command)

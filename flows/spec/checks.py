@@ -89,7 +89,6 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
-    from tasks.stage import sources
     from tasks.stage.closure import top_level_names
 
     if spec.root is not None and not Path(spec.root).is_dir():
@@ -111,7 +110,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
                 value=recipe,
                 remedy=f"Define {stage.recipe_function}; docs/recipes.md shows its arguments.",
             )
-    sources.check(spec.prepare.sources)
+    resolver.check_sources(spec.prepare.sources)
 
 
 def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: str) -> None:

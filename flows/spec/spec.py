@@ -84,6 +84,7 @@ class PipelineSpec(Settings):
         )
 
     _resolver: Resolver | None = PrivateAttr(default=None)
+    _recorded: Mapping[str, Any] | None = PrivateAttr(default=None)
 
     @property
     def resolver(self) -> Resolver:
@@ -98,6 +99,16 @@ class PipelineSpec(Settings):
         copy = self.model_copy()
         # A private attribute can be set although the spec is frozen; it is in no dump and in no key.
         copy._resolver = resolver
+        return copy
+
+    def to_record(self) -> dict[str, Any]:
+        """This spec as a run records it: as plain data, with the paths under which its project is known."""
+        return dict(self._recorded) if self._recorded is not None else self.model_dump(mode="json")
+
+    def recorded_as(self, record: Mapping[str, Any]) -> PipelineSpec:
+        """A copy that a run records as `record`: the recipe of this one is a copy on this machine."""
+        copy = self.model_copy()
+        copy._recorded = record
         return copy
 
     def check(self) -> None:
@@ -165,6 +176,17 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
     except ConfigError as error:
         raise source.locate(error) from None
     return spec
+
+
+def storage_of(path: str | Path) -> str:
+    """The storage that the spec in a file names. Nothing else of the spec is checked.
+
+    Raises:
+        ConfigError: the file is not there, or not a spec.
+    """
+    path = Path(path)
+    raw = read_spec_file(path)[0]
+    return str(_absolute(raw.get("storage") or PipelineSpec.model_fields["storage"].default, path.absolute().parent))
 
 
 def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:

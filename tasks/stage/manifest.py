@@ -235,9 +235,18 @@ def belongs_to_other_key(store: Store, key: StageKey) -> bool:
 def compare_with(storage: str, key: StageKey, older: str) -> list[Difference]:
     """The fields in which `key` differs from an older key of the stage, given by its digest."""
     record = _read_key(Store.open(storage).child(STAGES, key.stage), older[:FOLDER_CHARS])
-    if record is None or key.digest == older:
-        return []
+    return [] if record is None else compare_keys(record, key)
+
+
+def compare_keys(record: Mapping[str, Any], key: StageKey) -> list[Difference]:
+    """The fields in which `key` differs from a recorded one, which is the content of a ``key.json``."""
     return describe_code(differences(record["fields"], key.fields), record.get("places"), key.places)
+
+
+def read_key_fields(storage: str, stage: str, key: str) -> dict[str, Any] | None:
+    """Every field of a recorded content key, given by its digest; None where the record is gone or torn."""
+    record = _read_key(Store.open(storage).child(STAGES, stage), key[:FOLDER_CHARS])
+    return None if record is None else dict(record["fields"])
 
 
 @dataclass(frozen=True)

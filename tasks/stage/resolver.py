@@ -34,6 +34,7 @@ class Resolver:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], Any] = {}
+        self._assumed: dict[str, dict[str, str]] = {}
 
     def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
         """The training arguments with these settings; shared, so do not change them.
@@ -109,8 +110,33 @@ class Resolver:
         """
         from tasks.stage.sources import fingerprints
 
-        key = ("sources", _text(list(sources)), root or "", str(memory))
-        return self._once(key, lambda: fingerprints(sources, root=root, memory=memory))
+        here = [source for source in sources if source not in self._assumed]
+        key = ("sources", _text(here), root or "", str(memory))
+        found = dict(zip(here, self._once(key, lambda: fingerprints(here, root=root, memory=memory)), strict=True))
+        return [self._assumed.get(source) or found[source] for source in sources]
+
+    def assume_sources(self, known: Mapping[str, dict[str, str]]) -> None:
+        """Count these sources as what they were when a run recorded them: they are not on this machine.
+
+        Args:
+            known: source as it is declared -> its label and digest.
+        """
+        self._assumed.update(known)
+
+    @property
+    def assumed_sources(self) -> tuple[str, ...]:
+        """The sources that are not on this machine; the data that was made from them must be committed."""
+        return tuple(self._assumed)
+
+    def check_sources(self, sources: Sequence[str]) -> None:
+        """Check that every declared source that is not assumed exists.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        from tasks.stage.sources import check
+
+        check([source for source in sources if source not in self._assumed])
 
     def inspect_once(self, key: tuple[str, ...], look: Callable[[], str | None]) -> str | None:
         """The problem that `look` finds with a thing; a thing without one is not looked at again for a minute."""

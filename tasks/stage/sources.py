@@ -56,6 +56,12 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
             raise ConfigError("The standard library has no such part.", field=field, value=source, remedy=remedy)
 
 
+def find_absent(sources: Sequence[str]) -> list[str]:
+    """The local sources that do not exist on this machine."""
+    kinds = [(source, *_kind(source, "prepare.sources")) for source in sources]
+    return [source for source, kind, rest in kinds if kind == "local" and not Path(rest).exists()]
+
+
 def resolve(sources: Sequence[str]) -> tuple[str, ...]:
     """The sources as a recipe gets them: a local one as an absolute path, any other as it is declared."""
     kinds = [_kind(source, "prepare.sources") for source in sources]

@@ -1,0 +1,119 @@
+"""`trainflow resume`: go on with a run that is recorded in a storage, from this machine or another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli import presentation, terminal
+from flows.cli.execution import execute
+from flows.cli.options import Debug, Json
+from flows.past_runs import PastRun, describe_changes, find_run, newest_unfinished
+from flows.server.api import quiet_environment
+from flows.spec.spec import storage_of
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flows.plan import Plan
+
+_SPEC_ENDINGS = (".yaml", ".yml", ".json")
+
+
+def resume(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Id of the run, or the beginning of it; unset: the newest that did not finish.",
+            show_default=False,
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The storage; unset: that of pipeline.yaml here, else .trainflow here."),
+    ] = None,
+    debug: Debug = False,
+    as_json: Json = False,
+) -> None:
+    """Go on with a run that failed, was stopped or died: with its own spec and overrides, on any machine.
+
+    The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
+    """
+    quiet_environment()
+    place = storage or _storage_here()
+    past = _choose(place, run)
+    from flows.plan import Plan
+    from flows.recorded_spec import read_recorded_spec
+    from tasks.stage.manifest import summary
+
+    out = terminal.console(stderr=as_json)
+
+    def say(line: str) -> None:
+        out.print(line, markup=False, highlight=False)
+
+    spec = read_recorded_spec(place, past, say)
+    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run)
+    plan.require_committed()
+    _require_sources(plan)
+    if changed := describe_changes(spec.storage, past, plan.early_keys):
+        say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
+    named = [*([run] if run else []), *(["--storage", storage] if storage else [])]
+    execute(
+        spec,
+        title=f"{spec.name}: run {past.id} -> {presentation.shown(spec.storage)}",
+        again=["trainflow", "resume", *named],
+        ui=["trainflow", "ui", "--storage", spec.storage],
+        debug=debug,
+        as_json=as_json,
+        only=past.only,
+        start=past.start,
+        from_run=past.from_run,
+    )
+
+
+def _storage_here() -> str:
+    if Path("pipeline.yaml").is_file():
+        return storage_of("pipeline.yaml")
+    if Path(".trainflow").is_dir():
+        return ".trainflow"
+    raise ConfigError(
+        "No storage was named, and this folder has neither pipeline.yaml nor .trainflow.",
+        field="--storage",
+        remedy="Name the storage of the run: trainflow resume --storage URL.",
+    )
+
+
+def _choose(storage: str, run: str | None) -> PastRun:
+    if run is None:
+        return newest_unfinished(storage)
+    if run.endswith(_SPEC_ENDINGS) and Path(run).is_file():
+        raise ConfigError(
+            "This is a spec, not the id of a run.",
+            field="RUN",
+            value=run,
+            remedy=f"A spec goes on by the command that started it: trainflow run {run}.",
+        )
+    past = find_run(storage, run, field="RUN")
+    if past.is_finished:
+        raise ConfigError(
+            "This run has finished: nothing of it is left to do.",
+            field="RUN",
+            value=run,
+            remedy="To begin in its middle: trainflow run SPEC --from-run ID --from STAGE.",
+        )
+    return past
+
+
+def _require_sources(plan: Plan) -> None:
+    """Raises ConfigError where data has to be prepared from sources that are not on this machine."""
+    assumed = plan.context.resolver.assumed_sources
+    reason = plan.reasons["prepare-data"]
+    if assumed and not reason.hit and plan.is_wanted("prepare-data"):
+        raise ConfigError(
+            f"prepare-data has to run ({reason.reason}), and its sources are not on this machine.",
+            field="prepare.sources",
+            value=", ".join(assumed),
+            remedy="Copy them to the same place on this machine, or resume where they are.",
+        )

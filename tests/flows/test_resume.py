@@ -1,0 +1,145 @@
+"""`trainflow resume`: a recorded run goes on, where its project is and where only its storage is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.cli.resume import _require_sources
+from flows.past_runs import PastRun, describe_changes, list_runs
+from flows.pipeline import run_pipeline
+from flows.plan import Plan
+from flows.recorded_spec import read_recorded_spec
+from flows.spec.spec import PipelineSpec, load_spec
+from tests.support import toy
+from tests.support.command import Done, trainflow
+from tests.support.runs import broken, ran, run
+from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
+
+READS = "    from pathlib import Path\n    out.info['table'] = Path(out.sources[0]).read_text()\n"
+FAILS = '    import os\n    if "REPAIRED" not in os.environ:\n        raise ValueError("not yet")\n'
+
+
+def project(folder: Path, storage: Path) -> Path:
+    """A project that reads a source and fails in evaluate; the path of its spec."""
+    recipe = toy.RECIPE.replace("    rows = int(", f"{READS}    rows = int(").replace(
+        '    return {"error"', f'{FAILS}    return {{"error"'
+    )
+    spec = toy.SPEC.replace("storage: store", f"storage: {storage}").replace("tracking: {enabled: false}", "")
+    spec = spec.replace("prepare:\n", "prepare:\n  sources: [data/table.csv]\n")
+    spec = spec.replace("{kind: process, processes: 1}", "in_process")
+    spec = spec.replace("{kind: process, processes: 1, threads: 1}", "in_process")
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "table.csv").write_text("7")
+    return toy.project(folder, recipe=recipe, spec=f"{spec}\nroot: .\n")
+
+
+def refused(done: Done) -> str:
+    assert done.code == 2, done.out + done.err
+    assert "Traceback" not in done.err
+    return done.err
+
+
+def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path) -> None:
+    storage, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    spec = project(tmp_path / "project", storage)
+    elsewhere.mkdir()
+    env = {"HOME": str(elsewhere), "XDG_CACHE_HOME": str(elsewhere / "cache")}
+    first = trainflow("run", spec, "train.args.learning_rate=2e-2", "predict.enabled=false", cwd=elsewhere, env=env)
+    assert first.code == 10, first.out + first.err
+    (tmp_path / "project").rename(tmp_path / "gone")
+    [failed] = list_runs(str(storage))
+    kept = storage / "runs" / failed.id / "source" / "recipe.py"
+    sound = kept.read_text()
+
+    kept.write_text(sound + "# changed\n")
+    assert "recipe.py is not as it was kept" in refused(trainflow("resume", "--storage", storage, cwd=elsewhere))
+    kept.write_text(sound)
+    assert "neither pipeline.yaml nor .trainflow" in refused(trainflow("resume", cwd=elsewhere))
+
+    done = trainflow("resume", "--storage", storage, "--json", cwd=elsewhere, env={**env, "REPAIRED": "1"})
+    assert done.code == 0, done.out + done.err
+    assert f"The recipe is the one that the run kept: {elsewhere / 'cache'}" in done.err
+    assert "Changed since" not in done.err
+    answer = json.loads(done.out)
+    assert {each["stage"]: each["status"] for each in answer["stages"]} == {
+        "prepare-data": "cached",
+        "train": "cached",
+        "evaluate": "ran",
+        "predict": "skipped",
+        "push-to-hub": "ran",
+    }
+    [finished] = list_runs(str(storage))
+    assert (finished.id, finished.status) == (failed.id, "FINISHED")
+    assert finished.mlflow_run_id == failed.mlflow_run_id == answer["mlflow_run_id"]
+    # Where the project is, the next run reads it, and not the copy.
+    assert load_spec_text(storage, finished)["recipe"] == str(spec.parent / "recipe.py")
+    assert "has finished" in refused(trainflow("resume", finished.id[:7], "--storage", storage, cwd=elsewhere))
+
+
+def load_spec_text(storage: Path, past: PastRun) -> dict[str, object]:
+    from trainer_lib.yaml_text import parse_yaml
+
+    found: dict[str, object] = parse_yaml((storage / "runs" / past.id / "spec.yaml").read_text())
+    return found
+
+
+def recorded(folder: Path) -> tuple[PastRun, PipelineSpec, list[str]]:
+    """The newest run, its spec on this machine, and what was said."""
+    storage, said = str(folder / "store"), list[str]()
+    past = list_runs(storage)[0]
+    return past, read_recorded_spec(storage, past, said.append), said
+
+
+def test_a_changed_recipe_is_named_and_the_keys_decide(folder: Path) -> None:
+    sound = (folder / "recipe.py").read_text()
+    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
+    overrides = ("train.args.learning_rate=1e-2", "tracking.enabled=true")
+    assert run(folder, *overrides).error is not None
+    past, spec, said = recorded(folder)
+    assert said == []
+    plan = Plan.of(spec)
+    assert plan.pipeline_key[:16] == past.id
+    assert describe_changes(spec.storage, past, plan.early_keys) == []
+    (folder / "recipe.py").write_text(sound.replace("Linear(1, 1)", "Linear(1, 1, bias=True)"))
+    edited = Plan.of(read_recorded_spec(spec.storage, past, said.append))
+    changed = [str(each) for each in describe_changes(spec.storage, past, edited.early_keys)]
+    assert [text.partition(" (")[0] for text in changed] == ["build_model changed", "compute_metrics changed"]
+    (folder / "recipe.py").write_text(sound)
+    result = run_pipeline(read_recorded_spec(str(folder / "store"), past, said.append))
+    assert ran(result) == {"evaluate", "predict", "push-to-hub"}
+
+
+def test_a_source_that_is_not_here_counts_as_it_was_and_is_needed_only_to_prepare(
+    tmp_path: Path, prefect_server: str
+) -> None:
+    folder = tmp_path / "project"
+    overrides = ("tracking.enabled=false", "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
+    result = run_pipeline(load_spec(project(folder, folder / "store"), overrides))
+    result.raise_for_error()
+    shutil.rmtree(folder / "data")
+    past, spec, _ = recorded(folder)
+    plan = Plan.of(spec)
+    assert all(reason.hit for reason in plan.reasons.values())
+    _require_sources(plan)
+    Store.open(folder / "store").child("stages").delete_tree("prepare-data")
+    with pytest.raises(ConfigError, match="does not exist") as unknown:
+        read_recorded_spec(str(folder / "store"), past, print)
+    assert unknown.value.field == "prepare.sources"
+
+
+def test_a_record_without_a_spec_is_refused_with_another_way(folder: Path) -> None:
+    storage = str(folder / "store")
+    past = list_runs(storage)[0]
+    path = folder / "store" / "runs" / past.id / "spec.yaml"
+    path.write_text("name: [")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_recorded_spec(storage, past, print)
+    path.unlink()
+    with pytest.raises(ConfigError, match="gone from the storage") as gone:
+        read_recorded_spec(storage, past, print)
+    assert "trainflow run SPEC" in str(gone.value.remedy)
