@@ -23,10 +23,12 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +36,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ from tests.support.chaos_command import MARK, Workplace, kill_processes
 from tests.support.chaos_faults import Scene
 from tests.support.chaos_project import PROJECTS, Project
 from tests.support.chaos_services import Services, can_mount, with_mounts
+from tests.support.repository import ROOT
 
 SIZES = {"smallest": (10, 600.0), "full": (400, 36_000.0)}  # cases, seconds
 
@@ -95,6 +99,7 @@ class Harness:
             self._tidy(place, problems)
         return {
             "case": number,
+            "version": _version(),
             "seed": self._seed,
             "recipe": self._project.name,
             "kind": case.kind,
@@ -139,6 +144,14 @@ class Harness:
         shutil.rmtree(place.folder, ignore_errors=True)
 
 
+@functools.cache
+def _version() -> str:
+    """The commit that the cases run, marked when files are changed; the version where there is no repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or metadata.version("trainflow")
+
+
 def _seconds(stage: Path) -> float:
     [first], [commit] = stage.glob("*/attempts/0001.json"), stage.glob("*/COMMIT.json")
     return commit.stat().st_mtime - first.stat().st_mtime
@@ -164,12 +177,12 @@ def _check(scene: Scene, expected: Expected) -> list[str]:
 
 
 class Ledger:
-    """One JSON line for every case; a line that was torn is not counted, and its case is run again."""
+    """JSON lines: the newest of a case counts. A line that was torn does not, so its case is run again."""
 
     def __init__(self, path: Path | None, seed: int, recipe: str) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self.lines: list[dict[str, Any]] = []
+        self._newest: dict[int, dict[str, Any]] = {}
         if path is not None and path.exists():
             self._read(path, seed, recipe)
 
@@ -181,19 +194,24 @@ class Ledger:
             except ValueError:
                 continue
             if (line["seed"], line["recipe"]) == (seed, recipe):
-                self.lines.append(line)
+                self._newest[line["case"]] = line
         if text and not text.endswith("\n"):
             path.write_text(f"{text}\n", encoding="utf-8")
 
-    def left(self, count: int) -> list[int]:
-        """The numbers below `count` that have no line."""
-        done = {line["case"] for line in self.lines}
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """One line for every case, in the order of their numbers."""
+        return [line for _, line in sorted(self._newest.items())]
+
+    def left(self, count: int, *, again: bool = False) -> list[int]:
+        """The numbers below `count` that have no line; with `again`, those that were not held, too."""
+        done = {line["case"] for line in self.lines if line["held"] or not again}
         return [number for number in range(count) if number not in done]
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line."""
         with self._lock:
-            self.lines.append(line)
+            self._newest[line["case"]] = line
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a", encoding="utf-8") as file:
@@ -266,6 +284,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="cases at a time")
     parser.add_argument("--ledger", type=Path, help="JSON lines; cases that are in it are not run again")
+    parser.add_argument("--again", action="store_true", help="run the ledger's cases that were not held again")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the files of cases that are not held go")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
     chosen = parser.parse_args()
@@ -273,11 +292,12 @@ def main() -> int:
     count = SIZES[chosen.size][0] if chosen.count is None else chosen.count
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     ledger = Ledger(chosen.ledger, chosen.seed, chosen.recipe)
-    numbers = chosen.case or ledger.left(count)
+    numbers = chosen.case or ledger.left(count, again=chosen.again)
     begun = time.monotonic()
-    with _root() as place, Services(place / "servers") as services:
-        harness = Harness(PROJECTS[chosen.recipe], place, services, chosen.seed, chosen.keep)
-        run_cases(harness, ledger, numbers, seconds=seconds, jobs=chosen.jobs)
+    if numbers:
+        with _root() as place, Services(place / "servers") as services:
+            harness = Harness(PROJECTS[chosen.recipe], place, services, chosen.seed, chosen.keep)
+            run_cases(harness, ledger, numbers, seconds=seconds, jobs=chosen.jobs)
     lines = [line for line in ledger.lines if line["case"] in chosen.case] if chosen.case else ledger.lines
     found = {
         "recipe": chosen.recipe,

@@ -55,6 +55,7 @@ def test_the_ledger_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert ledger.left(4) == [0, 2, 3]
     ledger.add({**line, "case": 3, "held": False, "seconds": 1.0, "what": "", "problems": ["results: other bytes"]})
     assert Ledger(path, 0, "small").left(4) == [0, 2]
+    assert Ledger(path, 0, "small").left(4, again=True) == [0, 2, 3]
     assert "| process: kill | 2 | 1 | 0 | 3 |" in table(ledger.lines)
 
 
