@@ -93,13 +93,15 @@ class Relay:
                 await writer.drain()
                 return
             back, forth = await asyncio.open_connection("127.0.0.1", self._target)
+            pumps = [
+                asyncio.ensure_future(self._pump(reader, forth)),
+                asyncio.ensure_future(self._pump(back, writer, is_answer=True)),
+            ]
             try:
-                answers = asyncio.ensure_future(self._pump(back, writer, is_answer=True))
-                await asyncio.wait(
-                    [asyncio.ensure_future(self._pump(reader, forth)), answers],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                for pump in pumps:
+                    pump.cancel()
                 forth.transport.abort()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
