@@ -20,7 +20,7 @@ from trainer_lib.errors import Interrupted
 if TYPE_CHECKING:
     from flows.results import PipelineResult
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _PATIENCE = 3  # the third signal does not wait for anything
 _log = logging.getLogger(__name__)
 _expected: ContextVar[Ending | None] = ContextVar("trainflow_ending", default=None)

@@ -6,6 +6,7 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.preemption import Preemption
 from trainer_lib.suggestions import nearest
 
 Options = dict[str, Any]
@@ -151,6 +153,39 @@ class PrepareConfig(StageSettings):
     )
 
 
+def _split_command(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class PreemptionSettings(Settings):
+    """train.preemption: where notice is given that this machine is about to be taken away."""
+
+    file: str | None = Field(default=None, description="File whose appearance is the notice.")
+    command: Annotated[list[str], BeforeValidator(_split_command)] = Field(
+        default_factory=list,
+        description="Program and arguments; exit code 0 is the notice. Started without a shell.",
+    )
+    url: str | None = Field(
+        default=None, pattern="^https?://", description="URL whose answer with status 200 is the notice."
+    )
+    headers: dict[str, str] = Field(default_factory=dict, description="Headers of the request to url.")
+    contains: str | None = Field(
+        default=None, description="Text that the answer of url must contain; unset: any answer is the notice."
+    )
+    every_s: float = Field(default=5.0, gt=0, description="Seconds between two looks.")
+    timeout_s: float = Field(default=2.0, gt=0, description="Seconds that command or url may take.")
+
+    @model_validator(mode="after")
+    def _need_a_place(self) -> PreemptionSettings:
+        if not (self.file or self.command or self.url):
+            raise PydanticCustomError("no_place", "Nowhere to look for a notice. Give file, command or url.")
+        return self
+
+    def to_request(self) -> Preemption:
+        """These settings as the worker takes them."""
+        return Preemption(**{**self.model_dump(), "command": tuple(self.command)})
+
+
 class TrainConfig(StageSettings):
     """train: prepared data and arguments to a model."""
 
@@ -168,6 +203,12 @@ class TrainConfig(StageSettings):
     )
     eval_split: str | None = setting(
         affects="selection", default=None, description="Split evaluated while training; unset: none."
+    )
+    preemption: PreemptionSettings | None = setting(
+        affects="nothing",
+        default=None,
+        description="Where notice is given that this machine is about to be taken away: training is saved, and the "
+        "command ends with exit code 19.",
     )
 
     def with_launchers_arguments(self) -> TrainConfig:

@@ -18,6 +18,7 @@
     |-- InfrastructureError           18   a worker died, the rendezvous failed               retried
     |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
+    |   `-- PreemptedByNotice         19   this machine is about to be taken away; saved        never retried here
     |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
 
@@ -222,6 +223,12 @@ class Preempted(TrainflowError):
     title = "preempted"
 
 
+class PreemptedByNotice(Preempted):
+    """This machine is about to be taken away: another try here would only be stopped again."""
+
+    retryable = False
+
+
 class NotReproducibleError(TrainflowError):
     """A run that was stopped and resumed differs from an uninterrupted one; the message names the first difference."""
 
@@ -255,6 +262,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         InfrastructureError,
         HangError,
         Preempted,
+        PreemptedByNotice,
         NotReproducibleError,
         Interrupted,
     )

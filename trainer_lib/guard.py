@@ -162,6 +162,8 @@ class Guard:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Slurm's notice reaches every process of a step: the workers handle it, and what starts them has to stay.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop())
         return reader

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.preemption import Preemption
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry
 
@@ -261,11 +262,13 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
     Attributes:
         eval_split: evaluated while training; None: none.
         proof: set for a training that is part of a proof.
+        preemption: where to look for notice that the machine goes; None: nowhere.
     """
 
     train_split: str = "train"
     eval_split: str | None = None
     proof: Proof | None = None
+    preemption: Preemption | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

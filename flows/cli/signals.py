@@ -20,6 +20,7 @@ from trainer_lib.errors import Interrupted, Preempted
 _SAY = {
     signal.SIGINT: "Stopping: running work is saved first. Ctrl-C again to end it at once.",
     signal.SIGTERM: "Asked to stop (SIGTERM): running work is saved first.",
+    signal.SIGUSR2: "Notice of preemption (SIGUSR2): running work is saved first.",
     signal.SIGHUP: "The terminal is gone (SIGHUP): running work is saved first.",
 }
 _PATIENCE = 3  # the third signal does not wait for anything
@@ -40,7 +41,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:
-    """Let SIGINT, SIGTERM and SIGHUP end the block in good order; yields what has been received.
+    """Let SIGINT, SIGTERM, SIGUSR2 and SIGHUP end the block in good order; yields what has been received.
 
     Args:
         say: shows one line, at the first signal.

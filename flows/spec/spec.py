@@ -32,7 +32,7 @@ from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
-_PATHS = ("recipe", "root", "storage", "prepare.sources", "publish.to")
+_PATHS = ("recipe", "root", "storage", "prepare.sources", "train.preemption.file", "publish.to")
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
 _NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:|(?i:hf):)")  # hf:name is a mistyped hf://
 

@@ -1,6 +1,6 @@
 """The policy of retries: which failures of a stage are tried again, and how.
 
-    preempted                    again, free of charge
+    preempted                    again, free of charge; not here where notice says that this machine goes
     out of memory                again with half the micro-batch, the same global batch; free of charge
     store, worker lost           again while the stage's `retries` last
     store out of reach           again for a quarter of an hour, unless `retries` is 0
@@ -29,6 +29,7 @@ from trainer_lib.errors import (
     HangError,
     OutOfMemoryError,
     Preempted,
+    PreemptedByNotice,
     StoreUnreachableError,
     TrainflowError,
 )
@@ -93,6 +94,8 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
         past: failures of this run of the stage before this one.
         can_halve: whether the micro-batch can be halved once more.
     """
+    if isinstance(error, PreemptedByNotice):
+        return Decision(False, "this machine is about to be taken away: the same command continues")
     if not isinstance(error, TrainflowError) or not error.retryable:
         return Decision(False, "a retry cannot help")
     if isinstance(error, Preempted):

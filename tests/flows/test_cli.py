@@ -230,7 +230,7 @@ def test_a_recipe_that_raises_ends_with_its_own_exit_code_and_the_users_line(tmp
 
 # ----------------------------------------------------------------------------------------------------- being stopped
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 19)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 19), (signal.SIGUSR2, 19)])
 def test_a_stopped_run_saves_ends_everything_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
     slowly = ("train.args.max_steps=400", "train.args.save_steps=1000")
@@ -242,6 +242,21 @@ def test_a_stopped_run_saves_ends_everything_and_says_how_to_go_on(tmp_path: Pat
         assert "Traceback" not in command.output
     # The leak police sees to it that no process is left.
     assert list((tmp_path / "project" / "store").rglob("checkpoint-*/COMMIT.json")), "its work was saved"
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_notice_of_preemption_saves_and_ends_the_run_without_a_retry(tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
+    notice = tmp_path / "notice"
+    slowly = ("train.args.max_steps=400", "train.args.save_steps=1000", f"train.preemption.file={notice}")
+    with running("run", spec, *SHORT, *slowly, "train.preemption.every_s=0.1", log=tmp_path / "log") as command:
+        command.wait_for("step ")
+        notice.touch()
+        assert command.process.wait(120) == 19, command.output
+        assert "This machine is about to be taken away" in command.output
+    store = tmp_path / "project" / "store"
+    assert list(store.rglob("checkpoint-*/COMMIT.json")), "its work was saved"
+    assert len(list(store.glob("stages/train/*/attempts/*.end.json"))) == 1
 
 
 # --------------------------------------------------------------------------------------------------------- a terminal

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.preemption import Preemption
 from trainer_lib.records import to_record
 from trainer_lib.requests import (
     CompareRequest,
@@ -32,7 +33,13 @@ RECIPE = RecipeFile("/p/recipe.py", "/p")
 REQUESTS: list[Request[Any]] = [
     PrepareRequest(output="o", recipe=RECIPE, options={"a": [1]}, shard_rows=3, allow_nan=True),
     TrainRequest(
-        output="o", recipe=RECIPE, tracking=True, data=DATA, args={"use_cpu": True}, proof=Proof(3, kill=True)
+        output="o",
+        recipe=RECIPE,
+        tracking=True,
+        data=DATA,
+        args={"use_cpu": True},
+        proof=Proof(3, kill=True),
+        preemption=Preemption(command=("check", "it"), headers={"a": "b"}, every_s=1.0),
     ),
     EvaluateRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test")),
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),

@@ -230,13 +230,15 @@ class _Prefixed(io.BufferedIOBase):
 
 
 def _set_up_signals(run_dir: RunDir, rank: int) -> None:
-    """SIGTERM stops the verb (training replaces this by its agreed stop); SIGUSR1 and crashes show the stacks."""
+    """SIGTERM and SIGUSR2 stop the verb (training in its own, agreed way); SIGUSR1 and crashes show the stacks."""
 
     def stop(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Preempted("Asked to stop.", remedy="The same command continues with what is already committed.")
 
     signal.signal(signal.SIGTERM, stop)
+    own = os.getpid()  # a data worker that is forked later inherits the handler
+    signal.signal(signal.SIGUSR2, lambda *_: os.kill(own, signal.SIGTERM) if os.getpid() == own else None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)

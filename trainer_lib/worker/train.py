@@ -16,6 +16,7 @@ from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.preemption_notice import stopped_by_notice
 from trainer_lib.worker.resume_proof import proof_callbacks
 from trainer_lib.worker.session import Work
 
@@ -28,7 +29,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     """Train and export. The result is complete on rank 0.
 
     Raises:
-        Preempted: stopped by SIGTERM, at a step that is saved.
+        Preempted: stopped by SIGTERM or a notice of preemption, at a step that is saved.
         TrainflowError: the Trainer or the recipe raised it.
     """
     request = work.request
@@ -42,7 +43,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
     callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
-    trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
+    with stopped_by_notice(work, trainer):
+        trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
     trainer._trainflow.comm.barrier()
     result: TrainResult | None = None

@@ -14,6 +14,7 @@ from tasks.configs import (
     KeyedSettings,
     LaunchSettings,
     PredictConfig,
+    PreemptionSettings,
     PrepareConfig,
     PublishConfig,
     TrainConfig,
@@ -70,6 +71,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "launch": LaunchSettings(threads=1, max_restarts=2),
         "train_split": "other",
         "eval_split": "test",
+        "preemption": PreemptionSettings(file="notice"),
     },
     EvaluateConfig: {
         "recipe": "OTHER",

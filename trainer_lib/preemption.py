@@ -1,0 +1,122 @@
+"""Notice that this machine is about to be taken away: a file that appears, a command that exits with 0, a URL.
+
+Clouds give such notice 30 s to two minutes ahead, through their metadata servers; batch systems run a command or make a
+file. A thread asks every few seconds, each question with a time limit, so the work itself never waits for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from typing_extensions import override
+
+_ANSWER_BYTES = 1 << 16
+_DELIVER_S = 0.2  # between two tries to deliver a notice
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Where to look for a notice; one place is enough.
+
+    Attributes:
+        file: a path; the notice is given once it exists.
+        command: a program and its arguments; the notice is given once it exits with 0.
+        url: asked by GET; the notice is given once it answers 200.
+        headers: sent with the request.
+        contains: text that the answer must contain; None: any answer counts.
+        every_s: seconds between two looks.
+        timeout_s: seconds that the command or the URL may take.
+    """
+
+    file: str | None = None
+    command: tuple[str, ...] = ()
+    url: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    contains: str | None = None
+    every_s: float = 5.0
+    timeout_s: float = 2.0
+
+
+def find_notice(asked: Preemption) -> str | None:
+    """Look once. Returns what gave the notice, as a clause; None when nothing did."""
+    if asked.file is not None and Path(asked.file).exists():
+        return f"the file {asked.file} is there"
+    if asked.command and _succeeds(asked.command, asked.timeout_s):
+        return f"{asked.command[0]} exited with 0"
+    if asked.url is not None and _answers(asked, asked.url):
+        return f"{asked.url} answered"
+    return None
+
+
+def _succeeds(command: tuple[str, ...], timeout_s: float) -> bool:
+    null = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+    except OSError:
+        return False
+    try:
+        return process.wait(timeout_s) == 0
+    except subprocess.TimeoutExpired:
+        # Its whole group: a shell's child would stay.
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False
+
+
+def _answers(asked: Preemption, url: str) -> bool:
+    import urllib.request  # every command imports this module with the requests
+
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        @override
+        def redirect_request(self, *args: object, **kwargs: object) -> None:
+            return None
+
+    request = urllib.request.Request(url, headers=asked.headers)  # noqa: S310 (http or https, as the spec checks)
+    # Metadata servers are on the machine itself: never through a proxy, and a redirect is not an answer.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
+    try:
+        with opener.open(request, timeout=asked.timeout_s) as answer:
+            text = answer.read(_ANSWER_BYTES).decode(errors="replace")
+            return answer.status == 200 and (asked.contains is None or asked.contains in text)
+    except (OSError, ValueError):  # HTTPError is an OSError
+        return False
+
+
+class NoticeWatch(threading.Thread):
+    """Looks for a notice until one is given, and delivers it.
+
+    Args:
+        asked: where to look.
+        deliver: called once a notice is given, and again until it returns True.
+
+    Attributes:
+        notice: what gave the notice; None so far.
+    """
+
+    def __init__(self, asked: Preemption, deliver: Callable[[], bool]) -> None:
+        super().__init__(name="trainflow-preemption", daemon=True)
+        self._asked = asked
+        self._deliver = deliver
+        self._done = threading.Event()
+        self.notice: str | None = None
+
+    @override
+    def run(self) -> None:
+        while (notice := find_notice(self._asked)) is None:
+            if self._done.wait(self._asked.every_s):
+                return
+        self.notice = notice
+        while not self._deliver() and not self._done.wait(_DELIVER_S):
+            pass
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._done.set()
