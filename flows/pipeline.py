@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
 from flows.ending import expect_ending, expected_ending
+from flows.heartbeat import beating
 from flows.plan import Plan
 from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import PipelineResult
@@ -76,7 +77,7 @@ def pipeline(
             # Before the first stage: hours of training must not end at a read-only folder.
             Store.open(plan.spec.storage).ensure_writable(field="storage")
             plan.require_committed()
-            with RunRecord(plan, result) as record:
+            with beating(plan), RunRecord(plan, result) as record:
                 run_stages(plan, record)
                 ending.close_undisturbed()
         ending.result = result

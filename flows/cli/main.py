@@ -23,6 +23,7 @@ from flows.cli.proof import prove_resume
 from flows.cli.resume import resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
+from flows.cli.status import status
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
@@ -193,7 +194,7 @@ def _until_stopped() -> Iterator[None]:
 # The commands of the other files follow those above in `trainflow --help`.
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
-for command in (serve, deploy, join):
+for command in (status, serve, deploy, join):
     app.command()(command)
 
 

@@ -1,0 +1,209 @@
+"""The sign of life that a command at work on a run keeps on the storage, and what it says about a run.
+
+    <storage>/runs/<id>/alive/<random>.json     which process works on it, and its Prefect flow run
+    <storage>/runs/<id>/alive/<random>.beat     the stage it is at and how far, written every ten seconds
+
+Both are removed when the command ends, whatever its end; a sign that stays belongs to a process that died, or lives on
+another machine. On the same machine that is known at once. A process of another machine is silent once its beat has
+stood still for `SILENT_S` seconds of the reader's own clock: no two clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flows.past_runs import run_folder
+from flows.plan import Plan
+from flows.results import RUN_ID_CHARS
+from tasks.stage.progress import Event, describe, subscribe
+from tasks.stage.retry import now
+from trainer_lib.errors import StorageError
+from trainer_lib.guard import process_table
+from trainer_lib.locks.lease import Holder
+from trainer_lib.storage import Store
+
+ALIVE = "alive"
+BEAT_S = 10.0
+SILENT_S = 30.0
+_LIMIT = 16_384
+_log = logging.getLogger(__name__)
+
+Life = Literal["running", "suspended", "unknown", "dead"]
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A process that works on a run, or did.
+
+    Attributes:
+        id: the name of its files.
+        holder: the process.
+        flow_run_id: its Prefect flow run; None: none.
+        stage: where it was at the last beat; None: before the first stage.
+        progress: how far that stage was, for people.
+        at: when the last beat was written, by the writer's clock.
+        beat: the last beat as it stands there.
+    """
+
+    id: str
+    holder: Holder
+    flow_run_id: str | None
+    stage: str | None
+    progress: str
+    at: str | None
+    beat: bytes
+
+    def life(self) -> Life:
+        """What is certain at one look; "unknown" of a process on another machine."""
+        if self.holder.is_gone():
+            return "dead"
+        if not self.holder.is_alive():
+            return "unknown"
+        row = process_table().get(self.holder.pid)
+        return "suspended" if row is not None and row[2] in "tT" else "running"
+
+
+@contextlib.contextmanager
+def beating(plan: Plan) -> Iterator[None]:
+    """Keep a sign of life for the run of `plan` inside the block; a run that changes nothing needs none."""
+    heart = _Heart(run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS]).child(ALIVE))
+    wanted = [reason for name, reason in plan.reasons.items() if plan.is_wanted(name)]
+    if plan.context.force or not all(reason.hit for reason in wanted):
+        heart.start()
+    with subscribe(heart.listen):
+        try:
+            yield
+        finally:
+            heart.stop()
+
+
+def read_signs(folder: Store) -> list[Sign]:
+    """The signs in a run's folder.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    alive = folder.child(ALIVE)
+    names = (name.removesuffix(".json") for name in alive.children() if name.endswith(".json"))
+    return [sign for name in names if (sign := _read(alive, name)) is not None]
+
+
+def find_silent(suspects: Sequence[tuple[Store, Sign]], seconds: float = SILENT_S) -> set[str]:
+    """The ids of those signs, each in its run's folder, whose beat stands still for that long. Waits."""
+    if not suspects:
+        return set()
+    time.sleep(seconds)
+    beats = {
+        sign.id: sign.beat
+        for folder in {folder.url: folder for folder, _ in suspects}.values()
+        for sign in read_signs(folder)
+    }
+    return {sign.id for _, sign in suspects if beats.get(sign.id, sign.beat) == sign.beat}
+
+
+def remove_sign(folder: Store, sign: Sign) -> None:
+    """Remove the sign of a process that is dead."""
+    for suffix in (".beat", ".json"):
+        folder.child(ALIVE).delete(sign.id + suffix)
+
+
+class _Heart:
+    """The writer of one sign."""
+
+    def __init__(self, folder: Store) -> None:
+        self._folder = folder
+        self._id = uuid.uuid4().hex
+        self._flow_run_id = _flow_run_id()
+        self._state: Event = {}
+        self._wake, self._done = threading.Event(), False
+        self._is_written = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Write the sign, and keep it."""
+        self._write()
+        self._thread = threading.Thread(target=self._keep, name="trainflow-heartbeat", daemon=True)
+        self._thread.start()
+
+    def listen(self, event: Event) -> None:
+        """Remember where the run is; a stage that starts is written down at once."""
+        kind = event.get("event")
+        if kind == "stage":
+            self._state = {"stage": event.get("stage"), "text": event.get("status")}
+            if event.get("status") == "started" and self._thread is None:
+                self.start()
+            self._wake.set()
+        elif kind in ("progress", "log"):
+            known = {**self._state, **{name: value for name, value in event.items() if value is not None}}
+            self._state = {**known, "text": describe(known) or event.get("message") or known.get("text")}
+
+    def stop(self) -> None:
+        """Remove the sign; one that cannot be removed is found to be a dead process's."""
+        if self._thread is None:
+            return
+        self._done = True
+        self._wake.set()
+        self._thread.join()
+        with contextlib.suppress(StorageError):
+            for suffix in (".beat", ".json"):
+                self._folder.delete(self._id + suffix)
+
+    def _keep(self) -> None:
+        while not self._done:
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            if not self._done:
+                self._write()
+
+    def _write(self) -> None:
+        state = self._state
+        beat = {"beat": uuid.uuid4().hex, "at": now(), "stage": state.get("stage"), "progress": state.get("text")}
+        try:
+            if not self._is_written:
+                about = {"holder": asdict(Holder.this_process(SILENT_S)), "flow_run_id": self._flow_run_id}
+                self._folder.write_bytes(f"{self._id}.json", json.dumps(about).encode())
+                self._is_written = True
+            self._folder.write_bytes(f"{self._id}.beat", json.dumps(beat).encode())
+        except StorageError as error:  # the next beat may succeed; the work does not depend on it
+            _log.debug("The sign of life was not written: %s", error)
+
+
+def _flow_run_id() -> str | None:
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return str(context.flow_run.id) if context is not None and context.flow_run is not None else None
+
+
+def _read(alive: Store, name: str) -> Sign | None:
+    about, beat = _parsed(alive, f"{name}.json"), _parsed(alive, f"{name}.beat")
+    holder = Holder.from_bytes(json.dumps(about.get("holder")).encode())
+    if holder is None:
+        return None
+    stage, flow_run_id = beat.get("stage"), about.get("flow_run_id")
+    return Sign(
+        id=name,
+        holder=holder,
+        flow_run_id=str(flow_run_id) if flow_run_id else None,
+        stage=str(stage) if stage else None,
+        progress=str(beat.get("progress") or ""),
+        at=str(beat["at"]) if beat.get("at") else None,
+        beat=str(beat.get("beat")).encode(),
+    )
+
+
+def _parsed(alive: Store, name: str) -> dict[str, Any]:
+    data = alive.read_if_exists(name, limit=_LIMIT)
+    try:
+        record = json.loads(data) if data else {}
+    except ValueError:  # just being written
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,101 @@
+"""How a recorded run is, from its record and the signs of life beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import heartbeat
+from flows.run_status import RunStatus, find_statuses
+from trainer_lib.guard import start_time
+from trainer_lib.locks.lease import Holder
+
+HERE = Holder.this_process(30.0)
+GONE = replace(HERE, started="1")
+ELSEWHERE = replace(HERE, machine="elsewhere/boot/pids")
+
+
+def record(storage: Path, run_id: str, status: str, **more: Any) -> None:
+    folder = storage / "runs" / run_id
+    folder.mkdir(parents=True)
+    plain = {"name": "toy", "status": status, "started": "2026-11-22T10:00:00Z", **more}
+    (folder / "run.json").write_text(json.dumps(plain))
+
+
+def sign(storage: Path, run_id: str, holder: Holder, *, seconds_ago: float = 1.0, name: str = "one") -> Path:
+    alive = storage / "runs" / run_id / "alive"
+    alive.mkdir(exist_ok=True)
+    (alive / f"{name}.json").write_text(json.dumps({"holder": asdict(holder), "flow_run_id": None}))
+    at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat()
+    beat = alive / f"{name}.beat"
+    beat.write_text(json.dumps({"beat": "1", "at": at, "stage": "train", "progress": "step 3/8"}))
+    return beat
+
+
+def only(storage: Path) -> RunStatus:
+    [found] = find_statuses(str(storage))
+    return found
+
+
+@pytest.mark.parametrize(("status", "state"), [("FINISHED", "finished"), ("FAILED", "failed"), ("KILLED", "stopped")])
+def test_a_run_that_has_ended_is_as_it_was_recorded(tmp_path: Path, status: str, state: str) -> None:
+    record(tmp_path, "a", status)
+    assert (only(tmp_path).state, only(tmp_path).is_swept) == (state, True)
+
+
+def test_a_run_of_a_living_process_runs_wherever_it_is(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    sign(tmp_path, "a", GONE, name="before")
+    sign(tmp_path, "a", HERE)
+    found = only(tmp_path)
+    assert found.state == "running"
+    assert found.where == f"train: step 3/8, {HERE}"
+    assert [dead.id for dead in found.unswept] == ["before"]
+    assert found.to_dict()["progress"] == "step 3/8"
+
+
+def test_a_suspended_process_is_not_a_dead_one(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        sign(tmp_path, "a", replace(HERE, pid=process.pid, started=start_time(process.pid) or ""))
+        assert only(tmp_path).state == "suspended"
+        process.kill()
+
+
+def test_a_run_whose_process_is_gone_or_never_gave_a_sign_has_died(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    assert (only(tmp_path).state, only(tmp_path).is_swept) == ("died", False)
+    sign(tmp_path, "a", GONE)
+    assert only(tmp_path).state == "died"
+    assert only(tmp_path).where.startswith("train: step 3/8, process ")
+    record(tmp_path, "b", "KILLED", died="train: step 3/8, process 1 on vm")
+    assert {each.run.id: each.state for each in find_statuses(str(tmp_path))} == {"a": "died", "b": "died"}
+
+
+def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, "a", "RUNNING")
+    beat = sign(tmp_path, "a", ELSEWHERE)
+    waits: list[float] = []
+    monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
+    assert only(tmp_path).state == "running"
+    assert waits == [], "its beat is young"
+
+    for seconds_ago in (300.0, -300.0):  # its clock may be wrong either way
+        sign(tmp_path, "a", ELSEWHERE, seconds_ago=seconds_ago)
+        assert only(tmp_path).state == "died"
+        monkeypatch.setattr("flows.heartbeat.time.sleep", lambda _: beat.write_text('{"beat": "2", "stage": "train"}'))
+        assert only(tmp_path).state == "running"
+        monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
+    assert waits == [heartbeat.SILENT_S] * 2
