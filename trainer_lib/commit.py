@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from trainer_lib.errors import DamagedError, LeaseLostError, StorageError
+from trainer_lib.errors import DamagedError, LeaseLostError, NewerVersionError, StorageError
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
 __all__ = [
@@ -130,7 +130,8 @@ def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
     """Read the commit of a folder; None when the folder is not complete.
 
     Raises:
-        DamagedError: the commit file is too large, malformed, altered, of a newer format, or not of `kind`.
+        DamagedError: the commit file is too large, malformed, altered, or not of `kind`.
+        NewerVersionError: a newer trainflow wrote it. The folder is not damaged, and nothing in it may be changed.
         StorageError: the store cannot be read.
     """
     try:
@@ -235,14 +236,19 @@ def _render(commit: Commit) -> bytes:
         "files": [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in commit.files],
         "meta": commit.meta,
     }
-    seal = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    return (json.dumps(record | {"seal": seal}, indent=1) + "\n").encode()
+    return (json.dumps(record | {"seal": _seal(record)}, indent=1) + "\n").encode()
 
 
 def _parse(store: Store, data: bytes) -> Commit:
     try:
         record = json.loads(data)
         problem = _record_problem(record)
+        if problem is not None and _is_sealed(record) and record["format"] > FORMAT:
+            raise NewerVersionError(
+                f"The commit file {problem}.",
+                field=f"{store.url}/{COMMIT}",
+                remedy="Update trainflow on this machine, or choose another storage. Nothing was changed there.",
+            )
         if problem is None:
             entries = tuple(FileEntry(**entry) for entry in record["files"])
             texts = (record[name] for name in ("created", "content_digest", "id"))
@@ -254,6 +260,17 @@ def _parse(store: Store, data: bytes) -> Commit:
     except (ValueError, RecursionError):  # ValueError: malformed UTF-8, JSON or numbers
         problem = "is not JSON that trainflow writes"
     raise _damaged(store, problem)
+
+
+def _is_sealed(record: object) -> bool:
+    """Whether a record of any format states it and carries its seal, so that no damage made the format."""
+    if not isinstance(record, dict) or type(record.get("format")) is not int:
+        return False
+    return bool(record.get("seal") == _seal({name: value for name, value in record.items() if name != "seal"}))
+
+
+def _seal(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _record_problem(record: object) -> str | None:

@@ -14,6 +14,7 @@
     |   |-- StoreUnreachableError     14   a store does not answer                            retried for minutes
     |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
     |   |-- DamagedError              16   a committed file is missing or has other bytes     never retried
+    |   |   `-- NewerVersionError      2   a newer trainflow wrote it                         never retried
     |   `-- LeaseLostError            17   another process took the directory over            never retried
     |-- InfrastructureError           18   a worker died, the rendezvous failed               retried
     |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
@@ -193,6 +194,13 @@ class DamagedError(StorageError):
     title = "damaged"
 
 
+class NewerVersionError(DamagedError):
+    """A folder was committed by a newer trainflow, in a format that this one cannot read; it is left as it is."""
+
+    exit_code = 2
+    title = "written by a newer version"
+
+
 class LeaseLostError(StorageError):
     """Another process has taken this directory over, so our work in it must not be committed."""
 
@@ -258,6 +266,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         StoreUnreachableError,
         StorageFullError,
         DamagedError,
+        NewerVersionError,
         LeaseLostError,
         InfrastructureError,
         HangError,

@@ -14,7 +14,7 @@ from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folde
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.commit import COMMIT, verify_files
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.claim import read_claim
 from trainer_lib.locks.lease import find_holder
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
@@ -35,7 +35,7 @@ class Entry:
         root: the folder it lies in.
         name, step: its own.
         state: ``good`` (committed, every file there in its size), ``damaged``, ``uncommitted`` (left by an interrupted
-            save), ``being written``, ``foreign`` (another program's) or ``link``.
+            save), ``being written``, ``foreign`` (another program's), ``newer version`` (of trainflow) or ``link``.
         info: its commit, where there is a valid one.
         problems: what is wrong, or what it is, a line each.
         best: whether the newest checkpoint of its run records it as the best.
@@ -136,7 +136,8 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
             state = "damaged" if problems else "good"
             return Entry(root, name, info.step, state, info, problems, info.step == best, using)
     except DamagedError as error:
-        return Entry(root, name, step, "damaged", problems=(f"{COMMIT}: {error.message}",))
+        state = "newer version" if isinstance(error, NewerVersionError) else "damaged"
+        return Entry(root, name, step, state, problems=(f"{COMMIT}: {error.message}",))
     # No commit, but a note: a resume found it damaged and withdrew its commit.
     if store.exists(DAMAGED):
         return Entry(root, name, step, "damaged", problems=(f"set aside, see {DAMAGED}",))

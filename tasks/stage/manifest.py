@@ -25,7 +25,7 @@ from tasks.stage.code_changes import describe_code
 from tasks.stage.facts import StageFacts
 from tasks.stage.keys import FOLDER_CHARS, Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, Store
 
@@ -190,6 +190,9 @@ def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | No
     """``(manifest, None)`` of an intact result, ``(None, problem)`` of a damaged one, ``(None, None)`` if none.
 
     The result of another stage or key in this folder, moved or restored there by hand, is a damaged one.
+
+    Raises:
+        NewerVersionError: a newer trainflow committed the folder.
     """
     return look_up_under(storage, key.stage, key.digest)
 
@@ -202,6 +205,8 @@ def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | N
         if commit is None:
             return None, None
         manifest = StageManifest.from_commit(store.url, commit)
+    except NewerVersionError:
+        raise  # to be left as it is: what counts as damaged is withdrawn and made again
     except DamagedError as error:
         return None, error.message
     if (manifest.stage, manifest.key) != (stage, key):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from trainer_lib.checkpoint.foreign.recognise import is_foreign
 from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
-from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.errors import DamagedError, NewerVersionError, StorageError
 from trainer_lib.locks.claim import is_claim, read_claim
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.storage import Store
@@ -96,6 +96,7 @@ def find_newest_intact(
 
     Raises:
         StorageError: the store cannot be read. That says nothing about a checkpoint, so no older one is returned.
+        NewerVersionError: a newer trainflow wrote the newest one. Going on from an older one would lose its steps.
     """
     for name in _list_names(root):
         problems = []
@@ -106,6 +107,8 @@ def find_newest_intact(
             problems = verify_files(root.child(name), info.commit, digests=digests)
             if not problems:
                 return info
+        except NewerVersionError:
+            raise
         except DamagedError as error:
             problems = [f"{COMMIT}: {error.message}"]
         on_damage(set_aside_damaged(root, name, problems))

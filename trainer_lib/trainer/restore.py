@@ -21,7 +21,7 @@ from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.commit import COMMIT
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
@@ -129,6 +129,8 @@ class Restore:
             try:
                 loaded = open_checkpoint(root, name, PreloadedCheckpoint)
                 loaded.preload(rank=world.save_group.rank, tensors=not alone or world.comm.rank == 0)
+            except NewerVersionError:
+                raise
             except DamagedError as error:
                 damage.append(error)
                 return None
