@@ -35,7 +35,10 @@ class StageOutcome:
 
 @dataclass
 class PipelineResult:
-    """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it."""
+    """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it.
+
+    `mlflow_waiting` says what MLflow does not have yet, and where it waits; None: nothing does.
+    """
 
     name: str
     pipeline_key: str
@@ -46,6 +49,7 @@ class PipelineResult:
     tracking_uri: str | None = None
     run_url: str | None = None
     report_url: str | None = None
+    mlflow_waiting: str | None = None
     error: TrainflowError | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 <storage>/runs/<pipeline key[:16]>/
     run.json       the stages that are committed, for going on from this run (`flows.past_runs`); the MLflow run:
-                   unfinished -> re-attached by the next command; finished -> linked to
+                   unfinished -> taken up by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
     keys.json      what the spec and the recipe decide of each stage's key: what has changed since
     source/        the recipe's source closure
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ from tasks import tracking
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import now
-from trainer_lib.errors import Interrupted, StorageError, TrainflowError
+from trainer_lib.errors import Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
@@ -51,7 +52,7 @@ class RunRecord:
     def __init__(self, plan: Plan, result: PipelineResult) -> None:
         self.plan = plan
         self.result = result
-        self.handle: tracking.RunHandle | None = None
+        self.tracked: tracking.TrackedRun | None = None
         self.folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
         self._start_s = time.monotonic()
         self._started = now()
@@ -59,6 +60,8 @@ class RunRecord:
         self._stages: dict[str, str] = {}
         self._sources: dict[str, str] = {}
         self._is_unchanged = False
+        self._is_reported = False
+        self._leftovers: tracking.Background | None = None
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
@@ -67,7 +70,7 @@ class RunRecord:
             self._open_tracking()
         except BaseException:
             # Python calls no `__exit__` after an `__enter__` that raised.
-            tracking.finish(self.handle, "FAILED")
+            self._finish_tracking("FAILED", stages=0)
             raise
         return self
 
@@ -78,65 +81,113 @@ class RunRecord:
             self.result.error = error
         status = "FINISHED" if error is None else "FAILED"
         # Ctrl-C outside of a stage comes as KeyboardInterrupt, which is not an Exception.
-        if error is not None and (isinstance(error, Interrupted) or not isinstance(error, Exception)):
+        if error is not None and (isinstance(error, Interrupted | Preempted) or not isinstance(error, Exception)):
             status = "KILLED"
         self.result.seconds = round(time.monotonic() - self._start_s, 3)
+        stages = len(self.plan.stages)
+        for _ in range(3):
+            try:
+                self._close(status, stages=stages)
+                return
+            except BaseException as stop:
+                if isinstance(stop, Exception):
+                    raise
+                # A signal: closing is safe to repeat, and half a closing is worse than none. It waits for nothing now.
+                stages = 0
+
+    def _close(self, status: str, *, stages: int) -> None:
+        """Write the report and the record, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
             self._write_report()
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
-            if self.handle is not None or self._record.get("status") == "RUNNING":
+            if self.tracked is not None or self._record.get("status") == "RUNNING":
                 self._write_record(status)
         except StorageError as unwritten:
             _log.warning("The run's report could not be written: %s", unwritten)
         finally:
-            tracking.finish(self.handle, status)
+            self._finish_tracking(status, stages=stages)
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
 
     def _open_tracking(self) -> None:
         plan, spec = self.plan, self.plan.spec
         wanted = {name: reason for name, reason in plan.reasons.items() if plan.is_wanted(name)}
-        # A finished run that could not reach MLflow then gets its MLflow run now.
-        has_run = self._record.get("mlflow_run_id") is not None or not spec.tracking.enabled
-        finished = self._record.get("status") == "FINISHED"
-        self.result.mlflow_run_id = self._record.get("mlflow_run_id")
-        self.result.tracking_uri = self._record.get("tracking_uri")
-        self.result.run_url = self._record.get("run_url")
+        known = self._record
+        storage = Store.open(spec.storage)
+        # A finished run that was not recorded in MLflow then gets its MLflow run now.
+        is_recorded = known.get("mlflow_run_id") or tracking.is_known(storage, known.get("tracked_run"))
+        has_run = bool(is_recorded) or not spec.tracking.enabled
+        finished = known.get("status") == "FINISHED"
+        self.result.mlflow_run_id = known.get("mlflow_run_id")
+        self.result.tracking_uri = known.get("tracking_uri")
+        self.result.run_url = known.get("run_url")
         if finished and has_run and not plan.context.force and all(reason.hit for reason in wanted.values()):
             self._is_unchanged = True  # nothing new happens: the finished run, and its report, stand for it
+            self._leftovers = tracking.deliver_waiting(spec.tracking, storage)
             return
         self._keep_sources()
         hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
         self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
-        self.handle = tracking.open_run(
+        self.tracked = tracking.open_run(
             spec.tracking,
-            Store.open(spec.storage),
+            storage,
             name=spec.name,
             pipeline_key=plan.pipeline_key,
             params=_params(spec),
             # A finished run is history: what runs now gets an MLflow run of its own.
             resume=not finished,
-            tags={**spec.tracking.tags, **_origin(reason.manifest for reason in wanted.values())},
+            token=None if finished else known.get("tracked_run"),
+            tags={**spec.tracking.tags, **_origin((reason.manifest for reason in wanted.values()), storage)},
             project=Path(spec.root or "."),
         )
-        if self.handle is not None:
-            self.result.mlflow_run_id = self.handle.run_id
-            self.result.tracking_uri = self.handle.server
-            self.result.run_url = self.handle.ui_url()
+        if self.tracked is not None:
+            handle = self.tracked.handle
+            self.result.mlflow_run_id, self.result.run_url = handle.run_id, handle.ui_url()
+            self.result.tracking_uri = handle.server
         self._write_record("RUNNING")
+
+    def _finish_tracking(self, status: str, *, stages: int) -> None:
+        spec = self.plan.spec
+        if self.tracked is not None:
+            self.tracked.finish(status, stages=stages)
+        elif self._leftovers is not None:
+            self._leftovers.close(stages=stages)
+        if not spec.tracking.enabled:
+            return
+        storage = Store.open(spec.storage)
+        waiting = tracking.find_waiting(storage)
+        self.result.mlflow_waiting = None if waiting is None else f"{waiting} in {waiting.root}"
+        self._note_run_id(storage)
+
+    def _note_run_id(self, storage: Store) -> None:
+        """Complete the record with the MLflow run's id, once the server has given it one."""
+        token = self._record.get("tracked_run")
+        if token is None or self._record.get("mlflow_run_id") is not None:
+            return
+        uri = tracking.tracking_uri(self.plan.spec.tracking, storage)
+        handle = tracking.RunHandle(str(token), "", uri, str(tracking.spool_dir(storage)))
+        if handle.run_id is not None:
+            found = {"mlflow_run_id": handle.run_id, "run_url": handle.ui_url()}
+            self.result.mlflow_run_id, self.result.run_url = found["mlflow_run_id"], found["run_url"]
+            with contextlib.suppress(StorageError):
+                self._save({**self._record, **found})
 
     # -- the folder ---------------------------------------------------------------------------------------------------
 
     def _write_report(self) -> None:
         url = f"{self.folder.url}/{_REPORT}"  # its links are relative to where it lies
         self.result.report_url = url
+        if self._is_reported:
+            return
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(_REPORT):
             return
         result = {**self.result.to_dict(), "started": self._started}
         text = render_report(result, self._read_history())
         self.folder.write_bytes(_REPORT, text.encode())
-        tracking.log_file(self.handle, text, _REPORT)
+        if self.tracked is not None:
+            self.tracked.log_file(text, _REPORT)
+        self._is_reported = True
 
     def _read_history(self) -> list[dict[str, Any]]:
         """The trainer's log, from the stage that left one."""
@@ -165,13 +216,15 @@ class RunRecord:
 
     def _write_record(self, status: str) -> None:
         failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]
-        plan = self.plan
+        plan, known = self.plan, self._record.get("tracked_run")
         self._save(
             {
                 "format": 1,
                 "name": plan.spec.name,
                 "pipeline_key": self.result.pipeline_key,
                 "status": status,
+                # A run has this before its server was reached.
+                "tracked_run": known if self.tracked is None else self.tracked.handle.token,
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
@@ -204,11 +257,12 @@ class RunRecord:
                 self._sources[name] = hashlib.sha256(content).hexdigest()
 
 
-def _origin(committed: Iterable[StageManifest | None]) -> dict[str, str]:
+def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[str, str]:
     """A tag that names the run which trained a model found committed."""
     for manifest in committed:
-        if manifest is not None and isinstance(manifest.facts, TrainFacts) and manifest.facts.mlflow_run_id:
-            return {"trainflow.origin_run": manifest.facts.mlflow_run_id}
+        if manifest is not None and isinstance(manifest.facts, TrainFacts):
+            run_id = manifest.facts.mlflow_run_id or tracking.find_run_id(storage, manifest.facts.tracked_run)
+            return {} if run_id is None else {"trainflow.origin_run": run_id}
     return {}
 
 

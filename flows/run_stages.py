@@ -53,8 +53,9 @@ class _StageRun:
         self._plan = plan
         self._record = record
         self._result = record.result
-        self._handle = record.handle
-        self._context = replace(plan.context, tracking=record.handle)
+        self._tracked = record.tracked
+        handle = None if record.tracked is None else record.tracked.handle
+        self._context = replace(plan.context, tracking=handle)
         self._manifests: dict[str, StageManifest] = {}
 
     def run_alone(self, plan: StagePlan) -> None:
@@ -99,8 +100,7 @@ class _StageRun:
             chosen = f"only {self._plan.only}" if self._plan.only else f"starts with {self._plan.start}"
             self._note(name, "skipped", chosen)
         else:
-            self._note(name, "cached", reason.reason, manifest=reason.manifest)
-            self._keep(reason.manifest, ran=False)
+            self._keep(name, "cached", reason.reason, 0.0, reason.manifest)
 
     def _inputs(self, plan: StagePlan) -> dict[str, StageManifest | None]:
         return plan.stage.choose_inputs(self._manifests)
@@ -126,26 +126,30 @@ class _StageRun:
         status: Status = "cached" if cached else "ran"
         # The state's own time: of stages that run together the shorter one waited for the other.
         seconds = (state.timestamp - started).total_seconds()
-        self._note(plan.stage.name, status, reason, max(seconds, 0.0), manifest)
-        self._keep(manifest, ran=not cached)
+        self._keep(plan.stage.name, status, reason, max(seconds, 0.0), manifest)
 
     def _note_failure(self, plan: StagePlan, error: BaseException, started: datetime) -> None:
         why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__
         self._note(plan.stage.name, "failed", why, (datetime.now(UTC) - started).total_seconds())
 
-    def _keep(self, manifest: StageManifest, *, ran: bool) -> None:
-        """Hand a manifest to the stages that follow, and log it to the MLflow run."""
+    def _keep(self, name: str, status: Status, reason: str, seconds: float, manifest: StageManifest) -> None:
+        """Hand a manifest to the stages that follow, log it to the MLflow run, and note the stage's outcome."""
         self._manifests[manifest.stage] = manifest
+        # Before it is noted: a run whose stages are all noted has nothing left to log.
+        self._track(manifest, ran=status == "ran")
+        self._note(name, status, reason, seconds, manifest)
         self._record.note_stage(manifest)
         if isinstance(manifest.facts, PrepareFacts):
             self._check_splits(manifest.facts)
-        if self._handle is None:
+
+    def _track(self, manifest: StageManifest, *, ran: bool) -> None:
+        if self._tracked is None:
             return
         facts = (each.facts for each in self._manifests.values())
         # Evaluation and publication belong to the step at which training ended.
         step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
-        track_stage(self._handle, manifest, step=step or 0)
-        self._plan.stages[manifest.stage].stage.track(self._handle, manifest, ran)
+        track_stage(self._tracked, manifest, step=step or 0)
+        self._plan.stages[manifest.stage].stage.track(self._tracked, manifest, ran)
 
     def _check_splits(self, facts: PrepareFacts) -> None:
         """Refuse a split that the data does not have now, not after the training that comes before its use."""

@@ -25,7 +25,7 @@ from tasks.stage.track import track_evaluation, track_model, track_publication, 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
     from tasks.stage.context import StageContext
-    from tasks.tracking import RunHandle
+    from tasks.tracking import TrackedRun
 
 
 def _no_splits(config: Any) -> dict[str, list[str]]:
@@ -40,7 +40,7 @@ def _intact(config: Any, context: StageContext, manifest: StageManifest) -> str 
     return None
 
 
-def _not_tracked(handle: RunHandle, manifest: StageManifest, ran: bool) -> None:
+def _not_tracked(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:
     return
 
 
@@ -74,7 +74,7 @@ class Stage:
     splits: Callable[[Any], Mapping[str, list[str]]] = _no_splits
     places: Callable[[StageManifest], Mapping[str, str]] = _no_places
     inspect: Callable[[Any, StageContext, StageManifest], str | None] = _intact
-    track: Callable[[RunHandle, StageManifest, bool], None] = _not_tracked
+    track: Callable[[TrackedRun, StageManifest, bool], None] = _not_tracked
 
     def is_enabled(self, spec: PipelineSpec) -> bool:
         """Whether the spec has this stage switched on; a stage without such a setting always is."""

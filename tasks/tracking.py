@@ -1,8 +1,8 @@
 """One MLflow run per pipeline run: opened once, re-attached by every retry and stage, ended with its status.
 
-Nothing here fails a stage: when the tracking server is out of reach, the first failure is logged and the work goes on.
-Metrics then wait in a spool on disk (see `trainer_lib.trackers.spool`) and are delivered by the next run; artifacts and
-tags are not: the model itself is in the storage, not in MLflow.
+Nothing here waits for a server or fails a stage. What the flow logs is appended to a session of the spool beside the
+storage (`trainer_lib.trackers.spool`), and so is what its workers log; a thread of the flow's process delivers it. What
+could not be delivered when the run ends waits there, artifacts and the run's end included, for the next command.
 
 The default tracking store is sqlite, `mlflow.db` beside a local storage root with artifacts in `mlartifacts/`. Remote
 storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRACKING_URI` where machines share a run.
@@ -11,7 +11,6 @@ storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRAC
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import hashlib
 import json
@@ -20,51 +19,69 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.configs import TrackingConfig
-from trainer_lib.errors import ConfigError, first_line
+from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers import mlflow as tracker
+from trainer_lib.trackers.delivery import Delivery
+from trainer_lib.trackers.mlflow_client import KEY_TAG, is_local_database
 from trainer_lib.trackers.params import clean_key, flatten_params
-from trainer_lib.trackers.spool import SPOOL_DIR, Session, user_data_dir
+from trainer_lib.trackers.shipper import Shipper
+from trainer_lib.trackers.spool import (
+    SPOOL_DIR,
+    TRACKED_RUN,
+    Session,
+    Waiting,
+    count_waiting,
+    known_run,
+    now_ms,
+    user_data_dir,
+)
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
-KEY_TAG = "trainflow.pipeline_key"
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
-HTTP_RETRIES = 1
 HTTP_TIMEOUT_S = 15
+LOCAL_CLOSE_S = 30.0  # a database on this machine answers as fast as the machine is
 
 _log = logging.getLogger(__name__)
-_silenced: set[str] = set()  # servers whose failure has been logged
 
 
 @dataclass(frozen=True)
 class RunHandle:
-    """One MLflow run, as plain text: it can be stored and taken up by another process.
+    """One MLflow run, as plain text: it can be passed to another process of this machine.
 
     Attributes:
+        token: names the run before, and whether or not, the server was reached.
+        experiment: the experiment's name.
         tracking_uri: where the run is. May hold credentials when it came from the environment: show `server` instead.
-        spool_dir: local folder where metrics wait for the server.
+        spool_dir: local folder where what is logged waits for the server.
     """
 
-    run_id: str
-    experiment_id: str
+    token: str
+    experiment: str
     tracking_uri: str
     spool_dir: str
 
     def __repr__(self) -> str:
-        return f"RunHandle({self.run_id!r} at {self.server!r})"
+        return f"RunHandle({self.token!r} at {self.server!r})"
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id on the server; None before it was reached."""
+        return known_run(Path(self.spool_dir), self.token).get("run_id")
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The experiment's id on the server; None before it was reached."""
+        return known_run(Path(self.spool_dir), self.token).get("experiment_id")
 
     @property
     def server(self) -> str:
@@ -76,35 +93,187 @@ class RunHandle:
         return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def ui_url(self) -> str | None:
-        """The run's page on the tracking server; None for a database, which has no page until a UI is started."""
-        return (
-            f"{self.server.rstrip('/')}/{self.ui_path()}" if urlsplit(self.server).scheme in {"http", "https"} else None
-        )
+        """The run's page on the tracking server; None for a database, which has no page, and before it was reached."""
+        if urlsplit(self.server).scheme not in {"http", "https"} or self.run_id is None:
+            return None
+        return f"{self.server.rstrip('/')}/{self.ui_path()}"
 
     def worker_env(self) -> dict[str, str]:
         """The environment in which a worker's MLflow tracker adds its points to this run."""
+        run_id = self.run_id
         return {
             "MLFLOW_TRACKING_URI": self.tracking_uri,
-            "MLFLOW_RUN_ID": self.run_id,
+            **({} if run_id is None else {"MLFLOW_RUN_ID": run_id}),
+            TRACKED_RUN: json.dumps({"token": self.token, "experiment": self.experiment}),
             SPOOL_DIR: self.spool_dir,
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(HTTP_RETRIES),
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": str(HTTP_TIMEOUT_S),
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
 
-    def to_dict(self) -> dict[str, str]:
-        """As JSON, for a file of the user's own: the tracking URI is not masked."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RunHandle:
-        """The inverse of `to_dict`."""
-        return cls(*(str(data[name]) for name in ("run_id", "experiment_id", "tracking_uri", "spool_dir")))
+class TrackedRun:
+    """The MLflow run of a flow, as the flow's process writes it. No method waits for the server.
+
+    Attributes:
+        handle: the run, for the stages' workers.
+    """
+
+    def __init__(self, handle: RunHandle, session: Session, background: Background) -> None:
+        self.handle = handle
+        self._session: Session | None = session
+        self._background = background
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log nested settings: flattened, shortened and masked. Those that the run has with another value are listed in
+        the artifact `params/<when>.json`."""
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        self._write({"params": flatten_params(params), "when": when})
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None) -> None:
+        """Log values at an optimizer step. Values that the run already has at that step are not written twice.
+
+        Args:
+            time_ms: when they were measured, in milliseconds since 1970; None: now.
+        """
+        if metrics:
+            values = {clean_key(key): float(value) for key, value in metrics.items()}
+            self._write({"t": time_ms or now_ms(), "s": step, "m": values, "once": True})
+
+    def log_folder(self, store: Store, artifact_path: str) -> None:
+        """Log every file below `store`, byte for byte, as artifacts below `artifact_path`.
+
+        The files are read when they are delivered, and those that the run already has in their size are left out.
+        """
+        self._write({"folder": store.url, "path": artifact_path})
+
+    def log_file(self, content: bytes | str | Path, artifact_path: str) -> None:
+        """Log a file, or text, under the whole path `artifact_path` (`report/index.html`) in the run's artifacts."""
+        with self._never_failing():
+            if self._session is not None:
+                kept = self._session.keep_file(content.encode() if isinstance(content, str) else content)
+                self._session.write({"file": kept, "path": artifact_path})
+
+    def log_dataset(
+        self,
+        *,
+        name: str,
+        url: str,
+        digest: str,
+        context: str = "training",
+        schema: Mapping[str, str] | None = None,
+        profile: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a dataset as an input: its name, its URL, its SHA-256 (complete in the tag `data.<name>`)."""
+        dataset = {
+            "name": name,
+            "digest": digest[:DIGEST_CHARS],
+            "source_type": "trainflow",
+            "source": json.dumps({"uri": mask(url)}),
+            "schema": json.dumps({"columns": dict(schema)}) if schema else None,
+            "profile": json.dumps(dict(profile)) if profile else None,
+        }
+        self._write({"dataset": dataset, "context": context})
+        self.set_tags({f"data.{name}": digest})
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        """Set tags of the run (stage keys, content digests, where the model was published)."""
+        if tags:
+            self._write({"tags": _clean_tags(tags)})
+
+    def finish(self, status: str, *, stages: int = 1) -> None:
+        """End the run as "FINISHED", "FAILED" or "KILLED", and wait a second per stage for the server. Safe to repeat.
+
+        A database on this machine is waited for until it has everything, at most half a minute.
+        """
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
+        session = self._session
+        if session is not None:
+            self._write({"end": status, "t": now_ms()})
+            session.close()
+            self._session = None
+        self._background.close(stages=stages)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with self._never_failing():
+            if self._session is not None:
+                self._session.write(record)
+
+    @contextlib.contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _log.warning("MLflow misses a part of this run; the spool cannot be written: %s", error)
+
+
+class Background:
+    """The thread that delivers a spool while the flow's process works; it starts when it is made."""
+
+    def __init__(self, root: Path, tracking_uri: str) -> None:
+        self._is_local = is_local_database(tracking_uri)
+        self._shipper = Shipper(Delivery(root, tracking_uri))
+        self._shipper.start()
+
+    def close(self, *, stages: int) -> bool:
+        """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
+        if self._is_local:
+            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
+        return self._shipper.close(float(stages), stages / 2)
 
 
 def default_tracking_uri(storage: Store) -> str:
     """`MLFLOW_TRACKING_URI`, else `mlflow.db` beside a local storage root or in this user's folder for a remote one."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_tracking_dir(storage) / 'mlflow.db'}"
+
+
+def tracking_uri(config: TrackingConfig, storage: Store) -> str:
+    """The server of a spec: `tracking.uri`, else `default_tracking_uri`.
+
+    Raises:
+        ConfigError: `tracking.uri` holds a password.
+    """
+    if config.uri and mask(config.uri) != config.uri:
+        raise ConfigError(
+            "A spec holds no credentials: it is stored with every run.",
+            field="tracking.uri",
+            value=mask(config.uri),
+            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
+        )
+    return config.uri or default_tracking_uri(storage)
+
+
+def spool_dir(storage: Store) -> Path:
+    """The folder where what was logged about runs of this storage waits for its server."""
+    return _tracking_dir(storage) / "spool"
+
+
+def spool_dirs(storage: Store) -> list[Path]:
+    """The spool of a storage root, and that of a Trainer whose `output_dir` it is."""
+    return [spool_dir(storage), *([storage.local_path() / ".spool"] if storage.is_local else [])]
+
+
+def find_run_id(storage: Store, token: str | None) -> str | None:
+    """The id of a run on its server, by its token; None before the server was reached."""
+    return known_run(spool_dir(storage), token).get("run_id") if token else None
+
+
+def is_known(storage: Store, token: str | None) -> bool:
+    """Whether a run has arrived at its server, or waits here for it."""
+    return token is not None and (find_run_id(storage, token) is not None or find_waiting(storage) is not None)
+
+
+def find_waiting(storage: Store) -> Waiting | None:
+    """What waits for its server; None if nothing does. Asks no server."""
+    return count_waiting(spool_dir(storage))
+
+
+def deliver_waiting(config: TrackingConfig, storage: Store) -> Background | None:
+    """Begin to deliver what earlier commands left for their server; None when nothing waits."""
+    if not config.enabled or find_waiting(storage) is None:
+        return None
+    return Background(spool_dir(storage), tracking_uri(config, storage))
 
 
 def open_run(
@@ -115,10 +284,11 @@ def open_run(
     pipeline_key: str,
     params: Mapping[str, Any],
     resume: bool,
+    token: str | None = None,
     tags: Mapping[str, str] | None = None,
     project: Path | None = None,
-) -> RunHandle | None:
-    """Open the run of one pipeline run; with `resume`, the unfinished one of the same key if there is one.
+) -> TrackedRun | None:
+    """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
 
     Args:
         config: the spec's `tracking` section; disabled returns None.
@@ -127,156 +297,49 @@ def open_run(
         pipeline_key: the key by which a later command finds the run.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
+        resume: without a token, take up the unfinished run of the same key, if the server has one.
+        token: the run to go on with; None: a new one.
         tags: further tags (stage keys, origin run, ...).
         project: folder whose git commit is noted; the working directory when unset.
 
     Returns:
-        The handle, or None when tracking is off or the server is out of reach (logged once, never raised).
+        The run; None when tracking is off, or when the spool cannot be written (logged).
 
     Raises:
         ConfigError: `tracking.uri` holds a password.
     """
     if not config.enabled:
         return None
-    uri = _configured_uri(config) or default_tracking_uri(storage)
-    handle: RunHandle | None = None
-    with _never_failing(uri, "open a run"):
-        client = _client(uri)
-        experiment = tracker.experiment_id(client, config.experiment or name, _artifact_location(uri))
-        all_tags = _source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
-        run_id = _unfinished(client, experiment, pipeline_key) if resume else None
-        if run_id is None:
-            run = client.create_run(experiment, run_name=config.run_name or name, tags=all_tags)
-            run_id = str(run.info.run_id)
-        else:
-            client.update_run(run_id, status="RUNNING")
-            client.log_batch(run_id, tags=_tags(all_tags))
-        handle = RunHandle(run_id, experiment, uri, str(_tracking_dir(storage) / "spool"))
-        tracker.log_params(client, run_id, flatten_params(params), when=time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
-        tracker.ship_leftovers(Path(handle.spool_dir), uri)
-    return handle
+    uri, spool = tracking_uri(config, storage), spool_dir(storage)
+    handle = RunHandle(token or uuid.uuid4().hex, config.experiment or name, uri, str(spool))
+    all_tags = _source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
+    # Stripped, because a quote in it would change the query.
+    unfinished = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key) if resume and token is None else None
+    try:
+        session = Session.create(spool, _head(handle, config.run_name or name, all_tags, unfinished))
+    except OSError as error:
+        _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
+        return None
+    run = TrackedRun(handle, session, Background(spool, uri))
+    # Written also for a run that goes on: what changed since is seen.
+    run.set_tags(all_tags)
+    run.log_params(params)
+    return run
 
 
-def log_metrics(handle: RunHandle | None, metrics: Mapping[str, float], step: int) -> None:
-    """Log values at an optimizer step. Values the run already has at that step are not written twice.
-
-    They go through the spool, so those that an unreachable server cannot take are delivered later.
-    """
-    if handle is None or not metrics:
-        return
-    with _never_failing(handle.tracking_uri, "log metrics"):
-        wanted = {clean_key(key): float(value) for key, value in metrics.items()}
-        with contextlib.suppress(Exception):  # out of reach: everything goes to the spool
-            known = {
-                metric.key: metric.value
-                # From the proto: `data.metrics` has values without their steps.
-                for metric in _client(handle.tracking_uri).get_run(handle.run_id).data.to_proto().metrics
-                if metric.step == step
-            }
-            wanted = {key: value for key, value in wanted.items() if known.get(key) != value}
-        if not wanted:
-            return
-        root = Path(handle.spool_dir)
-        head = {"tracking_uri": handle.tracking_uri, "run_id": handle.run_id, "dedupe": False}
-        session = Session.create(root, head)
-        try:
-            session.append(wanted, step)
-        finally:
-            session.end_writing()
-            session.release()
-        tracker.ship_leftovers(root, handle.tracking_uri)
-
-
-def log_folder(handle: RunHandle | None, store: Store, artifact_path: str) -> None:
-    """Log every file below `store`, byte for byte, as artifacts below `artifact_path`."""
-    if handle is None:
-        return
-    with _never_failing(handle.tracking_uri, f"log {artifact_path}"):
-        client = _client(handle.tracking_uri)
-        for info in store.list():
-            folder = str((PurePosixPath(artifact_path) / info.path).parent)
-            if store.is_local:
-                client.log_artifact(handle.run_id, str(store.local_path(info.path)), folder)
-                continue
-            with _private_folder() as local:  # one file at a time: no room for the whole folder is needed
-                target = local / PurePosixPath(info.path).name
-                store.download(info.path, target)
-                client.log_artifact(handle.run_id, str(target), folder)
-
-
-def log_file(handle: RunHandle | None, content: bytes | str | Path, artifact_path: str) -> None:
-    """Log a file, or text, under the whole path `artifact_path` (`report/index.html`) in the run's artifacts."""
-    if handle is None:
-        return
-    with _never_failing(handle.tracking_uri, f"log {artifact_path}"), _private_folder() as local:
-        path = PurePosixPath(artifact_path)
-        target = local / path.name
-        if isinstance(content, Path):
-            shutil.copyfile(content, target)
-        else:
-            target.write_bytes(content.encode() if isinstance(content, str) else content)
-        # MLflow takes None for the root, not ".".
-        folder = None if path.parent == PurePosixPath() else str(path.parent)
-        _client(handle.tracking_uri).log_artifact(handle.run_id, str(target), folder)
-
-
-def log_dataset(
-    handle: RunHandle | None,
-    *,
-    name: str,
-    url: str,
-    digest: str,
-    context: str = "training",
-    schema: Mapping[str, str] | None = None,
-    profile: Mapping[str, Any] | None = None,
-) -> None:
-    """Log a dataset as an input of the run: its name, its URL, its SHA-256 (complete in the tag `data.<name>`)."""
-    if handle is None:
-        return
-    with _never_failing(handle.tracking_uri, f"log the dataset {name}"):
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        dataset = Dataset(
-            name=name,
-            digest=digest[:DIGEST_CHARS],
-            source_type="trainflow",
-            source=json.dumps({"uri": mask(url)}),
-            schema=json.dumps({"columns": dict(schema)}) if schema else None,
-            profile=json.dumps(dict(profile)) if profile else None,
-        )
-        client = _client(handle.tracking_uri)
-        client.log_inputs(handle.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", context)])])
-        client.set_tag(handle.run_id, f"data.{clean_key(name)}", digest)
-
-
-def set_tags(handle: RunHandle | None, tags: Mapping[str, str]) -> None:
-    """Set tags of the run (stage keys, content digests, where the model was published)."""
-    if handle is None or not tags:
-        return
-    with _never_failing(handle.tracking_uri, "set tags"):
-        _client(handle.tracking_uri).log_batch(handle.run_id, tags=_tags(tags))
-
-
-def finish(handle: RunHandle | None, status: str) -> None:
-    """End the run: "FINISHED", "FAILED" or "KILLED"."""
-    if handle is None:
-        return
-    if status not in STATUSES:
-        raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
-    with _never_failing(handle.tracking_uri, "end the run"):
-        tracker.ship_leftovers(Path(handle.spool_dir), handle.tracking_uri)
-        _client(handle.tracking_uri).set_terminated(handle.run_id, status)
-
-
-def _configured_uri(config: TrackingConfig) -> str | None:
-    if config.uri and mask(config.uri) != config.uri:
-        raise ConfigError(
-            "A spec holds no credentials: it is stored with every run.",
-            field="tracking.uri",
-            value=mask(config.uri),
-            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
-        )
-    return config.uri
+def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], unfinished_key: str | None) -> dict[str, Any]:
+    """What a flow's session says of its run: enough to find it on the server, or to create it."""
+    return {
+        # Without credentials: they come from the environment of the process that delivers.
+        "tracking_uri": handle.server,
+        "token": handle.token,
+        "experiment": handle.experiment,
+        "artifact_location": _artifact_location(handle.tracking_uri),
+        "run_name": run_name,
+        "start_ms": now_ms(),
+        "tags": _clean_tags(tags),
+        "unfinished_key": unfinished_key,
+    }
 
 
 def _tracking_dir(storage: Store) -> Path:
@@ -291,31 +354,8 @@ def _artifact_location(uri: str) -> str | None:
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
 
 
-@functools.lru_cache(maxsize=8)
-def _client(uri: str) -> MlflowClient:
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    client = tracker.connect(uri)
-    # A server that does not answer must cost seconds, not MLflow's minutes; the environment still has the last word.
-    from mlflow import environment_variables as settings
-
-    settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = HTTP_RETRIES
-    settings.MLFLOW_HTTP_REQUEST_TIMEOUT.default = HTTP_TIMEOUT_S
-    settings.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.default = True
-    return client
-
-
-def _unfinished(client: MlflowClient, experiment: str, pipeline_key: str) -> str | None:
-    # Stripped, because a quote in it would change the query.
-    query = f"tags.`{KEY_TAG}` = '{re.sub('[^0-9A-Za-z_.-]', '', pipeline_key)}'"
-    # The newest run whatever its status: an old unfinished one behind a finished one is not taken up again.
-    newest = client.search_runs([experiment], query, order_by=["attributes.start_time DESC"], max_results=1)
-    return str(newest[0].info.run_id) if newest and newest[0].info.status != "FINISHED" else None
-
-
-def _tags(tags: Mapping[str, str]) -> list[Any]:
-    from mlflow.entities import RunTag
-
-    return [RunTag(clean_key(key), mask(str(value))) for key, value in tags.items()]
+def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    return {clean_key(key): mask(str(value)) for key, value in tags.items()}
 
 
 def _source_tags(name: str, project: Path | None) -> dict[str, str]:
@@ -329,24 +369,3 @@ def _source_tags(name: str, project: Path | None) -> dict[str, str]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
             tags["mlflow.source.git.commit"] = done.stdout.strip()
     return tags
-
-
-@contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:  # made with mode 0700
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _never_failing(uri: str, what: str) -> Iterator[None]:
-    """Log the first failure of a server and go on. Exceptions that stop the process pass through."""
-    try:
-        yield
-    except Exception as error:
-        # One warning per outage: a server that is away would otherwise be reported at every point.
-        if uri not in _silenced:
-            _silenced.add(uri)
-            line = first_line(error)
-            _log.warning("MLflow could not %s; the pipeline goes on without it. %s: %s", what, mask(uri), mask(line))
-    else:
-        _silenced.discard(uri)

@@ -75,6 +75,7 @@ def _train(
         parameters=result.parameters,
         model=config.model,
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
+        tracked_run=context.tracking.token if context.tracking else None,
         metrics_code=measured_by,
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)

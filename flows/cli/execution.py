@@ -24,7 +24,7 @@ def execute(
     *,
     title: str,
     again: Sequence[str],
-    ui: Sequence[str],
+    place: Sequence[str],
     debug: bool,
     as_json: bool,
     **choice: Any,
@@ -34,7 +34,7 @@ def execute(
     Args:
         title: the first line.
         again: the command that continues it.
-        ui: the command that opens its MLflow run.
+        place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
         choice: which stages, as `flows.pipeline.run_pipeline` takes them.
 
     Raises:
@@ -51,7 +51,7 @@ def execute(
             result = _run_and_show(spec, out, debug=debug, **choice)
             stop.too_late = True
             # Inside the block: the engine takes a second to end.
-            _show_result(result, ui, as_json=as_json)
+            _show_result(result, place, as_json=as_json)
     if result.error is not None:
         terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
         raise typer.Exit(result.error.exit_code)
@@ -74,10 +74,12 @@ def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: An
         return run_pipeline(spec, debug=debug, **choice)
 
 
-def _show_result(result: PipelineResult, ui: Sequence[str], *, as_json: bool) -> None:
+def _show_result(result: PipelineResult, place: Sequence[str], *, as_json: bool) -> None:
+    ui, sync = (["trainflow", command, *place] for command in ("ui", "sync"))
     if not as_json:
-        terminal.show(presentation.summary(result, ui))
+        terminal.show(presentation.summary(result, ui, sync))
         return
     code = result.error.exit_code if result.error is not None else 0
     plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
-    print_json({**plain, "places": presentation.where(result), "ui_command": shlex.join(ui)})
+    commands = {"ui_command": shlex.join(ui), "sync_command": shlex.join(sync) if result.mlflow_waiting else None}
+    print_json({**plain, "places": presentation.where(result), **commands})

@@ -24,6 +24,7 @@ from flows.cli.resume import resume
 from flows.cli.schedules import deploy, serve
 from flows.cli.signals import stoppable
 from flows.cli.status import status
+from flows.cli.sync import sync
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
@@ -123,7 +124,7 @@ def run(
         parsed,
         title=f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}",
         again=again,
-        ui=_ui_command(spec, overrides or []),
+        place=_place_words(spec, overrides or []),
         debug=debug,
         as_json=as_json,
         only=only,
@@ -133,10 +134,10 @@ def run(
     )
 
 
-def _ui_command(spec: Path, overrides: Sequence[str]) -> list[str]:
-    """The command that opens the UI on the store this run used: only overrides that decide where that is."""
+def _place_words(spec: Path, overrides: Sequence[str]) -> list[str]:
+    """The spec, with the overrides that decide where its runs are tracked, as words of a command."""
     deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in ("storage", "tracking", "name")]
-    return ["trainflow", "ui", str(spec), *deciding]
+    return [str(spec), *deciding]
 
 
 @app.command()
@@ -194,7 +195,7 @@ def _until_stopped() -> Iterator[None]:
 # The commands of the other files follow those above in `trainflow --help`.
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
-for command in (status, serve, deploy, join):
+for command in (status, sync, serve, deploy, join):
     app.command()(command)
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _KEPT_FAILURES = 50
 
 
-def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
-    """The stages (what ran and why), the measured quality, and where everything is."""
+def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Sequence[str] = ()) -> list[Text]:
+    """The stages (what ran and why), the measured quality, where everything is, and what MLflow does not have yet."""
     if not result.stages:  # refused before the first stage
         return []
     lines = [Text(), *_stage_table(result.stages)]
@@ -41,6 +41,9 @@ def summary(result: PipelineResult, ui_command: Sequence[str]) -> list[Text]:
         lines.append(Text.assemble(("  run          ", "dim"), result.pipeline_key[:RUN_ID_CHARS]))
     if result.tracking_uri:
         lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui_command), "bold")))
+    if result.mlflow_waiting:
+        lines.append(Text.assemble(("  MLflow waits ", "yellow"), f"for {result.mlflow_waiting}"))
+        lines.append(Text.assemble(("  deliver it   ", "dim"), (shlex.join(sync_command), "bold")))
     return [*lines, Text()]
 
 

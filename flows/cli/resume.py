@@ -64,7 +64,7 @@ def resume(
         spec,
         title=f"{spec.name}: run {past.id} -> {presentation.shown(spec.storage)}",
         again=["trainflow", "resume", *named],
-        ui=["trainflow", "ui", "--storage", spec.storage],
+        place=["--storage", spec.storage],
         debug=debug,
         as_json=as_json,
         only=past.only,

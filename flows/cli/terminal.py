@@ -50,6 +50,9 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Show one line that is not an event."""
 
+    def warn(self, text: str) -> None:
+        """Show one warning."""
+
 
 @dataclass
 class _Stage:
@@ -124,6 +127,10 @@ class PlainDisplay:
         """Show one line that is not an event."""
         self._out.print(text)
 
+    def warn(self, text: str) -> None:
+        """Print one warning on standard error: the output may be read by another program."""
+        console(stderr=True).print(text)
+
     def _change(self, name: str, event: Event) -> None:
         stage = self._stages[name]
         # The last step may have come within the five seconds in which nothing is printed.
@@ -197,6 +204,10 @@ class LiveDisplay:
         """Show one line that is not an event."""
         self._out.print(text)
 
+    def warn(self, text: str) -> None:
+        """Show one warning above the drawing."""
+        self._out.print(text)
+
     def _above(self, name: str, text: str, style: str) -> None:
         self._out.print(Text.assemble((f"{name} │ ", "dim cyan"), (text, style)))
 
@@ -254,7 +265,7 @@ class _Warnings(logging.Handler):
             return
         # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
-            self._display.say(mask(f"{record.levelname.lower()}: {record.getMessage()}"))
+            self._display.warn(mask(f"{record.levelname.lower()}: {record.getMessage()}"))
 
 
 @contextlib.contextmanager

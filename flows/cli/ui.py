@@ -18,6 +18,7 @@ from typing import IO, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from flows.spec.spec import PipelineSpec, load_spec
+from tasks.configs import TrackingConfig
 from tasks.tracking import default_tracking_uri
 from trainer_lib import guard
 from trainer_lib.errors import ConfigError, InfrastructureError
@@ -58,10 +59,7 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     Raises:
         ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
     """
-    if spec is not None and storage is not None:
-        raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
-    if spec is None and storage is None:
-        spec, storage = _nearby()
+    spec, storage = _chosen(spec, storage)
     if spec is not None:
         return _recorded(_place_of(load_spec(spec, overrides)))
     if storage is not None:
@@ -73,6 +71,31 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
         field="ui",
         remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
     )
+
+
+def find_storage(spec: Path | None, overrides: list[str], storage: str | None) -> tuple[TrackingConfig, Store]:
+    """The tracking settings and the storage root of a spec, or of what is in this folder.
+
+    Raises:
+        ConfigError: the spec is bad, both are given, or this folder has neither.
+    """
+    spec, storage = _chosen(spec, storage)
+    if spec is not None:
+        parsed = load_spec(spec, overrides)
+        return parsed.tracking, Store.open(parsed.storage)
+    if storage is not None:
+        return TrackingConfig(), Store.open(storage, field="--storage")
+    raise ConfigError(
+        "No runs were named, and this folder has neither pipeline.yaml nor .trainflow.",
+        field="sync",
+        remedy="Name a spec (trainflow sync SPEC) or a storage (trainflow sync --storage URL).",
+    )
+
+
+def _chosen(spec: Path | None, storage: str | None) -> tuple[Path | None, str | None]:
+    if spec is not None and storage is not None:
+        raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
+    return (spec, storage) if spec is not None or storage is not None else _nearby()
 
 
 def _nearby() -> tuple[Path | None, str | None]:

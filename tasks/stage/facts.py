@@ -65,7 +65,8 @@ class TrainFacts(StageFacts, stage="train"):
         checkpoints: names of the committed checkpoints.
         parameters: number of the model's parameters.
         model: settings that the recipe's build_model was given.
-        mlflow_run_id: the run that has the training curve.
+        mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
+        tracked_run: the same run, by the name that it has before its server is reached.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
             an older version trained it.
     """
@@ -78,6 +79,7 @@ class TrainFacts(StageFacts, stage="train"):
     parameters: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     mlflow_run_id: str | None = None
+    tracked_run: str | None = None
     metrics_code: str | None = None
 
 

@@ -6,17 +6,18 @@ So every run is whole. Only the model is not copied again where an earlier run, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
-from tasks.tracking import RunHandle, log_dataset, log_file, log_folder, log_metrics, set_tags
+from tasks.tracking import TrackedRun
 
 _ARTIFACT_BYTES = 64 << 20
 """Files of an evaluation larger than this stay on the storage alone."""
 
 
-def track_stage(handle: RunHandle, manifest: StageManifest, *, step: int) -> None:
+def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
     """Log what every stage has: its key as a tag, and its metrics.
 
     Args:
@@ -27,15 +28,16 @@ def track_stage(handle: RunHandle, manifest: StageManifest, *, step: int) -> Non
         text = f"memory ran out: batch halved {manifest.batch_halvings} times"
         # "rung" is the tag's name since the first version.
         tags[f"trainflow.{manifest.stage}.rung"] = text
-    set_tags(handle, tags)
-    log_metrics(handle, flatten_metrics(manifest.metrics), step)
+    run.set_tags(tags)
+    # Measured at its commit: a later command that logs the stage again repeats the very same points.
+    time_ms = int(datetime.fromisoformat(manifest.created).timestamp() * 1000) if manifest.created else None
+    run.log_metrics(flatten_metrics(manifest.metrics), step, time_ms=time_ms)
 
 
-def track_splits(handle: RunHandle, manifest: StageManifest[PrepareFacts], ran: bool) -> None:
+def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bool) -> None:
     """Log every prepared split as an input dataset of the run."""
     for name, split in manifest.facts.splits.items():
-        log_dataset(
-            handle,
+        run.log_dataset(
             name=name,
             url=manifest.store().url,
             digest=manifest.content_digest,
@@ -45,25 +47,27 @@ def track_splits(handle: RunHandle, manifest: StageManifest[PrepareFacts], ran: 
         )
 
 
-def track_model(handle: RunHandle, manifest: StageManifest[TrainFacts], ran: bool) -> None:
+def track_model(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:
     """Log the model's folder, unless the run that trained it has it already."""
-    # The run that trained it has the files already.
-    if ran or not manifest.facts.mlflow_run_id:
-        log_folder(handle, manifest.store().child("model"), "model")
+    facts = manifest.facts
+    # A run that goes on may have been stopped before it had the files.
+    is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
+    if ran or is_its_run:
+        run.log_folder(manifest.store().child("model"), "model")
 
 
-def track_evaluation(handle: RunHandle, manifest: StageManifest, ran: bool) -> None:
+def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:
     """Log the files of an evaluation (reports, figures) as artifacts."""
     for entry in manifest.files:
         if entry.size <= _ARTIFACT_BYTES:
-            log_file(handle, manifest.store().read_bytes(entry.path), f"evaluate/{entry.path}")
+            run.log_file(manifest.store().read_bytes(entry.path), f"evaluate/{entry.path}")
 
 
-def track_publication(handle: RunHandle, manifest: StageManifest[PublishFacts], ran: bool) -> None:
+def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ran: bool) -> None:
     """Tag the run with the address, the revision and the content digest of the publication."""
     facts = manifest.facts
     tags = {"url": facts.published_url, "revision": facts.revision, "digest": facts.published_digest}
-    set_tags(handle, {f"trainflow.published_{name}": value for name, value in tags.items()})
+    run.set_tags({f"trainflow.published_{name}": value for name, value in tags.items()})
 
 
 def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

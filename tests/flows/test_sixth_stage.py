@@ -27,7 +27,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from tasks.stage.worker import common_fields, launch_request
-from tasks.tracking import RunHandle, set_tags
+from tasks.tracking import TrackedRun
 from tests.support.runs import ran, reason, run, spec_of
 from trainer_lib.errors import ConfigError
 from trainer_lib.requests import Request
@@ -100,8 +100,8 @@ def count_all_rows(
     return run_stage(count_key(config, context, data), context, work, retries=config.retries)
 
 
-def track_count(handle: RunHandle, manifest: StageManifest[CountFacts], ran: bool) -> None:
-    set_tags(handle, {"rows": str(manifest.facts.rows)})
+def track_count(run: TrackedRun, manifest: StageManifest[CountFacts], ran: bool) -> None:
+    run.set_tags({"rows": str(manifest.facts.rows)})
 
 
 # -- the row ----------------------------------------------------------------------------------------------------------

@@ -71,12 +71,21 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    *arguments: str | Path, log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    log: Path,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    program: Path | None = None,
 ) -> Iterator[Running]:
-    """A command in a session of its own; killed at the end if it still runs."""
+    """A command in a session of its own; killed at the end if it still runs.
+
+    Args:
+        program: a file to run in place of `trainflow`.
+    """
+    command = TRAINFLOW if program is None else [sys.executable, str(program)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*TRAINFLOW, *map(str, arguments)],
+            [*command, *map(str, arguments)],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.trackers.mlflow import connect
+from trainer_lib.trackers.mlflow_client import connect
 
 
 @functools.cache

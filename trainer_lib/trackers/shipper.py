@@ -1,4 +1,4 @@
-"""The thread that sends a session of the spool to a tracking server of any kind."""
+"""The thread that delivers a spool to a tracking server of any kind."""
 
 from __future__ import annotations
 
@@ -6,111 +6,134 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Protocol
 
 from typing_extensions import override
 
 from trainer_lib.errors import first_line
-from trainer_lib.trackers.spool import Session
+from trainer_lib.secrets import mask
+from trainer_lib.storage.outages import describe_outage
 
 POLL_S = 1.0  # between two looks at the spool
 MAX_BACKOFF_S = 60.0  # between two tries while the server fails
-CLOSE_S = 30.0  # how long `close` waits for a server that answers
-CLOSE_FAILING_S = 5.0  # how long `close` waits for a server that has stopped answering
-
+LOAD_S = 30.0  # how long `close` waits for the server's client to be imported
+UPLOAD_BYTES_S = 10e6  # an upload slower than this counts as one that hangs
+_CLOSING_POLL_S = 0.05  # between two looks while another process delivers the same spool
+_REASON_CHARS = 160
 _log = logging.getLogger(__name__)
 
 
-class GoneError(Exception):
-    """The server does not know the run, so it will never accept these points."""
+class Clock:
+    """How long the request that is under way has gone without an answer; read by another thread.
+
+    Attributes:
+        granted_s: seconds granted to the bytes of all uploads so far.
+    """
+
+    def __init__(self) -> None:
+        self.granted_s = 0.0
+        self._due: float | None = None
+
+    @contextlib.contextmanager
+    def request(self, size: int = 0) -> Iterator[None]:
+        """Measure the block, a request that sends `size` bytes."""
+        self.granted_s += size / UPLOAD_BYTES_S
+        self._due = time.monotonic() + size / UPLOAD_BYTES_S
+        try:
+            yield
+        finally:
+            self._due = None
+
+    def is_overdue(self, patience_s: float) -> bool:
+        """Whether the answer should have come `patience_s` seconds ago."""
+        due = self._due
+        return due is not None and time.monotonic() > due + patience_s
 
 
 class Delivery(Protocol):
-    """How the points of one session reach their server.
-
-    Any method may raise any exception, and is called again later; only `GoneError` ends the delivery.
-    """
+    """How a spool reaches its server. `deliver` may raise any exception, and is called again later."""
 
     server: str
+    root: Path
+    clock: Clock
+    is_loaded: threading.Event
 
-    def ship(self) -> None:
-        """Send every point that is in the session and not on the server."""
-
-    def finish(self) -> None:
-        """End the run on the server, after everything is sent and the attempt is over."""
-
-    def release(self) -> None:
-        """Release the locks that it holds."""
+    def deliver(self) -> bool:
+        """Send what is in the spool, and return whether all that is over has arrived."""
 
 
 class Shipper(threading.Thread):
-    """Sends one session in the background. It never raises and never keeps the process alive."""
+    """Delivers a spool in the background. It never raises and never keeps the process alive."""
 
-    def __init__(self, session: Session, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery) -> None:
         super().__init__(name=f"{delivery.server} shipper", daemon=True)
-        self._session = session
         self._delivery = delivery
         self._closing = threading.Event()
         self._wake = threading.Event()
-        self._failing = False
+        self._stopping = False
+        self._failure: str | None = None
         self._done = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why the newest try failed; None after one that did not."""
+        return self._failure
 
     @override
     def run(self) -> None:
         delay = POLL_S
-        try:
-            while True:
-                # Read before sending: only then does the last round send everything that was logged before `close`.
-                closing = self._closing.is_set()
-                try:
-                    self._delivery.ship()
-                    self._failing, delay = False, POLL_S
-                    if closing:
-                        self._delivery.finish()
-                        self._done = True
-                        self._session.remove()
-                        return
-                except GoneError as error:
-                    self._give_up(error)
+        while not self._stopping:
+            # Read before delivering: only a pass that begins after `close` delivers everything.
+            closing = self._closing.is_set()
+            try:
+                is_whole = self._delivery.deliver()
+                self._failure, delay = None, POLL_S
+                if closing and is_whole:
+                    self._done = True
                     return
-                except Exception as error:  # a tracking client must not end training, whatever it raises
-                    self._warn(error)
-                    delay = min(MAX_BACKOFF_S, 2 * delay)
-                    if closing:
-                        return
+            except Exception as error:  # a tracking client must not end training, whatever it raises
+                self._note(error)
+                delay = min(MAX_BACKOFF_S, 2 * delay)
+                if closing:
+                    return
+            if closing:
+                time.sleep(_CLOSING_POLL_S)
+            else:
                 self._wake.wait(delay)
-        finally:
-            self._session.release()
-            self._delivery.release()
 
-    def close(self, status: str) -> None:
-        """Record how the attempt ended, and wait a bounded time until the rest is sent."""
-        self._session.state.closed, self._session.state.end_ms = status, time.time_ns() // 1_000_000
+    def close(self, patience_s: float, request_s: float) -> bool:
+        """Let the thread deliver the rest, and end; return whether everything has arrived.
+
+        Args:
+            patience_s: how long to wait for a server that answers, in seconds, beside the time that uploads take.
+            request_s: how long to wait for one answer, in seconds. A failure ends the waiting at once.
+        """
         self._closing.set()
         self._wake.set()
-        deadline = time.monotonic() + CLOSE_S
-        while self.is_alive() and time.monotonic() < deadline:
-            failing = self._failing
-            self.join(CLOSE_FAILING_S if failing else 0.05)
-            if failing:  # the thread may sit in a backoff of up to a minute: do not hold up the end of training
-                break
-        if not self._done:
-            with contextlib.suppress(OSError):
-                self._session.save_state()
-            _log.warning(
-                "%s did not accept all metrics; the rest is kept in %s, and the next run with this spool sends it.",
-                self._delivery.server,
-                self._session.path,
-            )
+        loaded_by = time.monotonic() + LOAD_S
+        while self.is_alive() and not self._delivery.is_loaded.wait(0.02) and time.monotonic() < loaded_by:
+            continue
+        clock = self._delivery.clock
+        deadline = time.monotonic() + patience_s - clock.granted_s
+        while self.is_alive() and time.monotonic() < deadline + clock.granted_s and not clock.is_overdue(request_s):
+            self.join(0.02)
+        self._stopping = True
+        self._wake.set()
+        return self._done
 
-    def _warn(self, error: Exception) -> None:
-        if not self._failing:
-            where = (self._delivery.server, self._session.path)
-            _log.warning("%s cannot be reached; metrics wait in %s: %s", *where, first_line(error))
-        self._failing = True
+    def _note(self, error: Exception) -> None:
+        reason = shorten(error)
+        if self._failure is None:
+            where = (self._delivery.server, reason, self._delivery.root)
+            _log.warning("%s cannot be reached (%s); what is logged waits in %s.", *where)
+        self._failure = reason
 
-    def _give_up(self, error: Exception) -> None:
-        self._done = True
-        self._session.set_aside("orphan")
-        where = (self._delivery.server, error, self._session.path)
-        _log.warning("Metrics no longer go to %s: %s They are kept in %s.", *where)
+
+def shorten(error: Exception) -> str:
+    """Return why a request failed, in a few words: what HTTP clients say of a connection fills several lines."""
+    if (outage := describe_outage(error)) is not None:
+        return outage
+    text = mask(first_line(error))
+    return text if len(text) <= _REASON_CHARS else f"{text[:_REASON_CHARS]}..."

@@ -1,17 +1,18 @@
-"""Metric points on the local disk, on their way to a tracking server.
+"""What is logged about a run, on the local disk, on its way to a tracking server.
 
-A *session* is a folder that one process writes while it tracks one attempt at training::
+A *session* is a folder in which one process keeps what it logs about one run, in order::
 
     <root>/<nanoseconds>-<pid>-<random>/
-        session.json    the destination of the points: tracking URI, run, parameters
-        points.jsonl    one {"t": <ms since 1970>, "s": <step>, "m": {key: value}} per log call, appended
-        state.json      how much has been sent, and how the attempt ended; the sender replaces it as a whole
-        lock            locked (fcntl) as long as the process lives
+        session.json    where it goes: the server's address without credentials, the run
+        points.jsonl    one record per line, appended: points, tags, parameters, files, the end
+        files/          the bytes of logged files that lie nowhere else
+        state.json      what the server has; the process that delivers replaces it as a whole
+        lock            locked (fcntl) until the process closes the session or dies
+    <root>/<token>.run  the server's run behind a token: a run has its token before the server is reached
+    <root>/delivery     locked (fcntl) by the one process that delivers
 
-A point gets its timestamp here, when it is written. A server that keeps points unique by (key, timestamp, step, value)
-can therefore receive a line twice without harm, and "send, then record the offset" delivers exactly once even if the
-process is killed between the two. A session whose lock is free belonged to a process that is gone: the next process
-with this spool sends the rest and removes the folder.
+Any process may deliver, also sessions that another one still writes. A point has its timestamp from here, so a point
+that was sent before its process died can be recognized on the server.
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
+# Of a pipeline's run, for its workers: JSON with its token and its experiment.
+TRACKED_RUN = "TRAINFLOW_TRACKED_RUN"
 READ_BYTES = 1 << 20
+KEPT_BYTES = 16 << 20  # records kept in memory while the disk is full
+_SETTLE_S = 60.0  # a session that was being made for so long belongs to a process that is gone
+_KEPT_S = 30 * 86400.0  # damaged sessions, and tokens, are removed after a month
 # fcntl locks exclude other processes only, so this set keeps the threads of this one apart.
 _HELD: set[Path] = set()
 _held = threading.Lock()
@@ -57,154 +63,204 @@ def user_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "trainflow"
 
 
-class Point(NamedTuple):
-    """One value of one metric; `timestamp` is in milliseconds since 1970, `step` counts optimizer steps."""
-
-    key: str
-    value: float
-    timestamp: int
-    step: int
+def now_ms() -> int:
+    """Return milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
 
 
 @dataclass
 class State:
-    """What has happened to a session.
+    """How much of a session the server has.
 
     Attributes:
-        offset: bytes of points.jsonl that the server has.
+        offset: bytes of points.jsonl whose points, tags and parameters the server has.
+        files_offset: bytes of points.jsonl whose files the server has.
+        is_uncertain: whether points behind `offset` may be there as well: they were sent, and no answer was recorded.
         floor: per key, the last step that the server had when sending started; a resumed run repeats the points up to
             it, and they are not sent again. None: nothing was sent yet.
-        closed: "FINISHED", "FAILED" or "KILLED"; None while the attempt runs, and when its process died.
-        end_ms: the end of the attempt, in milliseconds since 1970.
+        run_id: the server's run, once the session was attached to it.
+        closed: "FINISHED", "FAILED" or "KILLED"; None while the run goes on, and when its process died.
+        end_ms: the end of the run, in milliseconds since 1970.
     """
 
     offset: int = 0
+    files_offset: int = 0
+    is_uncertain: bool = False
     floor: dict[str, int] | None = None
+    run_id: str | None = None
     closed: str | None = None
     end_ms: int | None = None
 
 
 @dataclass
 class Session:
-    """One folder of the spool, locked by this process."""
+    """One folder of the spool: written by the process that made it, delivered by any.
+
+    Attributes:
+        head: what session.json holds.
+        over: whether its process had closed it, or was gone, when `stored` read it.
+        limit: bytes of points.jsonl at that moment, everything included if it was over.
+    """
 
     path: Path
     head: dict[str, Any]
     state: State = field(default_factory=State)
+    over: bool = False
+    limit: int = 0
     _lock: int = -1
     _points: int = -1
+    _unwritten: bytearray = field(default_factory=bytearray)
+    _files: int = 0
+
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
         """Make a new, empty session. Raises OSError when the disk is full or cannot be written."""
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
-        # Under this name no other process takes it for a leftover before its lock is ours.
+        # Under this name no other process reads it before its lock is ours.
         session = cls(root / f"{name}.new", dict(head))
         session.path.mkdir(mode=0o700)
-        session._acquire()
-        session.save_head()
-        session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        session._move(root / name)
+        try:
+            if not session._acquire():
+                raise OSError(37, "No locks available")
+            session._replace("session.json", session.head)
+            session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            session._move(root / name)
+        except OSError:
+            session.close()
+            shutil.rmtree(session.path, ignore_errors=True)
+            raise
         return session
 
+    def append(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the points of one step; see `write`."""
+        self.write({"t": now_ms(), "s": step, "m": dict(metrics)})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Write one record in a single unbuffered write, so that kill -9 tears at most the last line.
+
+        Raises:
+            OSError: the disk cannot be written. The record is kept in memory (at most 16 MiB of them), and the next
+                call writes it first.
+        """
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        data = bytes(self._unwritten) + line if self._unwritten else line
+        written = 0
+        try:
+            written = os.write(self._points, data)
+            if written < len(data):
+                raise OSError(28, "No space left on device")
+        except OSError:
+            if written:  # the disk is full: no half line may stay in front of the next one
+                os.ftruncate(self._points, os.fstat(self._points).st_size - written)
+            self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
+            raise
+        if self._unwritten:
+            self._unwritten.clear()
+
+    def keep_file(self, content: bytes | Path) -> str:
+        """Keep a copy of a file, or bytes, in the session, and return its name there. Raises OSError."""
+        self._files += 1
+        folder = self.path / "files"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        name = f"{self._files:06d}"
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_bytes(content)
+        return name
+
+    def close(self) -> None:
+        """End the writing: the process that delivers takes the session to be over. Safe to repeat."""
+        if self._points >= 0:
+            os.close(self._points)
+            self._points = -1
+        self._unlock()
+
+    # -- delivering ---------------------------------------------------------------------------------------------------
+
     @classmethod
-    def leftovers(cls, root: Path) -> list[Session]:
-        """Lock and return the sessions of processes that are gone, oldest first: `remove` or `release` each of them."""
+    def stored(cls, root: Path) -> list[Session]:
+        """Return the sessions of a spool, oldest first; remove what a crash or a full disk has left half-made."""
         found = []
         for path in sorted(root.glob("*-*")) if root.is_dir() else []:
-            session = cls(path, {})
-            if path.suffix or not session._acquire():
+            if path.suffix:
+                _remove_old(path)
                 continue
+            session = cls(path, {})
             try:
-                session.head = json.loads((path / "session.json").read_bytes())
-                session.state = State(**json.loads((path / "state.json").read_bytes()))
+                session.head = dict(json.loads((path / "session.json").read_bytes()))
+                session.state = _read_state(path)
+                # In this order: nothing is written once it is over.
+                session.over = session.is_over()
+                session.limit = (path / "points.jsonl").stat().st_size
             except FileNotFoundError:
-                if not session.head:  # killed before it wrote its destination, and so before its first point
-                    session.remove()
-                    continue
+                continue  # removed a moment ago
             except (ValueError, TypeError):
-                session.set_aside("damaged")
+                if session.is_over():
+                    session.set_aside("damaged")
                 continue
             found.append(session)
         return found
 
-    def append(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write one line in a single unbuffered write, so that kill -9 tears at most the last line. Raises OSError."""
-        line = json.dumps({"t": time.time_ns() // 1_000_000, "s": step, "m": dict(metrics)}, separators=(",", ":"))
-        data = line.encode() + b"\n"
-        if os.write(self._points, data) != len(data):
-            os.write(self._points, b"\n")  # the disk is full: end the torn line, so that the next one is whole
-            raise OSError(28, "No space left on device")
+    def is_over(self) -> bool:
+        """Whether its process has closed it or is gone; then nothing is written to it any more."""
+        if not self._acquire():
+            return False
+        self._unlock()
+        return True
 
-    def read(self, offset: int, limit: int = 1000) -> tuple[list[Point], int]:
-        """Return about `limit` points of the whole lines from byte `offset` on, and the offset behind those lines."""
-        try:
-            with (self.path / "points.jsonl").open("rb") as file:
-                file.seek(offset)
-                data = file.read(READ_BYTES)
-                while data and b"\n" not in data and (more := file.read(READ_BYTES)):
-                    data += more
-        except FileNotFoundError:
-            return [], offset
-        points: list[Point] = []
-        for line in data.splitlines(keepends=True):
-            if not line.endswith(b"\n") or len(points) >= limit:
-                break
-            offset += len(line)
-            # A torn line is skipped: `append` reported that its step was not logged.
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                record = json.loads(line)
-                points += [Point(k, float(v), int(record["t"]), int(record["s"])) for k, v in record["m"].items()]
-        return points, offset
+    def written_ms(self) -> int:
+        """When the last record was written, in milliseconds since 1970."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / "points.jsonl").stat().st_mtime_ns // 1_000_000
+        return now_ms()
 
-    def save_head(self) -> None:
-        """Write session.json."""
-        self._replace("session.json", self.head)
+    def read(self, offset: int, limit: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield the records of the whole lines between an offset and a limit, each with the offset behind it.
+
+        The limit is the session's unless one is given. A line that is not a record, because a crash has torn it,
+        yields an empty one.
+        """
+        limit = self.limit if limit is None else limit
+        with contextlib.suppress(FileNotFoundError), (self.path / "points.jsonl").open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                offset += len(line)
+                if not line.endswith(b"\n") or offset > limit:
+                    return
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    record = {}
+                yield (record if isinstance(record, dict) else {}), offset
 
     def save_state(self) -> None:
-        """Write state.json."""
+        """Write state.json. Raises OSError."""
         self._replace("state.json", vars(self.state))
 
     def remove(self) -> None:
         """Delete the folder, after the server has everything."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.release()
 
     def set_aside(self, why: str) -> None:
-        """Keep the folder for a person to look at, under a name that no later process touches."""
+        """Keep the folder for a person to look at, for a month, under a name that no process delivers."""
+        aside = self.path.with_name(f"{self.path.name}.{why}")
         with contextlib.suppress(OSError):
-            self._move(self.path.with_name(f"{self.path.name}.{why}"))
-        self.release()
+            self.path = self.path.rename(aside)
 
-    def release(self) -> None:
-        """Unlock the folder and leave it as it is."""
+    def _unlock(self) -> None:
         with _held:
-            _HELD.discard(self.path)
             if self._lock >= 0:
+                _HELD.discard(self.path)
                 os.close(self._lock)
                 self._lock = -1
 
-    def end_writing(self) -> None:
-        """Close the file of points. `release` does not: the sending thread must not close what another writes to."""
-        if self._points >= 0:
-            os.close(self._points)
-            self._points = -1
-
     def _acquire(self) -> bool:
-        with _held:
-            if self.path in _HELD:
-                return False
-            try:
-                self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process holds it, or has just removed the folder
-                if self._lock >= 0:
-                    os.close(self._lock)
-                    self._lock = -1
-                return False
-            _HELD.add(self.path)
-            return True
+        self._lock = _lock_file(self.path, self.path / "lock")
+        return self._lock >= 0
 
     def _move(self, path: Path) -> None:
         self.path.rename(path)
@@ -214,6 +270,119 @@ class Session:
             self.path = path
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
-        draft = self.path / f"{name}.{threading.get_ident()}"
+        _write_json(self.path / name, content)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a spool holds that its server does not have yet.
+
+    Attributes:
+        root: the spool.
+        runs: how many runs it belongs to.
+        points, files: how many points of metrics and how many files or folders; the end of a run is neither.
+    """
+
+    root: Path
+    runs: int
+    points: int
+    files: int
+
+    def __str__(self) -> str:
+        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
+        counts = [f"{count} {word}{'s' if count > 1 else ''}" for count, word in self._counts() if count]
+        return f"{runs} ({', '.join(counts)})" if counts else f"the end of {runs}"
+
+    def _counts(self) -> list[tuple[int, str]]:
+        return [(self.points, "point"), (self.files, "file")]
+
+
+def count_waiting(root: Path) -> Waiting | None:
+    """Count what waits in sessions that are over; None when nothing does."""
+    sessions = [session for session in Session.stored(root) if session.over]
+    points = files = 0
+    for session in sessions:
+        for record, _ in session.read(session.state.offset):
+            points += len(record.get("m") or ())
+        for record, _ in session.read(session.state.files_offset):
+            files += bool(record.keys() & {"file", "folder"})
+    runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
+    return Waiting(root, len(runs), points, files) if sessions else None
+
+
+@contextlib.contextmanager
+def sole_delivery(root: Path) -> Iterator[bool]:
+    """Hold the right to deliver a spool inside the block; yields False while another thread or process has it."""
+    lock = _lock_file(root / "delivery", root / "delivery") if root.is_dir() else -1
+    try:
+        yield lock >= 0
+    finally:
+        if lock >= 0:
+            with _held:
+                _HELD.discard(root / "delivery")
+                os.close(lock)
+
+
+def known_run(root: Path, token: str) -> dict[str, str]:
+    """Return `run_id` and `experiment_id` behind a token; empty while the server was never reached."""
+    with contextlib.suppress(OSError, ValueError):
+        return {str(key): str(value) for key, value in json.loads((root / f"{token}.run").read_bytes()).items()}
+    return {}
+
+
+def note_run(root: Path, token: str, run_id: str, experiment_id: str) -> None:
+    """Record which run of the server a token stands for. Raises OSError."""
+    _write_json(root / f"{token}.run", {"run_id": run_id, "experiment_id": experiment_id})
+    for old in root.glob("*.run*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _KEPT_S:
+                old.unlink()
+
+
+def _read_state(path: Path) -> State:
+    names = {each.name for each in fields(State)}
+    try:
+        stored = json.loads((path / "state.json").read_bytes())
+        return State(**{name: value for name, value in stored.items() if name in names})
+    except FileNotFoundError:
+        return State()
+    except (ValueError, TypeError, AttributeError):
+        # A power failure has emptied it: what was sent is found out from the server.
+        return State(is_uncertain=True)
+
+
+def _remove_old(path: Path) -> None:
+    """Remove a session that was never finished making, and after a month one that was set aside."""
+    with contextlib.suppress(OSError, ValueError):
+        age_s = time.time() - int(path.name.partition("-")[0]) / 1e9
+        if age_s > (_SETTLE_S if path.suffix == ".new" else _KEPT_S):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _lock_file(key: Path, path: Path) -> int:
+    """Lock a file for this thread; -1 while another thread or process holds it, or its folder is gone."""
+    with _held:
+        # Opening it again would be enough to lose the lock: fcntl drops a process's locks with any close of the file.
+        if key in _HELD:
+            return -1
+        handle = -1
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if handle >= 0:
+                os.close(handle)
+            return -1
+        _HELD.add(key)
+        return handle
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
         draft.write_text(json.dumps(content), encoding="utf-8")
-        draft.replace(self.path / name)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise

@@ -17,6 +17,7 @@ from trainer_lib.keras_models.keras_backend import is_keras_model, register_para
 from trainer_lib.recipe_functions import kind_of
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
+from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.seeding import set_seed
 from trainer_lib.worker.events import EventsCallback
@@ -38,7 +39,7 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
     if work.recipe.collate is not None:
         given.setdefault("remove_unused_columns", False)
     args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
-    if verb == "train" and work.request.tracking and os.environ.get("MLFLOW_RUN_ID"):
+    if verb == "train" and work.request.tracking and os.environ.get(TRACKED_RUN):
         names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
         names = [name for name in names if name != "none"]
         args.report_to = names if "mlflow" in names or "all" in names else [*names, "mlflow"]

@@ -1,0 +1,335 @@
+"""Delivers what a spool holds to MLflow: every session's records once, in order, and the end of each run.
+
+A pass goes over all sessions. Those of one run are delivered together: the run is found or created, then the points of
+its workers, then what the flow logged, its files, and its end. What a session's process logs meanwhile is the next
+pass's. A session that is over and delivered is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.secrets import MASK, mask
+from trainer_lib.storage import Store
+from trainer_lib.trackers import mlflow_client as calls
+from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
+from trainer_lib.trackers.shipper import Clock
+from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_log = logging.getLogger(__name__)
+
+
+class UnknownRunError(Exception):
+    """The run of a worker's session is not on the server yet; the session of its flow creates it."""
+
+
+class Delivery:
+    """Sends a spool, also while other processes write to it.
+
+    Args:
+        root: the spool.
+        tracking_uri: the server of this process, with its credentials; None: `MLFLOW_TRACKING_URI`.
+
+    Attributes:
+        clock: the request that is under way.
+        is_loaded: set once mlflow is imported, or when nothing waits that would need it.
+        is_elsewhere: whether another thread or process delivered the spool when this one last tried.
+        obstacle: why the newest pass left something over; None: it did not, or raised the reason.
+    """
+
+    server = "MLflow"
+
+    def __init__(self, root: Path, tracking_uri: str | None = None) -> None:
+        self.root = root
+        self.clock = Clock()
+        self.is_loaded = threading.Event()
+        self.is_elsewhere = False
+        self.obstacle: str | None = None
+        self._uri = tracking_uri
+        self._clients: dict[str, MlflowClient] = {}
+        self._warned: set[str] = set()
+
+    def deliver(self) -> bool:
+        """Send what is there, and return whether all that is over has arrived.
+
+        Raises:
+            Exception: what mlflow raises; of several servers' failures one. The other servers were tried, too.
+        """
+        with sole_delivery(self.root) as ours:
+            self.is_elsewhere, self.obstacle = not ours and self.root.is_dir(), None
+            if not ours:
+                self.is_loaded.set()
+                return not self.is_elsewhere
+            # A flow logs a stage's results after the stage's workers have ended, so what the flows hold now is read
+            # before what the workers hold: no result is sent before the points that lead to it.
+            flows = [session for session in Session.stored(self.root) if _is_flow(session)]
+            return self._deliver([*(each for each in Session.stored(self.root) if not _is_flow(each)), *flows])
+
+    def _deliver(self, sessions: Sequence[Session]) -> bool:
+        if not sessions:
+            self.is_loaded.set()
+            return True
+        if not self._clients:
+            self.is_loaded.clear()
+        groups: dict[tuple[str, str], list[Session]] = {}
+        for session in sessions:
+            groups.setdefault(_run_of(session), []).append(session)
+        failed: dict[str, Exception] = {}
+        is_whole = True
+        # The server of this process first: another one may be gone for ever.
+        for (server, _), group in sorted(groups.items(), key=lambda each: each[0][0] != mask(self._own_uri())):
+            try:
+                if server not in failed:
+                    is_whole &= self._deliver_run(server, group)
+            except GoneError as error:
+                self._set_aside(group, error)
+            except Exception as error:
+                failed[server] = error
+        if failed:
+            raise next(iter(failed.values()))
+        return is_whole
+
+    def _own_uri(self) -> str:
+        return self._uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+
+    def _deliver_run(self, server: str, group: Sequence[Session]) -> bool:
+        uri = server
+        if MASK in server:  # its credentials are in no file
+            uri = self._own_uri()
+            if mask(uri) != server:
+                self.obstacle = f"The credentials for {server} are not in the environment; set MLFLOW_TRACKING_URI."
+                self._warn(self.obstacle)
+                return False
+        if uri not in self._clients:
+            calls.load()
+            self.is_loaded.set()
+            self._clients[uri] = calls.connect_timed(uri, self.clock)
+        try:
+            return _RunDelivery(self._clients[uri], self.root, group, self._warn).deliver()
+        except UnknownRunError:
+            self.obstacle = f"The run of {group[-1].path} is not on the server."
+            return False
+
+    def _set_aside(self, group: Sequence[Session], error: Exception) -> None:
+        for session in group:
+            if session.over:
+                session.set_aside("orphan")
+        self._warn(f"What was logged about a run is kept in {self.root} and cannot be sent: {error}")
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", mask(text))
+
+
+class _RunDelivery:
+    """One pass over the sessions of one run: its workers' first, each kind oldest first."""
+
+    def __init__(self, client: MlflowClient, root: Path, group: Sequence[Session], warn: Callable[[str], None]) -> None:
+        self._client = client
+        self._root = root
+        self._group = group
+        self._warn = warn
+
+    def deliver(self) -> bool:
+        """Send what the sessions held when the pass began; return whether those that are over have arrived."""
+        flows = [session for session in self._group if _is_flow(session)]
+        run_id = self._attach(flows or [self._group[-1]])
+        for session in self._group:
+            self._send_records(session, run_id)
+        failure: Exception | None = None
+        for session in flows:
+            try:
+                self._send_files(session, run_id)
+            except GoneError:
+                raise
+            except Exception as error:  # a broken artifact store must not leave the run open
+                failure = error
+        if flows:
+            self._end(flows[-1], run_id)
+        if failure is not None:
+            raise failure
+        for session in self._group:
+            if session.over:
+                session.remove()
+        return True
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def _attach(self, owners: Sequence[Session]) -> str:
+        newest = owners[-1]
+        run_id = newest.state.run_id or newest.head.get("run_id") or self._find(newest)
+        for session in self._group:
+            if session.state.run_id is not None:
+                continue
+            if _is_flow(session) and session is newest:
+                calls.reopen_run(self._client, run_id)
+            session.state.run_id = run_id
+            session.save_state()
+        return str(run_id)
+
+    def _find(self, session: Session) -> str:
+        token = session.head["token"]
+        if known := known_run(self._root, token):
+            return known["run_id"]
+        run = calls.find_run(self._client, session.head)
+        if run is None:
+            if not _is_flow(session):
+                raise UnknownRunError
+            run = calls.make_run(self._client, session.head)
+        note_run(self._root, token, run.run_id, run.experiment_id)
+        return run.run_id
+
+    def _end(self, session: Session, run_id: str) -> None:
+        state = session.state
+        if state.closed is None and session.over:  # its process was killed
+            state.closed, state.end_ms = "FAILED", session.written_ms()
+        if state.closed is not None:
+            calls.end_run(self._client, run_id, state.closed, state.end_ms)
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def _send_records(self, session: Session, run_id: str) -> None:
+        waiting: list[Point] = []
+        offset = session.state.offset
+        if session.state.floor is None and session.head.get("dedupe"):
+            # Now that the sessions before it are delivered.
+            latest = calls.latest_points(self._client, run_id)
+            session.state.floor = {key: step for key, (step, _) in latest.items()}
+            session.save_state()
+        for record, behind in session.read(offset):
+            points = self._points(session, run_id, record)
+            if points is None:
+                # Points before it go first; an offset covers everything in front of it.
+                self._send_points(session, run_id, waiting, offset)
+                waiting = []
+                self._send_other(session, run_id, record)
+                self._advance(session, behind)
+            else:
+                waiting += points
+            offset = behind
+            if len(waiting) >= calls.BATCH:
+                self._send_points(session, run_id, waiting, offset)
+                waiting = []
+        self._send_points(session, run_id, waiting, offset)
+
+    def _points(self, session: Session, run_id: str, record: Mapping[str, Any]) -> list[Point] | None:
+        """The points of a record that are to be sent; None for a record of another kind."""
+        if record and "m" not in record:
+            return None
+        points: list[Point] = []
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            points = [Point(key, float(value), record["t"], record["s"]) for key, value in record["m"].items()]
+        floor = session.state.floor or {}
+        points = [point for point in points if point.step > floor.get(point.key, -1)]
+        if points and record.get("once"):
+            # A result that an earlier command has logged, perhaps at another time.
+            points = calls.leave_out_latest(self._client, run_id, points)
+        return points
+
+    def _send_points(self, session: Session, run_id: str, points: list[Point], offset: int) -> None:
+        state = session.state
+        if offset <= state.offset:
+            return
+        if points:
+            if state.is_uncertain:
+                points = calls.leave_out_arrived(self._client, run_id, points)
+            else:
+                # Noted first: if this process dies, or no answer comes, the next one asks what has arrived.
+                state.is_uncertain = True
+                session.save_state()
+            calls.send_points(self._client, run_id, points)
+        self._advance(session, offset)
+
+    def _advance(self, session: Session, offset: int) -> None:
+        session.state.offset, session.state.is_uncertain = offset, False
+        session.save_state()
+
+    def _send_other(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
+        # Each of these is safe to repeat.
+        try:
+            if "tags" in record:
+                calls.send_tags(self._client, run_id, record["tags"])
+            elif "params" in record:
+                calls.send_params(self._client, run_id, record["params"])
+            elif "dataset" in record:
+                calls.send_dataset(self._client, run_id, record)
+            elif "end" in record:
+                session.state.closed, session.state.end_ms = record["end"], record["t"]
+        except RefusedError as error:
+            self._warn(f"MLflow refuses {next(iter(record))}: {error}")
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _send_files(self, session: Session, run_id: str) -> None:
+        behind = session.state.files_offset
+        for record, behind in session.read(behind, session.state.offset):  # noqa: B020 - read once
+            if not record.keys() & {"file", "folder", "params"}:
+                continue
+            try:
+                if "file" in record:
+                    self._send_file(session, run_id, record)
+                elif "folder" in record:
+                    self._send_folder(run_id, Store.open(record["folder"]), record["path"])
+                elif "params" in record:
+                    calls.send_changed_params(self._client, run_id, record["params"], record["when"])
+            except RefusedError as error:
+                self._warn(f"MLflow refuses {record.get('path', 'a file')}: {error}")
+            except (FileNotFoundError, TrainflowError) as error:
+                if not isinstance(error, FileNotFoundError | StorageError):
+                    raise
+                self._warn(f"{record.get('path')} is not logged to MLflow; it cannot be read any more: {error}")
+            session.state.files_offset = behind
+            session.save_state()
+        session.state.files_offset = behind
+
+    def _send_file(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
+        path = PurePosixPath(record["path"])
+        with _private_folder() as folder:
+            # A link: the file keeps its own name on the server, and no bytes are copied.
+            (folder / path.name).symlink_to(session.path / "files" / record["file"])
+            calls.send_file(self._client, run_id, folder / path.name, path)
+
+    def _send_folder(self, run_id: str, store: Store, artifact_path: str) -> None:
+        """Send the files that the run does not have in their size."""
+        listed: dict[str, dict[str, int]] = {}
+        for info in store.list():
+            path = PurePosixPath(artifact_path) / info.path
+            parent = str(path.parent)
+            if parent not in listed:
+                listed[parent] = calls.list_sizes(self._client, run_id, parent)
+            if listed[parent].get(str(path)) == info.size:
+                continue
+            if store.is_local:
+                calls.send_file(self._client, run_id, store.local_path(info.path), path)
+                continue
+            with _private_folder() as folder:  # one file at a time: no room for the whole folder is needed
+                store.download(info.path, folder / path.name)
+                calls.send_file(self._client, run_id, folder / path.name, path)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Any:
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:  # made with mode 0700
+        yield Path(folder)
+
+
+def _is_flow(session: Session) -> bool:
+    """Whether the session is that of the process to which the run belongs, and not that of a worker."""
+    return "run_name" in session.head
+
+
+def _run_of(session: Session) -> tuple[str, str]:
+    """The server and the token, or the id, of a session's run."""
+    return str(session.head.get("tracking_uri")), str(session.head.get("token") or session.head.get("run_id"))

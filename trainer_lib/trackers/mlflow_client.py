@@ -1,0 +1,330 @@
+"""Every call of mlflow: connecting, runs, points, parameters, tags, inputs, artifacts. The one file that imports it.
+
+Nothing is sent twice by mlflow itself (no retries): after an answer that did not come, what has arrived is found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainer_lib.errors import first_line
+from trainer_lib.trackers.shipper import Clock
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+BATCH = 1000  # MLflow's limit of metrics in one call
+PARAM_BATCH = 100
+DATABASE_TRIES = 3  # 0.4 s in all
+HTTP_TIMEOUT_S = 15
+TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own run again
+KEY_TAG = "trainflow.pipeline_key"
+_REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MAX_LIMIT_EXCEEDED"}
+_GONE = "RESOURCE_DOES_NOT_EXIST"
+
+_log = logging.getLogger(__name__)
+# A process that is forked while another thread imports inherits half a module and a lock that no thread releases. So a
+# fork (of a data loader's worker) waits until the import has ended.
+_importing = threading.RLock()
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
+
+
+class GoneError(Exception):
+    """The server does not know the run, so it will never accept these records."""
+
+
+class RefusedError(Exception):
+    """The server will never accept this record, whatever the run."""
+
+
+class Point(NamedTuple):
+    """One value of one metric; `timestamp` is in milliseconds since 1970, `step` counts optimizer steps."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
+class _Timed:
+    """An MlflowClient whose calls are measured, and whose failures are ours."""
+
+    def __init__(self, client: MlflowClient, clock: Clock) -> None:
+        self._client = client
+        self._clock = clock
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        target = getattr(self._client, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            size = Path(args[1]).stat().st_size if name == "log_artifact" else 0
+            with self._clock.request(size), _typed():
+                return target(*args, **kwargs)
+
+        return call
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.error_code == _GONE:
+            raise GoneError(f"its run is not known there: {first_line(error)}") from error
+        if error.error_code in _REFUSED:
+            raise RefusedError(first_line(error)) from error
+        raise
+    except Exception as error:
+        # Uploads raise what `requests` raises. These four may be accepted later.
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int) and 400 <= status < 500 and status not in {401, 403, 408, 429}:
+            raise RefusedError(first_line(error)) from error
+        raise
+
+
+def is_local_database(uri: str) -> bool:
+    """Whether a tracking URI is a database file on this machine."""
+    return uri.startswith("sqlite")
+
+
+def load() -> None:
+    """Import mlflow, which takes seconds the first time, and give it our limits of time."""
+    # mlflow reads it when it is imported.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    with _importing:
+        import mlflow.artifacts  # noqa: F401 - `list_artifacts` would import it in the middle of a request
+        from mlflow import environment_variables as settings
+
+        # mlflow logs a line for each migration of a new database, and for each try to reach one.
+        for name in ("alembic", "mlflow.store.db.utils", "urllib3.connectionpool"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+    # A second try by mlflow could make a second run. The environment still has the last word.
+    settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = 0
+    settings.MLFLOW_HTTP_REQUEST_TIMEOUT.default = HTTP_TIMEOUT_S
+    settings.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.default = True
+
+
+def connect(tracking_uri: str) -> MlflowClient:
+    """Return a client for `tracking_uri`, after creating the tables of a new sqlite database (one process at a time).
+
+    The first call in a process takes seconds, because it imports mlflow. Raises what mlflow raises.
+    """
+    load()
+    from mlflow import MlflowClient
+
+    is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+    with _database_set_up(tracking_uri), _few_tries() if is_database else contextlib.nullcontext():
+        return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+def connect_timed(tracking_uri: str, clock: Clock) -> MlflowClient:
+    """Return a client whose calls are measured, and raise `GoneError` and `RefusedError` where they apply."""
+    load()
+    with clock.request():
+        client = connect(tracking_uri)
+    timed: Any = _Timed(client, clock)
+    return timed  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _few_tries() -> Iterator[None]:
+    """Make MLflow give up soon on a database that it cannot open: it tries for 102 s, and we try again ourselves."""
+    with _importing:
+        import mlflow.store.db.utils as databases
+
+        before, databases.MAX_RETRY_COUNT = databases.MAX_RETRY_COUNT, DATABASE_TRIES
+        try:
+            yield
+        finally:
+            databases.MAX_RETRY_COUNT = before
+
+
+@contextlib.contextmanager
+def _database_set_up(tracking_uri: str) -> Iterator[None]:
+    """Lock a sqlite database: two processes that find no tables would both create them."""
+    scheme, _, path = tracking_uri.partition(":///")
+    if scheme != "sqlite" or not path:
+        yield
+        return
+    database = Path(path)
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with (database.parent / f".{database.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+class Run(NamedTuple):
+    """Where a run is on the server."""
+
+    run_id: str
+    experiment_id: str
+
+
+def find_run(client: MlflowClient, head: Mapping[str, Any]) -> Run | None:
+    """Find the run of a session's token; of several, which a lost answer may have made, the oldest."""
+    experiment = client.get_experiment_by_name(head["experiment"])
+    if experiment is None:
+        return None
+    return _search(client, experiment.experiment_id, TOKEN_TAG, head["token"], "ASC")
+
+
+def make_run(client: MlflowClient, head: Mapping[str, Any]) -> Run:
+    """Create the run of a session; if its pipeline has an unfinished one, use that instead."""
+    experiment = _experiment_id(client, head["experiment"], head.get("artifact_location"))
+    if key := head.get("unfinished_key"):
+        # The newest run whatever its status: an old unfinished one behind a finished one is not taken up again.
+        newest = _search(client, experiment, KEY_TAG, key, "DESC")
+        if newest is not None and client.get_run(newest.run_id).info.status != "FINISHED":
+            client.set_tag(newest.run_id, TOKEN_TAG, head["token"])
+            return newest
+    tags = {**head.get("tags", {}), TOKEN_TAG: head["token"]}
+    run = client.create_run(experiment, run_name=head["run_name"], tags=tags, start_time=head.get("start_ms"))
+    return Run(str(run.info.run_id), experiment)
+
+
+def _search(client: MlflowClient, experiment: str, tag: str, value: str, order: str) -> Run | None:
+    query, ordered = f"tags.`{tag}` = '{value}'", [f"attributes.start_time {order}"]
+    found = client.search_runs([experiment], query, order_by=ordered, max_results=1)
+    return Run(str(found[0].info.run_id), experiment) if found else None
+
+
+def _experiment_id(client: MlflowClient, name: str, artifact_location: str | None) -> str:
+    """The id of an experiment; created if there is none (two processes at once get the same one)."""
+    from mlflow.exceptions import MlflowException
+
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        try:
+            return str(client.create_experiment(name, artifact_location=artifact_location))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            experiment = client.get_experiment_by_name(name)
+    assert experiment is not None  # noqa: S101
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+# ------------------------------------------------------------------------------------------------------------- records
+def latest_points(client: MlflowClient, run_id: str) -> dict[str, tuple[int, float]]:
+    """Return the last step and its value of every metric of a run."""
+    metrics = client.get_run(run_id).data.to_proto().metrics  # the only public way to the steps of all keys at once
+    return {metric.key: (int(metric.step), float(metric.value)) for metric in metrics}
+
+
+def leave_out_latest(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
+    """Return the points whose value at that step is not the last one that the run has, whenever it was measured."""
+    latest = {key: (step, _comparable(value)) for key, (step, value) in latest_points(client, run_id).items()}
+    return [point for point in points if latest.get(point.key) != (point.step, _comparable(point.value))]
+
+
+def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
+    """Return the points that the run does not have yet, by key, timestamp, step and value."""
+    arrived: set[tuple[str, int, int, float | str]] = set()
+    for key in {point.key for point in points}:
+        with contextlib.suppress(GoneError):  # a file store does not know a metric without points
+            history = client.get_metric_history(run_id, key)
+            arrived |= {(key, each.timestamp, each.step, _comparable(each.value)) for each in history}
+    return [
+        point for point in points if (point.key, point.timestamp, point.step, _comparable(point.value)) not in arrived
+    ]
+
+
+def _comparable(value: float) -> float | str:
+    # Databases keep infinity as the largest number.
+    return "nan" if math.isnan(value) else max(-1.7e308, min(1.7e308, value))
+
+
+def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
+    """Log points in batches; one that the server refuses is left out, with a warning.
+
+    Raises:
+        GoneError: the server does not know the run, or it was deleted.
+        Exception: whatever mlflow raises, when the server cannot be reached or fails.
+    """
+    from mlflow.entities import Metric
+
+    for start in range(0, len(points), BATCH):
+        batch = points[start : start + BATCH]
+        try:
+            client.log_batch(run_id, metrics=[Metric(*point) for point in batch])
+        except RefusedError as error:
+            if len(batch) == 1:
+                _log.warning("MLflow refuses the metric %r: %s", batch[0].key, error)
+                continue
+            if client.get_run(run_id).info.lifecycle_stage == "deleted":
+                raise GoneError(f"its run {run_id} is deleted there.") from error
+            # One point makes the server refuse the whole batch: find it.
+            half = len(batch) // 2
+            send_points(client, run_id, batch[:half])
+            send_points(client, run_id, batch[half:])
+
+
+def send_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set tags."""
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def send_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:
+    """Log the parameters that the run does not have yet."""
+    from mlflow.entities import Param
+
+    known = client.get_run(run_id).data.params
+    new = [Param(key, value) for key, value in params.items() if key not in known]
+    for start in range(0, len(new), PARAM_BATCH):
+        client.log_batch(run_id, params=new[start : start + PARAM_BATCH])
+
+
+def send_changed_params(client: MlflowClient, run_id: str, params: Mapping[str, str], when: str) -> None:
+    """Log the artifact `params/<when>.json` with the parameters that have another value on the server, if any."""
+    known = client.get_run(run_id).data.params
+    changed = {key: {"was": known[key], "is": value} for key, value in params.items() if known.get(key, value) != value}
+    if changed:
+        client.log_text(run_id, json.dumps(changed, indent=2), f"params/{when}.json")
+
+
+def send_dataset(client: MlflowClient, run_id: str, record: Mapping[str, Any]) -> None:
+    """Log a dataset as an input; MLflow keeps one of each name and digest."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    tag = InputTag("mlflow.data.context", record["context"])
+    client.log_inputs(run_id, [DatasetInput(Dataset(**record["dataset"]), [tag])])
+
+
+def send_file(client: MlflowClient, run_id: str, local: Path, artifact_path: PurePosixPath) -> None:
+    """Log a local file whose name is the last part of `artifact_path`."""
+    # MLflow takes None for the root, not ".".
+    folder = None if artifact_path.parent == PurePosixPath() else str(artifact_path.parent)
+    client.log_artifact(run_id, str(local), folder)
+
+
+def list_sizes(client: MlflowClient, run_id: str, folder: str) -> dict[str, int]:
+    """Return path -> bytes of every artifact in a folder of the run that has files; not of folders below."""
+    found = client.list_artifacts(run_id, folder)
+    return {each.path: int(each.file_size or 0) for each in found if not each.is_dir}
+
+
+def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:
+    """End the run; safe to repeat."""
+    client.set_terminated(run_id, status, end_ms)
+
+
+def reopen_run(client: MlflowClient, run_id: str) -> None:
+    """Mark the run as running."""
+    if client.get_run(run_id).info.status != "RUNNING":
+        client.update_run(run_id, status="RUNNING")
