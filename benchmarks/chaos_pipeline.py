@@ -264,6 +264,7 @@ def _root() -> Iterator[Path]:
         def leave(*_: object) -> None:
             kill_processes(root)
             shutil.rmtree(root, ignore_errors=True)
+            kill_processes(root)  # what a thread has started in between; without the folder it starts nothing more
             os._exit(1)  # threads that wait for a case must not keep us
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
