@@ -10,16 +10,28 @@ STAGES = ("prepare-data", "train", "evaluate", "predict", "push-to-hub")
 LAUNCHED = STAGES[:4]
 """The stages whose work is done by processes of their own."""
 
+SIGNALLED = ("kill", "terminate", "hang up", "interrupt", "stop", "freeze")
+"""The faults that are a signal to one process."""
+
 QUICK = 10
 """The first cases, which CI runs, train with one process: a second undisturbed run is not needed for them."""
 
 # How often each fault of a family comes in one cycle; `draw_case` takes the families in turn.
 FAMILIES: dict[str, dict[str, int]] = {
-    "process": {"kill": 6, "terminate": 3, "hang up": 2, "stop": 2, "freeze": 2, "power": 2},
+    "process": {
+        "kill": 6,
+        "terminate": 3,
+        "hang up": 2,
+        "interrupt": 1,
+        "stop": 2,
+        "freeze": 2,
+        "power": 2,
+        "drain": 2,
+    },
     "mlflow": {"away": 1, "outage": 1, "slow": 1, "silent": 1, "errors": 1, "killed": 1},
     "damage": {"flip": 2, "cut": 1, "swap": 1, "missing": 1, "folder": 1},
     "disk": {"storage": 2, "tmp": 1, "home": 1},
-    "prefect": {"kill": 1, "terminate": 1, "hang up": 1, "stop": 1},
+    "prefect": {"kill": 1, "terminate": 1, "hang up": 1, "stop": 1, "outage": 1, "slow": 1, "silent": 1},
     "twice": {"both": 2, "one killed": 1},
     "store": {"outage": 1, "slow": 1, "silent": 1},
 }
@@ -114,7 +126,7 @@ def draw_case(seed: int, number: int, *, steps: tuple[int, ...], local: bool = T
         moment=moment,
         whole=whole,
         processes=2 if many else 1,
-        own_engine=family == "prefect" or target == "home" or draw.random() < 0.2,
+        own_engine=target in ("embedded server", "home") or (family != "prefect" and draw.random() < 0.2),
         tracked=family in ("process", "mlflow", "twice") or draw.random() < 0.3,
         at_once=draw.random() < 0.5,
         seconds=round(draw.uniform(1.0, 6.0), 1),
@@ -161,12 +173,17 @@ def _draw_moment(draw: random.Random, family: str, steps: tuple[int, ...]) -> Mo
 
 
 def _draw_target(draw: random.Random, family: str, fault: str, moment: Moment) -> str:
-    if family == "process" and fault != "power":
+    if fault in ("power", "drain"):
+        return "all"
+    if family == "process":
         launched = moment.stage in LAUNCHED and moment.event != "commit"
+        launched = launched and fault != "interrupt"  # Ctrl-C is for the orchestrator
         chosen = draw.choice(["orchestrator", "worker", "guard", "agent"]) if launched else "orchestrator"
         return "worker" if chosen == "agent" and moment.stage != "train" else chosen
     if family == "damage":
         return draw.choice(["result", "result", "result", "checkpoint", "commit", "publication", "record", "books"])
     if family == "disk":
         return fault
-    return {"prefect": "embedded server", "mlflow": "server", "store": "server", "twice": "command"}.get(family, "all")
+    if family == "prefect" and fault in SIGNALLED:
+        return "embedded server"
+    return "command" if family == "twice" else "server"

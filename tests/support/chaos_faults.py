@@ -20,7 +20,12 @@ COMMANDS = 4
 GONE_S = 30.0
 """After the end of a command its processes may take so long to end: five seconds of grace, on a busy machine."""
 DISK_BYTES = 96 << 20
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "hang up": signal.SIGHUP,
+    "interrupt": signal.SIGINT,
+}
 FILES = {
     "result": "stages/*/*/{data,model,predictions,metrics.json,data.json,README.md}",
     "checkpoint": "stages/train/*/checkpoints",
@@ -134,18 +139,29 @@ class Scene:
     # -- processes ----------------------------------------------------------------------------------------------------
 
     def hit_process(self) -> int | None:
-        """Send a signal to the target; "freeze" stops it and kills the orchestrator, "power" kills all at once."""
+        """Send a signal to the target.
+
+        "freeze" stops it and kills the orchestrator; "power" kills all processes at once; "drain" asks all of them to
+        end, and kills those that are left after some seconds, as a machine that is given back does.
+        """
         case, command = self.case, self.place.start()
         role = "engine" if case.family == "prefect" else case.target
         frozen = False
         if self.wait_for_moment(command):
-            if case.fault == "power":
-                self.place.kill_all()
-                self.injected, self.seen = True, "all processes"
+            if case.target == "all":
+                self.injected = True
+                self._end_all()
             else:
                 frozen = self._signal(command, role) and case.fault == "freeze" and role == "guard"
         # The supervisor of the workers is stopped: the next command ends them.
         return self.finish_first(command, may_stay=frozen)
+
+    def _end_all(self) -> None:
+        if self.case.fault == "drain":
+            for each in self.place.processes():
+                signal_process(each.pid, signal.SIGTERM)
+            self.place.wait_until_gone(self.case.seconds)
+        self.place.kill_all()
 
     def _signal(self, command: Command, role: str) -> bool:
         if not command.wait_for(lambda: command.pick(role, self.draw.choice) is not None, self._limit_s):
@@ -190,12 +206,25 @@ class Scene:
         seconds = None if case.fault == "silent" else case.seconds
         return self._disturb(lambda: relay.set(mode), lambda: relay.set("open"), seconds)
 
+    def disturb_prefect(self) -> int | None:
+        """Make a configured Prefect server dead, slow or silent for some time; signal an embedded one."""
+        if self.case.target == "embedded server":
+            return self.hit_process()
+        port, password = self.services.engine()
+        relay = Relay(port)
+        self._stack.callback(relay.close)
+        self.place.env = {"PREFECT_API_URL": f"{relay.url}/api", "PREFECT_API_AUTH_STRING": password}
+        return self._disturb_relay(relay)
+
     def disturb_store(self) -> int | None:
         """Make the S3 server dead, slow or silent for some time."""
         server = self.services.s3()
         relay = Relay(int(server.endpoint.rpartition(":")[2]))
         self._stack.callback(relay.close)
         self.place.env = {**server.env, "AWS_ENDPOINT_URL": relay.url}
+        return self._disturb_relay(relay)
+
+    def _disturb_relay(self, relay: Relay) -> int | None:
         delay_s = 0.5 if self.case.fault == "slow" else 0.0
         mode = {"outage": "dead", "slow": "open", "silent": "silent"}[self.case.fault]
         return self._disturb(lambda: relay.set(mode, delay_s=delay_s), lambda: relay.set("open"), self.case.seconds)
@@ -300,7 +329,7 @@ def _files(storage: Path, pattern: str) -> list[Path]:
 
 _PLAYS: dict[str, Callable[[Scene], Any]] = {
     "process": Scene.hit_process,
-    "prefect": Scene.hit_process,
+    "prefect": Scene.disturb_prefect,
     "mlflow": Scene.disturb_mlflow,
     "store": Scene.disturb_store,
     "disk": Scene.fill_disk,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -186,6 +187,12 @@ class Services:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def engine(self) -> tuple[int, str]:
+        """The port and the password of the Prefect engine that is up."""
+        [path] = self.home.glob("trainflow/*/server.json")
+        described = json.loads(path.read_bytes())
+        return int(described["url"].rpartition(":")[2]), described["auth"]
 
     def s3(self) -> s3.S3Server:
         """The S3 server, started by the first call, with the bucket "chaos"."""
