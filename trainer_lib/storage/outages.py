@@ -90,8 +90,18 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def vendor_code(error: BaseException) -> str | None:
     """Return the store's own error code, such as ``PreconditionFailed``; s3fs keeps it in the cause."""
+    return _answered(error, "Code")
+
+
+def vendor_message(error: BaseException) -> str | None:
+    """Return the store's own words about an error; None without any."""
+    return _answered(error, "Message")
+
+
+def _answered(error: BaseException, field: str) -> str | None:
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code"))
+            value = response.get("Error", {}).get(field)
+            return None if value is None and field == "Message" else str(value)
     return None

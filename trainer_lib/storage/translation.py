@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from trainer_lib.errors import StorageError, StorageFullError, StoreUnreachableError
-from trainer_lib.storage.outages import describe_outage, vendor_code
+from trainer_lib.storage.outages import describe_outage, vendor_code, vendor_message
 
 _VENDORS = {
     "botocore",
@@ -26,6 +26,7 @@ _VENDORS = {
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExceeded"}
 """Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
+_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -67,6 +68,16 @@ def _is_full(code: str | None) -> bool:
     return code is not None and (code in _FULL_CODES or code.endswith(("StorageFull", "QuotaExceeded")))
 
 
+def _reason(error: Exception) -> str:
+    """What the system or the store says, without the client's sentence around it."""
+    code = vendor_code(error)
+    said = error.strerror if isinstance(error, OSError) else None
+    if code is not None:
+        message = vendor_message(error) or said
+        return f"the store answers {code}" + (f" ({message.rstrip('.')})" if message else "")
+    return said or str(error) or type(error).__name__
+
+
 def typed_error(error: Exception, verb: str, where: str, *, needed: int | None = None) -> StorageError:
     """Return a StorageError for what a store raised.
 
@@ -80,8 +91,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
         a StorageFullError when no space is left, which no retry can help; a StoreUnreachableError when the store does
         not answer, which a later try may help.
     """
-    number = error.errno if isinstance(error, OSError) else None
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    number, reason = (error.errno if isinstance(error, OSError) else None), _reason(error)
     if number in _FULL or _is_full(vendor_code(error)):
         remedy = "Free space there, or choose another storage; nothing committed was touched."
         free = _free_bytes(where)
@@ -101,7 +111,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
         return StorageError("A file stands where a folder is needed.", field=where, remedy=remedy)
     if number in _DENIED or isinstance(error, PermissionError):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
-    elif type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+    elif type(error).__name__ in _CREDENTIALS:
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."
     elif (outage := describe_outage(error)) is not None:
         return unreachable(outage, verb, where)
