@@ -6,6 +6,7 @@
     spec.yaml      the spec as it was resolved
     keys.json      what the spec and the recipe decide of each stage's key: what has changed since
     source/        the recipe's source closure
+    trainflow_model.json   where the trained model's files lie, for `load_model`
     report.html    what ran, how long, the curve, the metrics
 """
 
@@ -28,10 +29,12 @@ from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
 from tasks import tracking
-from tasks.stage.facts import TrainFacts
+from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import now
+from tasks.stage.trained_model import write_description
 from trainer_lib.errors import Interrupted, Preempted, StorageError, TrainflowError
+from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
@@ -62,6 +65,7 @@ class RunRecord:
         self._is_unchanged = False
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
+        self._data: StageManifest[PrepareFacts] | None = None
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
@@ -206,6 +210,7 @@ class RunRecord:
     def note_stage(self, manifest: StageManifest) -> None:
         """Record that a stage's result is committed: of a run that dies later, this is what is known."""
         self._stages[manifest.stage] = manifest.key
+        self._describe_model(manifest)
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
@@ -213,6 +218,19 @@ class RunRecord:
             self._save({**self._record, "stages": {**self._record.get("stages", {}), manifest.stage: manifest.key}})
         except StorageError as unwritten:  # the result is committed all the same
             _log.warning("The run's record could not be written: %s", unwritten)
+
+    def _describe_model(self, manifest: StageManifest) -> None:
+        """Once data and model are there, describe the model, so that `load_model` finds all of it from this folder."""
+        if isinstance(manifest.facts, PrepareFacts):
+            self._data = manifest
+        if not isinstance(manifest.facts, TrainFacts) or self._data is None:
+            return
+        try:
+            if self._is_unchanged and self.folder.exists(MODEL_FILE):
+                return
+            write_description(self.plan.spec.publish_config(), self.plan.context, self._data, manifest, self.folder)
+        except StorageError as unwritten:  # the model is committed all the same
+            _log.warning("The model could not be described: %s", unwritten)
 
     def _write_record(self, status: str) -> None:
         failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]

@@ -109,7 +109,7 @@ def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
 # Parameter of the task -> the stage whose manifest it takes.
 _DATA_AND_MODEL = {"data": "prepare-data", "model": "train"}
 
-# `config` goes through functions, not names: evaluate and predict fill in what the spec left to train.
+# `config` goes through functions, not names: evaluate, predict and publish fill in what the spec left to others.
 TABLE: tuple[Stage, ...] = (
     Stage(
         name="prepare-data",
@@ -159,7 +159,7 @@ TABLE: tuple[Stage, ...] = (
     Stage(
         name="push-to-hub",
         section="publish",
-        config=lambda spec: spec.publish,
+        config=lambda spec: spec.publish_config(),
         task="tasks.push_to_hub:push_to_hub",
         key=keys.publish_key,
         inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},

@@ -255,9 +255,8 @@ class PredictConfig(StageSettings):
     )
 
 
-# Not StageSettings: it calls no function of a recipe.
-class PublishConfig(KeyedSettings):
-    """push-to-hub: model, card and metrics to a hub."""
+class PublishConfig(StageSettings):
+    """push-to-hub: model, its code, card and metrics to a hub."""
 
     enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
     to: str | None = setting(
@@ -284,8 +283,10 @@ class PublishConfig(KeyedSettings):
     base_model: str | None = setting(
         affects="result", default=None, description="Model this one was made from, as a Hub name."
     )
-    retries: int = setting(
-        affects="nothing", default=3, ge=0, le=20, description="How many failures of the stage are retried."
+    args: Options = setting(
+        affects="result",
+        default_factory=dict,
+        description="TrainingArguments that the published model predicts with; what is unset comes from predict.args.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tasks.configs import PublishConfig
@@ -15,16 +16,18 @@ from tasks.stage.manifest import KEY_FILE, StageManifest
 from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
+from tasks.stage.trained_model import TrainedModel, asset_sources, code_texts, describe_model
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
+from trainer_lib.model_folder.description import FILE
 from trainer_lib.storage import FileEntry
 
 STAGE = "push-to-hub"
 MODEL = "model/"
 # A file of the model with such a name would take the place of what the publication writes itself.
-_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json"}
+_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json", FILE}
 _KEY_BYTES = 16 << 20
 
 
@@ -48,7 +51,8 @@ def push_to_hub(
         The stage's manifest; its facts say where the publication is.
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
-    content = _content(config, name, inputs)
+    trained = describe_model(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
+    content = _content(config, name, inputs, trained)
     to = publication_target(config, context)
     key = publish_key(config, context, data, model, evaluation)
 
@@ -70,7 +74,7 @@ def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest
     return [data, model, *([] if evaluation is None else [evaluation])]
 
 
-def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> Content:
+def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel) -> Content:
     data, model, *rest = inputs
     files = {
         entry.path.removeprefix(MODEL): Source(model.store(), entry)
@@ -100,10 +104,16 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest]) -> C
         arguments=_arguments(model),
         facts=_facts(model.facts),
         versions=versions(),
+        code_digest=trained.description.code_digest,
+        columns=[name for name in trained.description.columns if name != "row_id"],
+        address=config.to if config.to and config.to.startswith("hf://") else None,
         files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
     )
     texts = {"README.md": render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
+    weights = tuple(entry for entry in trained.description.weights if entry.path in files)
+    files |= asset_sources(trained.description, data)
+    texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)
 
 

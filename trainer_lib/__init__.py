@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from trainer_lib.installation import install, uninstall
     from trainer_lib.keras_models.tf_trainer import TFTrainer
+    from trainer_lib.model_folder.loaded import LoadedModel, load_model
     from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
     from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
@@ -97,6 +98,7 @@ _NAMES = {
     "IntervalStrategy": "trainer_lib.arguments",
     "JsonlCallback": "trainer_lib.trackers.vendors",
     "KubeflowCallback": "trainer_lib.trackers.vendors",
+    "LoadedModel": "trainer_lib.model_folder.loaded",
     "MLflowCallback": "trainer_lib.trackers.vendors",
     "ModelOutput": "trainer_lib.outputs",
     "NeptuneCallback": "trainer_lib.trackers.vendors",
@@ -124,6 +126,7 @@ _NAMES = {
     "enable_full_determinism": "trainer_lib.trainer.seeding",
     "get_last_checkpoint": "trainer_lib.checkpoint.catalogue",
     "install": "trainer_lib.installation",
+    "load_model": "trainer_lib.model_folder.loaded",
     "set_seed": "trainer_lib.trainer.seeding",
     "uninstall": "trainer_lib.installation",
 }
@@ -159,6 +162,7 @@ __all__ = [
     "IntervalStrategy",
     "JsonlCallback",
     "KubeflowCallback",
+    "LoadedModel",
     "MLflowCallback",
     "ModelOutput",
     "NeptuneCallback",
@@ -186,6 +190,7 @@ __all__ = [
     "enable_full_determinism",
     "get_last_checkpoint",
     "install",
+    "load_model",
     "set_seed",
     "uninstall",
 ]

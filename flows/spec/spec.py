@@ -83,6 +83,17 @@ class PipelineSpec(Settings):
             }
         )
 
+    def publish_config(self) -> PublishConfig:
+        """The settings of push-to-hub; the model is published with what predict would use."""
+        own, predict = self.publish, self.predict_config()
+        return own.model_copy(
+            update={
+                "recipe": own.recipe or predict.recipe,
+                "options": {**predict.options, **own.options},
+                "args": {**predict.args, **own.args},
+            }
+        )
+
     _resolver: Resolver | None = PrivateAttr(default=None)
     _recorded: Mapping[str, Any] | None = PrivateAttr(default=None)
 

@@ -212,15 +212,18 @@ def publish_key(
     model: StageManifest,
     evaluation: StageManifest | None = None,
 ) -> StageKey:
-    """The key of push-to-hub: its settings, and the contents and keys of the stages that it publishes.
+    """The key of push-to-hub: its settings, the code that predicts, and the contents and keys of what it publishes.
 
     Raises:
         ConfigError: the target's address is malformed.
     """
     inputs = [data, model, *([] if evaluation is None else [evaluation])]
     target = parse_target(config.to, revision=config.revision) if config.to else None
+    reached = reach_of_predict(code_of(config, context))
     settings = settings_fields(
         config,
+        recipe=reached.digests,
+        args=_prediction_arguments("publish", config, context),
         # A folder below the storage goes by its name: no absolute path, which may move.
         to=target.url if target else f"hub/{context.name}",
         revision=target.revision if target else config.revision,
@@ -235,7 +238,8 @@ def publish_key(
             "stage_keys": {one.stage: one.key for one in inputs},
             "versions": versions(),
         },
-        schema=2,
+        schema=3,
+        places=reached.places,
     )
 
 
@@ -260,11 +264,16 @@ def _inference_fields(
     model: StageManifest,
     code: Reach,
 ) -> dict[str, Any]:
+    settings = settings_fields(config, args=_prediction_arguments(stage, config, context), recipe=code.digests)
+    return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
+
+
+def _prediction_arguments(
+    section: str, config: EvaluateConfig | PredictConfig | PublishConfig, context: StageContext
+) -> dict[str, Any]:
     from trainer_lib.arguments import evaluation_fields
 
-    args = evaluation_fields(context.resolver.arguments(config.args, prefix=f"{stage}.args"))
-    settings = settings_fields(config, args=args, recipe=code.digests)
-    return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
+    return evaluation_fields(context.resolver.arguments(config.args, prefix=f"{section}.args"))
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,9 @@ def storage(tmp_path: Path) -> str:
 
 
 def _context(storage: str, *force: str) -> StageContext:
-    return StageContext(name="digits", recipe="recipe.py", storage=storage, force=frozenset(force))
+    recipe = Path(storage).with_name("recipe.py")
+    recipe.write_text("def build_model(options, data): ...\n")
+    return StageContext(name="digits", recipe=str(recipe), storage=storage, force=frozenset(force))
 
 
 def _stage(storage: str, stage: str, fields: dict[str, Any], files: dict[str, bytes], **more: Any) -> StageManifest:

@@ -64,6 +64,14 @@ class Column:
         return pa.field(name, plain, nullable=False, metadata={_NOTE: note.encode()})
 
     @classmethod
+    def parse(cls, text: str) -> Column:
+        """The column whose text this is; the inverse of `str`."""
+        dtype, bracket, inside = text.removesuffix("]").partition("[")
+        if bracket:
+            return cls("list", dtype) if inside == "*" else cls("array", dtype, tuple(map(int, inside.split(","))))
+        return cls(text) if text in ("string", "bytes") else cls("scalar", text)
+
+    @classmethod
     def of_field(cls, field: pa.Field) -> Column:
         """The column whose `field` this is."""
         note = json.loads((field.metadata or {})[_NOTE])

@@ -37,6 +37,9 @@ class Card:
         tasks: identifiers of tasks ("text-classification").
         datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
             their configurations, in one order.
+        code_digest: SHA-256 of the code that is published with the model; None: there is none.
+        columns: names of the columns that the model is given.
+        address: where the model is published; None: in this folder, wherever that is.
     """
 
     title: str
@@ -60,6 +63,9 @@ class Card:
     datasets: Sequence[str] = ()
     dataset_names: Sequence[str] = ()
     dataset_args: Sequence[str] = ()
+    code_digest: str | None = None
+    columns: Sequence[str] = ()
+    address: str | None = None
 
 
 def render_card(card: Card) -> str:
@@ -165,11 +171,29 @@ def _render_training(card: Card) -> str:
 
 
 def _render_usage(card: Card) -> str:
+    parts = [_render_loading(card), _render_weights(card)]
+    return "## Use\n\n" + "\n\n".join(part for part in parts if part) if any(parts) else ""
+
+
+def _render_loading(card: Card) -> str:
+    """How to predict with the whole model, code included."""
+    if card.code_digest is None:
+        return ""
+    columns = ", ".join(f'"{name}": …' for name in card.columns)
+    return (
+        "```python\nfrom trainer_lib import load_model\n\n"
+        "# The model's code is executed: read it below code/, then name the SHA-256 of what you have read.\n"
+        f'model = load_model("{card.address or "."}", trust_code="{card.code_digest}")\n'
+        f"model.predict([{{{columns}}}])\n```"
+    )
+
+
+def _render_weights(card: Card) -> str:
     weights = [entry.path for entry in card.files if entry.path.endswith(".safetensors")]
     if not weights:
         return ""
     return (
-        "## Use\n\n```python\nfrom safetensors.torch import load_file\n\n"
+        "The weights alone:\n\n```python\nfrom safetensors.torch import load_file\n\n"
         f'state_dict = load_file("{weights[0]}")  # no pickle is involved\n```'
     )
 

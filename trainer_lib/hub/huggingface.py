@@ -45,6 +45,7 @@ class HuggingFaceHub:
         private: whether a repository that has to be created is private; default: the organisation's setting.
         field: named in errors.
         token: used in place of HF_TOKEN and of the stored login.
+        action: what errors call the transfer.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class HuggingFaceHub:
         private: bool | None = None,
         field: str = "publish.to",
         token: str | None = None,
+        action: str = "upload",
     ) -> None:
         self.repo = repo
+        self._action = action
         self._token = token
         self.branch = branch or MAIN
         self.target = f"hf://{repo}" + (f"@{branch}" if branch else "")
@@ -67,7 +70,7 @@ class HuggingFaceHub:
         """Whether the commit `revision` exists with all of its files. Takes three small requests."""
         from huggingface_hub.errors import HfHubHTTPError
 
-        with self._errors_translated():
+        with self.errors_translated():
             api = _open_api(self._token)
             try:
                 tree = self._list_files(api, revision)
@@ -82,7 +85,7 @@ class HuggingFaceHub:
 
     def publish(self, content: Content, *, message: str) -> Published:
         """Commit the files that differ from the head of the branch, if any."""
-        with self._errors_translated(), _progress_bars_disabled():
+        with self.errors_translated(), _progress_bars_disabled():
             api = _open_api(self._token)
             head = self._find_head(api)
             tree = self._list_files(api, head)
@@ -109,7 +112,7 @@ class HuggingFaceHub:
 
     def create(self) -> str:
         """Create the repository unless it exists; return its full name. Without an owner, the token's owner is used."""
-        with self._errors_translated():
+        with self.errors_translated():
             made = _open_api(self._token).create_repo(
                 self.repo, private=self._private, repo_type="model", exist_ok=True
             )
@@ -211,7 +214,7 @@ class HuggingFaceHub:
         return Published(self.target, url, commit, content.digest, created, tuple(content.entries()))
 
     @contextlib.contextmanager
-    def _errors_translated(self) -> Iterator[None]:
+    def errors_translated(self) -> Iterator[None]:
         """Raise the Hub's errors as ours: ConfigError for a refusal, StoreUnreachableError without an answer."""
         try:
             with warnings.catch_warnings():
@@ -237,8 +240,9 @@ class HuggingFaceHub:
             status = error.response.status_code
             # The Hub answers 404 also for a private repository that the token may not see.
             if status in {401, 403, 404}:
-                remedy = "Set HF_TOKEN to a token that may write there, and check the name."
-                return ConfigError(f"The Hub refuses the upload ({status}): {reason}", remedy=remedy, **where)
+                may = "write there" if self._action == "upload" else "read it"
+                remedy = f"Set HF_TOKEN to a token that may {may}, and check the name."
+                return ConfigError(f"The Hub refuses the {self._action} ({status}): {reason}", remedy=remedy, **where)
             if status in {400, 422}:
                 return ConfigError(
                     f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where
@@ -265,6 +269,23 @@ def find_licence(repo: str, *, token: str | None = None) -> str | None:
     except Exception:  # the licence is optional on a card: no error of the Hub may end training
         return None
     return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
+
+
+def download_snapshot(repo: str, *, revision: str | None = None) -> str:
+    """The folder of the local cache with all files of a model's repository, downloaded where they are missing.
+
+    Raises:
+        ConfigError: the repository or the revision does not exist, or may not be read.
+        StorageError: the Hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    hub = HuggingFaceHub(repo, branch=revision, field="model", action="download")
+    with hub.errors_translated(), _progress_bars_disabled():
+        api = _open_api()
+        return str(
+            snapshot_download(repo, revision=revision, endpoint=api.endpoint, token=api.token, library_name="trainflow")
+        )
 
 
 def _open_api(token: str | None = None) -> HfApi:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.global_batch import total_batch_size
@@ -131,7 +131,15 @@ def load_weights(model: nn.Module, url: str) -> None:
     Raises:
         DamagedError: weights are missing, left over, or of another shape: another model was exported there.
     """
-    tensors = read_safetensors(Store.open(url), "model.safetensors")
+    load_tensors(model, read_safetensors(Store.open(url), "model.safetensors"), url)
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:
+    """Load tensors ``[...]`` by name into the model; `url`: where they are from.
+
+    Raises:
+        DamagedError: weights are missing, left over, or of another shape.
+    """
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

@@ -59,13 +59,13 @@ def _part(
                 message = f"predicting: row {int(rows[-1]) + 1:,} of {len(split):,}"
                 work.events.emit("progress", step=int(rows[-1]) + 1, max_steps=len(split), message=message)
         outputs = spool.tree()
-        columns = work.recipe.prediction_columns(_single(outputs), data)
+        columns = work.recipe.prediction_columns(single_output(outputs), data)
         return writer.write(part, split.row_ids(start, stop), columns)
     finally:
         spool.close()
 
 
-def _single(outputs: Any) -> Any:
+def single_output(outputs: Any) -> Any:
     """The only array of the outputs; several outputs stay a tree."""
     # A model with one output is the usual case: the recipe gets the array itself.
     if isinstance(outputs, dict | list | tuple) and len(outputs) == 1:

@@ -102,6 +102,9 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "license": "mit",
         "tags": ["a"],
         "base_model": "org/base",
+        "recipe": "OTHER",
+        "options": {"x": 1},
+        "args": {"bf16_full_eval": True},
         "retries": 0,
     },
 }

@@ -1,0 +1,132 @@
+"""The description of a trained model, for its publication and for the run that trained it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.configs import PublishConfig
+from tasks.stage.closure import Closure
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.keys import versions
+from tasks.stage.manifest import StageManifest
+from tasks.stage.worker import sent_arguments
+from trainer_lib.hub.base import Source
+from trainer_lib.model_folder.description import ASSETS, CODE, FILE, ModelDescription, Places
+from trainer_lib.storage import FileEntry, Store
+
+MODEL = "model/"
+SOURCE = "source"
+_ASSETS = f"{ASSETS}/"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A description and the bytes of the code that it lists, as they are now."""
+
+    description: ModelDescription
+    code: dict[str, bytes]
+
+
+def describe_model(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+) -> TrainedModel:
+    """What the trained model consists of.
+
+    Args:
+        config: names the recipe, the options and the arguments that predict.
+    """
+    recipe = Path(config.recipe or context.recipe).absolute()
+    fallback = Path(context.recipe).absolute() if config.recipe and config.recipe != context.recipe else None
+    closure = context.resolver.closure(recipe, context.root)
+    if fallback is not None:
+        closure = closure.joined(context.resolver.closure(fallback, context.root))
+    code = {name: path.read_bytes() for name, path in closure.paths.items()}
+    columns: dict[str, str] = {}
+    for split in data.facts.splits.values():  # splits may have columns of their own, such as labels
+        columns |= split.columns
+    description = ModelDescription(
+        name=context.name,
+        recipe=closure.name_of(recipe),
+        fallback=None if fallback is None else closure.name_of(fallback),
+        paths=_module_path(closure, code),
+        code=tuple(
+            FileEntry(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in sorted(code.items())
+        ),
+        weights=tuple(
+            FileEntry(entry.path.removeprefix(MODEL), entry.size, entry.sha256)
+            for entry in model.files
+            if entry.path.startswith(MODEL)
+        ),
+        assets=tuple(entry for entry in data.files if entry.path.startswith(_ASSETS)),
+        model=model.facts.model,
+        options=config.options,
+        args=_lasting(sent_arguments(config.args, context)),
+        info=data.facts.info,
+        rows={name: split.rows for name, split in data.facts.splits.items()},
+        columns=columns,
+        stages={one.stage: one.key for one in (data, model)},
+        versions=versions(),
+    )
+    return TrainedModel(description, code)
+
+
+def asset_sources(description: ModelDescription, data: StageManifest[PrepareFacts]) -> dict[str, Source]:
+    """The files that `prepare` wrote for the model, by their path in a publication."""
+    return {entry.path: Source(data.store(), entry) for entry in description.assets}
+
+
+def code_texts(trained: TrainedModel) -> dict[str, bytes]:
+    """The files of the code, by their path in a publication."""
+    return {f"{CODE}/{name}": content for name, content in trained.code.items()}
+
+
+def write_description(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    run: Store,
+) -> None:
+    """Write the description into a run's folder, ``<storage>/runs/<run>``, whose `source` holds the recipe's files.
+
+    The other files stay where the stages wrote them.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    root = Store.open(context.storage).url.rstrip("/")
+
+    def place(manifest: StageManifest[Any], below: str) -> str:
+        inside = manifest.url.rstrip("/").removeprefix(f"{root}/")
+        return f"../../{inside}{below}"
+
+    trained = describe_model(config, context, data, model)
+    for name, content in trained.code.items():
+        run.write_bytes(f"{SOURCE}/{name}", content)
+    places = Places(weights=place(model, "/model"), code=SOURCE, data=place(data, ""))
+    run.write_bytes(FILE, replace(trained.description, places=places).to_json())
+
+
+def _module_path(closure: Closure, names: Iterable[str]) -> tuple[str, ...]:
+    """The folders that imports start from, from the folder of the code."""
+    inside = [
+        place.relative_to(closure.root).as_posix() for place in closure.places if place.is_relative_to(closure.root)
+    ]
+    # A file from outside of the root is named by the place that it was imported from.
+    outside = [name.partition("/")[0] for name in sorted(names) if name.startswith("(") and "/" in name]
+    used = [place for place in inside if place == "." or any(name.startswith(f"{place}/") for name in names)]
+    return tuple(dict.fromkeys([*used, *outside]))
+
+
+def _lasting(args: dict[str, object]) -> dict[str, object]:
+    """The arguments without those that say where to write and report: they decide no prediction."""
+    elsewhere = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
+    return {name: value for name, value in args.items() if name not in elsewhere}

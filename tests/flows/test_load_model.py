@@ -1,0 +1,149 @@
+"""A trained model is loaded from every place that a run leaves it at, and predicts what the predict stage wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.runs import broken
+from trainer_lib import load_model
+from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.model_folder import loaded as loaded_models
+from trainer_lib.model_folder.description import FILE
+
+ROWS = [{"x": [-0.5]}, {"x": [0.25]}, {"x": [1.0]}]
+
+
+@pytest.fixture(autouse=True)
+def _code_is_removed() -> Iterator[None]:
+    """Remove the private copies of code now; a process does it when it ends."""
+    yield
+    while loaded_models._FETCHED:
+        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
+
+
+def _only(folder: Path) -> Path:
+    [found] = [each for each in folder.iterdir() if each.is_dir()]
+    return found
+
+
+def _store(folder: Path) -> Path:
+    return folder / "store"
+
+
+def _predicted(folder: Path) -> list[float]:
+    parts = sorted(_only(_store(folder) / "stages" / "predict").rglob("*.parquet"))
+    return [float(value[0]) for part in parts for value in pq.read_table(part)["prediction"].to_pylist()]
+
+
+def _test_rows(folder: Path) -> list[dict[str, list[float]]]:
+    import random
+
+    draw, rows = random.Random(1), []
+    for _ in range(16):
+        rows.append({"x": [draw.uniform(-1, 1)]})
+        draw.gauss(0, 1)
+    return rows
+
+
+def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(folder: Path) -> None:
+    store = _store(folder)
+    stage = _only(store / "stages" / "train")
+    expected = _predicted(folder)
+    newest = max((stage / "checkpoints").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
+    for address in (_only(store / "runs"), stage, newest):
+        loaded = load_model(str(address))
+        assert not loaded.model.training
+        predictions = loaded.predict(_test_rows(folder))["prediction"]
+        assert [float(value[0]) for value in predictions] == expected
+        few = loaded.predict(_test_rows(folder)[:3], batch_size=1)["prediction"]
+        assert np.allclose([float(value[0]) for value in few], expected[:3], rtol=1e-6)
+
+
+def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: Path, tmp_path: Path) -> None:
+    expected = _predicted(folder)
+    published = tmp_path / "elsewhere"
+    revision = _only(_only(_store(folder) / "hub") / "revisions")
+    shutil.copytree(revision, published)
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match="not trusted") as refused:
+        load_model(str(published))
+    assert refused.value.field == "trust_code"
+    digest = str(refused.value.remedy).split('"')[1]
+    assert digest in (published / "README.md").read_text()
+    with pytest.raises(ConfigError, match="other code"):
+        load_model(str(published), trust_code="0" * 64)
+    for trust in (digest, True):
+        loaded = load_model(str(published), trust_code=trust)
+        assert [float(value[0]) for value in loaded.predict(_test_rows(folder))["prediction"]] == expected
+
+
+@pytest.mark.parametrize("damaged", ["code/recipe.py", "model.safetensors"])
+def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path, damaged: str) -> None:
+    published = tmp_path / "elsewhere"
+    shutil.copytree(_only(_only(_store(folder) / "hub") / "revisions"), published)
+    path = published / damaged
+    (tmp_path / "executed").unlink(missing_ok=True)
+    data = path.read_bytes()
+    path.write_bytes(data + b"\nopen(%r, 'w')\n" % str(tmp_path / "executed") if damaged.endswith(".py") else data[:-1])
+    with pytest.raises(DamagedError) as refused:
+        load_model(str(published), trust_code=True)
+    assert refused.value.value == damaged.removeprefix("code/")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
+    store = _store(folder)
+    with pytest.raises(ConfigError, match="This is the result of evaluate"):
+        load_model(str(_only(store / "stages" / "evaluate")))
+    with pytest.raises(ConfigError, match=r"There is no model") as nothing:
+        load_model(str(tmp_path))
+    assert "runs/<run>" in str(nothing.value.remedy)
+    run = _only(store / "runs")
+    text = (run / FILE).read_text()
+    (run / FILE).write_text(json.dumps({**json.loads(text), "format": 2}))
+    with pytest.raises(ConfigError, match="format 2"):
+        load_model(str(run))
+    (run / FILE).write_text(text[:-20])
+    with pytest.raises(DamagedError, match="not JSON"):
+        load_model(str(run))
+    (run / FILE).write_text(json.dumps({**json.loads(text), "recipe": "../../recipe.py"}))
+    with pytest.raises(DamagedError, match="path"):
+        load_model(str(run))
+    (run / FILE).unlink()
+    with pytest.raises(ConfigError, match="No run on this storage"):
+        load_model(str(_only(store / "stages" / "train")))
+
+
+def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder: Path) -> None:
+    loaded = load_model(str(_only(_store(folder) / "runs")))
+    for rows, words in (
+        ([], "no rows"),
+        ([{"label": [1.0]}], "did you mean 'labels'"),
+        ([{"x": [1.0]}, {}], "Row 1, column 'x': the column is missing"),
+        ([{"x": "1.0"}], "the value is not float64"),
+        ([{"x": 1.0}], "one dimension"),
+        ([3], "not a mapping"),
+    ):
+        with pytest.raises(DataError, match=words):
+            loaded.predict(rows)  # type: ignore[arg-type]
+
+
+def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: Path) -> None:
+    from tests.support.runs import ran, run
+
+    broken(
+        folder,
+        "def compute_metrics(p):",
+        "def prediction_columns(p, data):\n    return {'y': p[:, 0]}\n\n\ndef compute_metrics(p):",
+    )
+    assert ran(run(folder)) == {"predict", "push-to-hub"}
+    revisions = sorted((_only(_store(folder) / "hub") / "revisions").iterdir())
+    assert len(revisions) == 2
+    assert list(load_model(str(revisions[-1]), trust_code=True).predict(ROWS)) == ["y"]

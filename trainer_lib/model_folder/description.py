@@ -1,0 +1,132 @@
+"""`ModelDescription`: what a trained model consists of, in one small JSON file.
+
+A published folder holds everything below itself::
+
+    trainflow_model.json       this description
+    model.safetensors, …       the weights
+    code/                      the recipe and the project files that it imports
+    assets/                    what `prepare` wrote for the model with `out.write_file` (a tokenizer)
+
+A run's folder on the storage has a description, too. It names the places where the same files lie already, so nothing
+is copied. Every file has its size and SHA-256: a reader uses no byte that differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.commit import content_digest
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.records import from_record, to_record
+from trainer_lib.storage import FileEntry, relative_problem
+
+FILE = "trainflow_model.json"
+FORMAT = 1
+CODE = "code"
+ASSETS = "assets"
+LIMIT = 64 * 2**20
+"""The largest description that is read, in bytes."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders of the files, relative to the folder of the description; `..` leads upwards.
+
+    Attributes:
+        weights: of the model's files.
+        code: of the recipe's files.
+        data: of the folder that holds `assets`.
+    """
+
+    weights: str = "."
+    code: str = CODE
+    data: str = "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """What a trained model consists of.
+
+    Attributes:
+        name: the pipeline's name.
+        recipe: path of the recipe's file, from the folder of the code.
+        fallback: the file with the functions that the recipe does not define; None: there is none.
+        code: the recipe's files.
+        paths: folders below the code's that imports start from.
+        weights: the model's files.
+        assets: what `prepare` wrote beside the data, below ``assets/``.
+        model: settings that `build_model` is given.
+        options: settings that `callbacks` is given.
+        args: training arguments that predictions are made with.
+        info: what `prepare` notes for the model.
+        rows: split -> number of rows.
+        columns: column of a prepared row -> its type (``float32[8,8]``, ``int64[*]``, ``string``).
+        stages: stage -> key of the stage that made it.
+        versions: package -> version that the model was made with.
+        places: where the files lie.
+    """
+
+    name: str
+    recipe: str
+    code: tuple[FileEntry, ...]
+    weights: tuple[FileEntry, ...]
+    fallback: str | None = None
+    paths: tuple[str, ...] = (".",)
+    assets: tuple[FileEntry, ...] = ()
+    model: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    columns: dict[str, str] = field(default_factory=dict)
+    stages: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
+
+    @property
+    def code_digest(self) -> str:
+        """SHA-256 over paths, sizes and digests of the code, 64 hex digits: what a reader may trust by name."""
+        return content_digest(self.code)
+
+    def to_json(self) -> bytes:
+        """The contents of the file; equal descriptions have equal bytes."""
+        record = {"format": FORMAT, **to_record(self)}
+        return json.dumps(record, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def read_description(data: bytes, where: str) -> ModelDescription:
+    """The description in a file's bytes.
+
+    Args:
+        where: address of the file, for errors.
+
+    Raises:
+        DamagedError: it is not such a file. ConfigError: a newer version wrote it.
+    """
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"The description of the model is not JSON ({error}).", field=where) from error
+    if not isinstance(record, Mapping):
+        raise DamagedError("The description of the model is not a mapping.", field=where)
+    if record.get("format") != FORMAT:
+        raise ConfigError(
+            f"The description has format {record.get('format')!r}, and this version reads format {FORMAT}.",
+            field=where,
+            remedy="Load it with the version of trainflow that wrote it.",
+        )
+    try:
+        # A newer version may have written more, which this one does not need.
+        plain = {name: value for name, value in record.items() if name != "format"}
+        description = from_record(ModelDescription, plain, name=FILE, ignore_unknown=True)
+    except ConfigError as error:
+        raise DamagedError(f"The description of the model is damaged: {error.message}", field=where) from error
+    files = [entry.path for entry in (*description.code, *description.weights, *description.assets)]
+    folders = [path for path in description.paths if path != "."]
+    for path in (description.recipe, description.fallback or description.recipe, *folders, *files):
+        if problem := relative_problem(path):
+            raise DamagedError(f"A path in the description {problem}.", field=where, value=path)
+    return description

@@ -1,0 +1,256 @@
+"""`load_model`: a trained model from its address, ready to predict new rows."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer_lib import recipes
+from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.data.given_rows import GivenRows
+from trainer_lib.errors import CodeError, ConfigError, DamagedError
+from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.model_folder.description import ModelDescription
+from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model
+from trainer_lib.records import to_record
+from trainer_lib.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
+from trainer_lib.worker.predict import single_output
+from trainer_lib.worker.session import Events, Work
+
+_log = logging.getLogger(__name__)
+
+
+class LoadedModel:
+    """A trained model with the functions of its recipe.
+
+    Attributes:
+        model: the module with its trained weights, in evaluation mode.
+        collate: the recipe's, or None: rows -> batch, a mapping from names to tensors ``[batch, ...]``.
+        description: what the model consists of.
+        url: where it was loaded from.
+    """
+
+    def __init__(self, work: Work[PredictRequest], found: FoundModel) -> None:
+        self.description = found.description
+        self.url = found.url
+        self.collate = work.recipe.collate
+        self._work = work
+        self._data = recipes.DataInfo(to_record(work.request.data))
+        self._args = arguments(work, "predict", work.request.output)
+        self.model: nn.Module = build_model(work, self._args, self._data)
+        self._trainer: Any = None
+
+    def predict(self, rows: Iterable[Mapping[str, Any]], *, batch_size: int | None = None) -> dict[str, Sequence[Any]]:
+        """Predict rows that are not prepared data: what the predict stage would write for them.
+
+        Args:
+            rows: mappings with the columns of the prepared data, labels left out; lists stand for arrays.
+            batch_size: rows of a forward pass; default: the training's `per_device_eval_batch_size`.
+
+        Returns:
+            Column -> one value for each row: what the recipe's `prediction_columns` makes of the model's outputs.
+
+        Raises:
+            DataError: a row has an unknown column, lacks one, or has a value of another type.
+        """
+        given = GivenRows(rows, self.description.columns)
+        if self._trainer is None:
+            self._trainer = build_trainer(self._work, self._args, self.model, [])
+        if batch_size is not None:
+            if batch_size < 1:
+                raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
+            self._trainer.args.per_device_eval_batch_size = batch_size
+        spool = PredictionSpool(None)
+        try:
+            for _, outputs in stream_predictions(self._trainer, given, start=0, stop=len(given)):
+                spool.append(outputs)
+            return self._work.recipe.prediction_columns(single_output(spool.tree()), self._data)
+        finally:
+            spool.close()
+
+
+def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
+    """Load a trained model: of a run, a train stage, a checkpoint, or a publication (`model_folder.locate`).
+
+    A model's recipe is Python code, and loading the model executes it. The code of a run on a storage of yours is
+    executed as the run executed it. Code that was published is executed only if you trust it.
+
+    Args:
+        address: a folder or URL, or ``hf://organisation/name``.
+        trust_code: execute published code: True, or the SHA-256 of the code that you have read.
+
+    Raises:
+        ConfigError: there is no model, its code is not trusted, or it needs a package that is not installed.
+        DamagedError: a file differs from what its description lists; nothing of it is executed or loaded.
+        StorageError: the address cannot be read.
+    """
+    found = find_model(address)
+    _require_trust(found, trust_code)
+    description = found.description
+    folder = _fetch_code(found)
+    for entry in description.weights if found.checkpoint is None else ():
+        _require_same(found.weights, entry)
+    recipe_file = RecipeFile(
+        str(folder / description.recipe),
+        str(folder),
+        None if description.fallback is None else str(folder / description.fallback),
+    )
+    splits = {name: PreparedSplit(count) for name, count in description.rows.items()}
+    request = PredictRequest(
+        output=tempfile.gettempdir(),  # nothing is written there
+        recipe=recipe_file,
+        options=description.options,
+        data=PreparedData(found.data.url, splits, description.info, description.assets),
+        model=description.model,
+        args={**description.args, "report_to": "none"},
+        model_url=found.weights.url,
+        split="",
+    )
+    recipe = _load_recipe(recipe_file, description)
+    loaded = LoadedModel(Work(request, recipe, 0, 1, _no_events()), found)
+    if found.checkpoint is None:
+        load_weights(loaded.model, found.weights.url)
+    else:
+        # Beside the exported model: <stage>/model and <stage>/checkpoints.
+        root = Store.open(found.weights.url.rpartition("/")[0]).child("checkpoints")
+        tensors = open_checkpoint(root, found.checkpoint, Checkpoint).read_model()
+        load_tensors(loaded.model, tensors, f"{root.url}/{found.checkpoint}")
+    loaded.model.eval()
+    return loaded
+
+
+def _no_events() -> Events:
+    return Events(Path(), 0, lambda event: None)
+
+
+def _require_trust(found: FoundModel, trust: bool | str) -> None:
+    digest = found.description.code_digest
+    if isinstance(trust, str):
+        if trust.removeprefix("sha256:") != digest:
+            raise ConfigError(
+                f"The model has other code than the code that you trust: its SHA-256 is {digest}.",
+                field="trust_code",
+                value=trust,
+                remedy=f"Read {found.code.url} before you trust it.",
+            )
+    elif not trust and not found.is_run:
+        files = ", ".join(entry.path for entry in found.description.code[:4])
+        raise ConfigError(
+            f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted.",
+            field="trust_code",
+            value=False,
+            remedy=f'Read {found.code.url}, then pass trust_code="{digest}".',
+        )
+    _log.info("The code of %s is executed (SHA-256 %s).", found.url, digest)
+
+
+_FETCHED: dict[str, Path] = {}
+"""Digest of code -> its folder in this process, removed when the process ends."""
+
+
+def _fetch_code(found: FoundModel) -> Path:
+    """A private copy of the code, every byte compared: what is executed is what was digested."""
+    digest = found.description.code_digest
+    if digest in _FETCHED:
+        return _FETCHED[digest]
+    contents = {entry.path: _read_same(found.code, entry) for entry in found.description.code}
+    folder = Path(tempfile.mkdtemp(prefix="trainflow-code-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for path, content in contents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    _FETCHED[digest] = folder
+    return folder
+
+
+def _read_same(store: Store, entry: FileEntry) -> bytes:
+    """The bytes of a small file, which are exactly the described ones."""
+    if not store.exists(entry.path) or store.size(entry.path) != entry.size:
+        raise _damaged(store, entry)
+    content = store.read_bytes(entry.path, limit=entry.size)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise _damaged(store, entry)
+    return content
+
+
+def _require_same(store: Store, entry: FileEntry) -> None:
+    if not store.exists(entry.path) or store.digest(entry.path) != entry.sha256:
+        raise _damaged(store, entry)
+
+
+def _damaged(store: Store, entry: FileEntry) -> DamagedError:
+    return DamagedError(
+        "The file is missing, or differs from what the model's description lists.",
+        field=store.url,
+        value=entry.path,
+        remedy="Copy or publish the model again.",
+    )
+
+
+def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Recipe:
+    """The recipe, with every module of the model from its own files.
+
+    Raises:
+        ConfigError: a module of that name is imported from elsewhere, or a package is not installed.
+    """
+    root = Path(file.root)
+    for name in _modules(description):
+        there = getattr(sys.modules.get(name), "__file__", None)
+        if there is not None and not Path(there).is_relative_to(root):
+            raise ConfigError(
+                f"The model has a module called {name}, and this process has imported another one from {there}.",
+                field=FIELD,
+                value=name,
+                remedy="Load the model in a process of its own.",
+            )
+    for path in description.paths:
+        place = str(root / path)
+        if place not in sys.path:
+            sys.path.append(place)  # the root's own files are found first: recipes append it as well
+    try:
+        recipe = recipes.load(file.path, root, needs=("build_model",), fallback=file.fallback)
+    except CodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError):
+            made = ", ".join(f"{package} {version}" for package, version in sorted(description.versions.items()))
+            raise ConfigError(
+                f"The model's code needs the package {cause.name}, which is not installed.",
+                field=FIELD,
+                value=cause.name,
+                remedy=f"Install it. The model was made with {made}.",
+            ) from error
+        raise
+    for name in _modules(description):
+        there = getattr(sys.modules.get(name), "__file__", None)
+        if there is not None and not Path(there).resolve().is_relative_to(root.resolve()):
+            raise ConfigError(
+                f"The model's module {name} was imported from {there} instead of the model's own files.",
+                field=FIELD,
+                value=name,
+                remedy="Load the model in a process whose module path has no module of that name.",
+            )
+    return recipe
+
+
+def _modules(description: ModelDescription) -> list[str]:
+    """Names under which the files of the code may be imported."""
+    files = [entry.path for entry in description.code if entry.path not in (description.recipe, description.fallback)]
+    names = []
+    for path in files:
+        for place in description.paths:
+            inside = path if place == "." else path.removeprefix(f"{place}/")
+            if place == "." or inside != path:
+                names.append(inside.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return names

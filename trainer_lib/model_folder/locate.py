@@ -1,0 +1,154 @@
+"""From an address to a model's description and the folders of its files.
+
+An address is one of these::
+
+    <storage>/runs/<run>                                       the model of that run
+    <storage>/stages/train/<key>                               the model that this stage trained
+    <storage>/stages/train/<key>/checkpoints/checkpoint-<n>    its weights at that optimizer step
+    <storage>/hub/<name>, or a revision below it               a publication in a folder; its newest revision
+    hf://organisation/name[@revision]                          a publication on the Hugging Face Hub
+    any folder with a trainflow_model.json                     a copy of one of these
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainer_lib.commit import Commit, read_commit
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.hub.folder import FolderHub
+from trainer_lib.hub.huggingface import download_snapshot
+from trainer_lib.hub.transport import parse_target
+from trainer_lib.model_folder.description import FILE, LIMIT, ModelDescription, read_description
+from trainer_lib.storage import Store
+
+FIELD = "model"
+_RUN_FILE = "run.json"
+_RUNS = "runs"
+_CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A description and where its files are.
+
+    Attributes:
+        url: the address of the description's folder.
+        weights, code, data: the folders of the files.
+        checkpoint: name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
+        is_run: whether the folder is a run's: its code is what that run executed.
+    """
+
+    description: ModelDescription
+    url: str
+    weights: Store
+    code: Store
+    data: Store
+    checkpoint: str | None = None
+    is_run: bool = False
+
+
+def find_model(address: str) -> FoundModel:
+    """The model at an address.
+
+    Raises:
+        ConfigError: there is no model that can be loaded.
+        StorageError: the address cannot be read.
+        DamagedError: the description is damaged.
+    """
+    if address.startswith("hf://"):
+        target = parse_target(address, field=FIELD)
+        return _read(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
+    store = Store.open(address, field=FIELD)
+    if store.exists(FILE):
+        return _read(store, address)
+    commit = read_commit(store)
+    if commit is not None and commit.kind == "stage":
+        return _find_in_runs(store, commit)
+    if commit is not None and commit.kind == "checkpoint":
+        name, stage = store.url.rstrip("/").rpartition("/")[2], _above(store, 2)
+        found = _find_in_runs(stage, read_commit(stage))
+        return replace(found, checkpoint=name)
+    if store.exists(_RUN_FILE):
+        raise ConfigError(
+            "This run has trained no model yet, or an older version of trainflow recorded it.",
+            field=FIELD,
+            value=address,
+            remedy="Run its pipeline again: what is committed is kept, and the model is described.",
+        )
+    newest = FolderHub(address, field=FIELD).newest()
+    if newest is not None:
+        return _read(newest.store, address)
+    raise ConfigError(
+        f"There is no model: neither a {FILE}, nor a run, a train stage, a checkpoint or a publication.",
+        field=FIELD,
+        value=address,
+        remedy="Give <storage>/runs/<run>, <storage>/stages/train/<key>, <storage>/hub/<name> or hf://organisation/name.",
+    )
+
+
+def _read(store: Store, address: str) -> FoundModel:
+    """The model described in this very folder."""
+    data = store.read_if_exists(FILE, limit=LIMIT)
+    if data is None:
+        raise ConfigError(
+            f"The folder has no {FILE}, so it was not published by trainflow.",
+            field=FIELD,
+            value=address,
+            remedy="A transformers model loads with from_pretrained.",
+        )
+    description = read_description(data, f"{store.url}/{FILE}")
+    places = description.places
+    return FoundModel(
+        description,
+        store.url,
+        weights=_go(store, places.weights),
+        code=_go(store, places.code),
+        data=_go(store, places.data),
+        is_run=store.exists(_RUN_FILE),
+    )
+
+
+def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
+    """The model of a train stage, from the newest run that used it."""
+    name = None if commit is None else commit.meta.get("stage")
+    if name != "train":
+        raise ConfigError(
+            "This folder is not the result of a train stage." if name is None else f"This is the result of {name}.",
+            field=FIELD,
+            value=stage.url,
+            remedy="Give the folder of the train stage, or that of the run.",
+        )
+    key = str(commit.meta.get("key")) if commit is not None else ""
+    runs = _above(stage, 3).child(_RUNS)
+    found: list[FoundModel] = []
+    for run in runs.children():
+        try:
+            if runs.child(run).exists(FILE):
+                found.append(_read(runs.child(run), stage.url))
+        except (ConfigError, StorageError):  # another run's description does not matter here
+            continue
+    mine = [each for each in found if each.description.stages.get("train") == key]
+    if mine:
+        return mine[-1]
+    raise ConfigError(
+        "No run on this storage describes the model of this stage, so its recipe is not known.",
+        field=FIELD,
+        value=stage.url,
+        remedy="Run its pipeline again: what is committed is kept, and the model is described.",
+    )
+
+
+def _above(store: Store, levels: int) -> Store:
+    return _go(store, "/".join([".."] * levels))
+
+
+def _go(store: Store, path: str) -> Store:
+    """The folder at a relative path, in which `..` leads upwards."""
+    url = store.url.rstrip("/")
+    for part in path.split("/"):
+        if part == "..":
+            url = url.rpartition("/")[0]
+        elif part not in ("", "."):
+            url = f"{url}/{part}"
+    return Store.open(url, field=FIELD)
