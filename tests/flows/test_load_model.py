@@ -11,11 +11,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.hub_server import HubServer
 from tests.support.runs import broken
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.model_folder import loaded as loaded_models
-from trainer_lib.model_folder.description import FILE
+from trainer_lib.model_folder.description import FILE, read_description
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 ROWS = [{"x": [-0.5]}, {"x": [0.25]}, {"x": [1.0]}]
 
@@ -125,7 +128,7 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
     loaded = load_model(str(_only(_store(folder) / "runs")))
     for rows, words in (
         ([], "no rows"),
-        ([{"label": [1.0]}], "did you mean 'labels'"),
+        ([{"label": [1.0]}], "the nearest is 'labels'"),
         ([{"x": [1.0]}, {}], "Row 1, column 'x': the column is missing"),
         ([{"x": "1.0"}], "the value is not float64"),
         ([{"x": 1.0}], "one dimension"),
@@ -147,3 +150,25 @@ def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: 
     revisions = sorted((_only(_store(folder) / "hub") / "revisions").iterdir())
     assert len(revisions) == 2
     assert list(load_model(str(revisions[-1]), trust_code=True).predict(ROWS)) == ["y"]
+
+
+def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tests.support.runs import ran, run
+
+    expected = _predicted(folder)
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
+        head = json.loads(hub.repos["org/toy"].commits[-1].files[FILE].data)
+        digest = read_description(json.dumps(head).encode(), FILE).code_digest
+        assert f'load_model("hf://org/toy", trust_code="{digest}")' in _text(hub, "README.md")
+        loaded = load_model("hf://org/toy", trust_code=digest)
+        assert [float(value[0]) for value in loaded.predict(_test_rows(folder))["prediction"]] == expected
+        with pytest.raises(ConfigError, match=r"refuses the download \(404\)"):
+            load_model("hf://org/nothing", trust_code=True)
+
+
+def _text(hub: HubServer, path: str) -> str:
+    return hub.repos["org/toy"].commits[-1].files[path].data.decode()

@@ -56,7 +56,7 @@ def _find_columns(rows: Sequence[Any], known: Mapping[str, Column]) -> list[str]
         for name in row:
             if name != ROW_ID and name not in known:
                 near = nearest(str(name), known)
-                hint = f"did you mean '{near}'?" if near else f"the columns are {', '.join(known)}"
+                hint = f"the nearest is '{near}'" if near else f"the columns are {', '.join(known)}"
                 raise _refuse(number, str(name), f"the model was trained without this column; {hint}")
         found.update(name for name in row if name != ROW_ID)
     if not found:
