@@ -31,8 +31,8 @@ from flows.stages import all_stages
 from tasks import tracking
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
-from tasks.stage.trained_model import write_description
 from trainer_lib.errors import Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store

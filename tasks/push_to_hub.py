@@ -13,10 +13,10 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest
+from tasks.stage.portable_model import TrainedModel, asset_sources, code_texts, describe_model
 from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
-from tasks.stage.trained_model import TrainedModel, asset_sources, code_texts, describe_model
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics

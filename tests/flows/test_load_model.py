@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.hub_server import HubServer
 from tests.support.runs import broken
-from trainer_lib import load_model
+from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder.description import FILE, read_description
@@ -62,6 +62,7 @@ def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(fo
     newest = max((stage / "checkpoints").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
     for address in (_only(store / "runs"), stage, newest):
         loaded = load_model(str(address))
+        assert isinstance(loaded, LoadedModel)
         assert not loaded.model.training
         predictions = loaded.predict(_test_rows(folder))["prediction"]
         assert [float(value[0]) for value in predictions] == expected
