@@ -29,6 +29,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.options_read import warn_of_unread
 from tasks.stage.stage_code import code_of
 from trainer_lib.errors import ConfigError
+from trainer_lib.path_options import is_path
 from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ class Plan:
             recipe=spec.recipe,
             storage=spec.storage,
             root=spec.root,
+            folder=spec.folder,
+            sources=tuple(source for source in spec.prepare.sources if is_path(source)),
             force=frozenset(name for name in forced if name),
             debug=debug,
             resolver=resolver,

@@ -33,6 +33,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
+from trainer_lib.path_options import is_path
 from trainer_lib.records import to_record
 from trainer_lib.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
@@ -117,7 +118,13 @@ class _Proof:
         self._place = place
         self._say = say
         self._context = StageContext(
-            name=spec.name, recipe=spec.recipe, storage=place, root=spec.root, resolver=spec.resolver
+            name=spec.name,
+            recipe=spec.recipe,
+            storage=place,
+            root=spec.root,
+            folder=spec.folder,
+            sources=tuple(source for source in spec.prepare.sources if is_path(source)),
+            resolver=spec.resolver,
         )
         self._data = self._prepared()
         check_splits(spec, self._data.facts.splits)

@@ -286,5 +286,5 @@ def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[s
 
 def _params(spec: PipelineSpec) -> dict[str, Any]:
     """What MLflow shows as parameters: the settings, without this machine's paths."""
-    plain = spec.model_dump(mode="json", exclude={"root", "storage", "tracking"})
+    plain = spec.model_dump(mode="json", exclude={"root", "folder", "storage", "tracking"})
     return {**plain, "recipe": Path(spec.recipe).name}

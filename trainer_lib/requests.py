@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.path_options import PathOptions
 from trainer_lib.preemption import Preemption
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry
@@ -174,6 +175,7 @@ class Request(Generic[R]):
         output: folder or URL to write to.
         recipe: whose functions are called; None: the verb needs none.
         options: the recipe's own settings of this stage.
+        paths: which of them, and of the model's settings, are paths; None: none.
         tracking: whether the environment names an MLflow run to add points to.
         debug: keep the files of the run.
     """
@@ -187,6 +189,7 @@ class Request(Generic[R]):
     output: str
     recipe: RecipeFile | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    paths: PathOptions | None = None
     tracking: bool = False
     debug: bool = False
 
@@ -202,6 +205,10 @@ class Request(Generic[R]):
     def use_cpu(self) -> bool:
         """Whether the worker uses the CPU although there are devices."""
         return False
+
+    def recipe_options(self) -> dict[str, Any]:
+        """The options as the recipe gets them: each declared path as an absolute `pathlib.Path`."""
+        return self.options if self.paths is None else self.paths.resolved(self.options, self.paths.options)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON data; `read_request` is the inverse."""
@@ -247,6 +254,10 @@ class ModelRequest(Request[R], Generic[R]):
     data: PreparedData
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
+
+    def model_options(self) -> dict[str, Any]:
+        """The model's settings as build_model gets them: each declared path as an absolute `pathlib.Path`."""
+        return self.model if self.paths is None else self.paths.resolved(self.model, self.paths.model)
 
     @property
     def use_cpu(self) -> bool:

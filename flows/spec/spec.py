@@ -7,11 +7,10 @@ the dotted key, the value and what to do.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr, ValidationError
 
@@ -30,11 +29,14 @@ from tasks.configs import (
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
+from trainer_lib.path_options import absolute_path, is_path, map_paths
+
+if TYPE_CHECKING:
+    from flows.stages import Stage
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
-_PATHS = ("recipe", "root", "storage", "prepare.sources", "train.preemption.file", "publish.to")
+_PATHS = ("recipe", "root", "folder", "storage", "prepare.sources", "train.preemption.file", "publish.to")
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
-_NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:|(?i:hf):)")  # hf:name is a mistyped hf://
 
 
 class PipelineSpec(Settings):
@@ -50,6 +52,10 @@ class PipelineSpec(Settings):
     root: str | None = Field(
         default=None,
         description="Folder the recipe's imports start from; unset: the nearest with pyproject.toml, else the spec's.",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="Folder that relative paths among the recipe's options start from; unset: the spec's.",
     )
     storage: str = Field(
         default=".trainflow",
@@ -183,6 +189,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
         # Before the check: accelerate's file may name arguments that are then checked like the spec's own.
         spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
         spec = spec if resolver is None else spec.with_resolver(resolver)
+        spec = _rebase_overridden_paths(spec, source.overridden)
         spec.check()
     except ConfigError as error:
         raise source.locate(error) from None
@@ -258,6 +265,7 @@ def _override(raw: dict[str, Any], text: str) -> str:
 def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:
     """Make the spec's own paths absolute, in place."""
     # The default is a relative path, too, and starts from the spec's folder.
+    raw.setdefault("folder", str(folder))
     raw.setdefault("storage", PipelineSpec.model_fields["storage"].default)
     for key in (*_PATHS, *_section_paths()):
         base = Path.cwd() if key in overridden else folder
@@ -273,6 +281,47 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
         raw["root"] = str(find_root(raw["recipe"], folder))
 
 
+def _rebase_overridden_paths(spec: PipelineSpec, overridden: frozenset[str]) -> PipelineSpec:
+    """The spec with paths among its overridden options, which start from the working directory, as from its folder."""
+    for stage in _checks.all_stages():
+        for setting in ("options", "model"):
+            place = f"{stage.section}.{setting}"
+            if any(key == place or key.startswith(f"{place}.") for key in overridden):
+                spec = _rebase(spec, stage, setting, overridden)
+    return spec
+
+
+def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozenset[str]) -> PipelineSpec:
+    from tasks.stage.context import StageContext
+    from tasks.stage.path_options import path_options
+
+    config = getattr(spec, stage.section)
+    context = StageContext(
+        name=spec.name,
+        recipe=spec.recipe,
+        storage=spec.storage,
+        root=spec.root,
+        folder=spec.folder,
+        resolver=spec.resolver,
+    )
+    paths = path_options(stage.name, config, context)
+    declared, place = getattr(paths, setting), f"{stage.section}.{setting}"
+
+    def rebase(text: str) -> str:
+        return text if Path(text).expanduser().is_absolute() else os.path.relpath(text, paths.folder)
+
+    values = getattr(config, setting)
+    changed = map_paths(values, declared, rebase)
+    # The whole setting, or one option of it, stands on the command line.
+    given = {
+        name
+        for name in values
+        if place in overridden or any(f"{key}.".startswith(f"{place}.{name}.") for key in overridden)
+    }
+    merged = {name: changed[name] if name in given else value for name, value in values.items()}
+    return spec.model_copy(update={stage.section: config.model_copy(update={setting: merged})})
+
+
 def _section_paths() -> list[str]:
     """The dotted keys of the paths that every section with such a field has."""
     sections = {name: field.annotation for name, field in PipelineSpec.model_fields.items()}
@@ -286,7 +335,4 @@ def _section_paths() -> list[str]:
 
 
 def _absolute(value: Any, base: Path) -> Any:
-    if not isinstance(value, str) or not value or _NO_PATH.match(value):
-        return value
-    # Lexical, not resolve(): a path through a link stays the path that the user wrote.
-    return os.path.normpath(base / Path(value).expanduser())
+    return absolute_path(value, base) if is_path(value) else value

@@ -24,6 +24,8 @@ class StageContext:
         recipe: path of the recipe's Python file; a stage's `config.recipe` comes before it.
         storage: folder or URL that everything is kept below.
         root: folder where the recipe's imports start; None: found from the recipe.
+        folder: where relative paths among the recipe's options start; None: the recipe's folder.
+        sources: what the data is made from: an option that names one of them counts by its content.
         tracking: the MLflow run that the workers add their points to; None: no run.
         force: names of the stages whose committed result is discarded first ("train").
         debug: keep the workers' run files.
@@ -35,6 +37,8 @@ class StageContext:
     recipe: str
     storage: str
     root: str | None = None
+    folder: str | None = None
+    sources: tuple[str, ...] = ()
     tracking: RunHandle | None = None
     force: frozenset[str] = frozenset()
     debug: bool = False

@@ -25,8 +25,10 @@ from tasks.configs import (
     PredictConfig,
     PrepareConfig,
     PublishConfig,
+    StageSettings,
     TrainConfig,
 )
+from tasks.stage.path_options import keyed_options, path_options
 from tasks.stage.reach import Place, Reach
 from tasks.stage.sources import memory
 from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, evaluations_matter_to, reach_of_predict, reach_of_train
@@ -162,7 +164,7 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
     """The key of prepare-data: its settings, the contents of its sources, and the code that `prepare` reaches."""
     sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
     code = code_of(config, context).reach(PREPARE)
-    fields = settings_fields(config, sources=sources, recipe=code.digests)
+    fields = settings_fields(config, sources=sources, recipe=code.digests, **_options("prepare-data", config, context))
     return stage_key("prepare-data", fields, schema=2, places=code.places)
 
 
@@ -177,11 +179,14 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
     # Where code lets evaluations change the weights, the settings of evaluation count as well.
     choose = evaluation_matters(args) or evaluations_matter_to(written)
     code = reach_of_train(written, evaluations_choose=choose)
+    paths = path_options("train", config, context)
     settings = settings_fields(
         config,
         selects=choose,
         args=numeric_fields(args, data_parallel_size=launch.world_size, evaluations_choose=choose),
         recipe=code.digests,
+        model=keyed_options(config.model, paths.model, paths.folder, context),
+        **_options("train", config, context),
     )
     fields = {**settings, "data": data.content_digest, "versions": versions()}
     return stage_key("train", fields, schema=2, places=code.places)
@@ -264,7 +269,8 @@ def _inference_fields(
     model: StageManifest,
     code: Reach,
 ) -> dict[str, Any]:
-    settings = settings_fields(config, args=_prediction_arguments(stage, config, context), recipe=code.digests)
+    args = _prediction_arguments(stage, config, context)
+    settings = settings_fields(config, args=args, recipe=code.digests, **_options(stage, config, context))
     return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
 
 
@@ -274,6 +280,12 @@ def _prediction_arguments(
     from trainer_lib.arguments import evaluation_fields
 
     return evaluation_fields(context.resolver.arguments(config.args, prefix=f"{section}.args"))
+
+
+def _options(stage: str, config: StageSettings, context: StageContext) -> dict[str, Any]:
+    """The options of a stage with its paths as a key holds them."""
+    paths = path_options(stage, config, context)
+    return {"options": keyed_options(config.options, paths.options, paths.folder, context)}
 
 
 def _plain(value: Any) -> Any:

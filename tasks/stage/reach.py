@@ -7,6 +7,7 @@ stage; so does everything where names are made at run time (`eval`, `globals()`,
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,11 @@ class Code:
     def defines(self, name: str) -> bool:
         """Whether the recipe may define the function `name`."""
         return bool(self._homes(name))
+
+    def functions(self, name: str) -> list[tuple[str, ast.FunctionDef]]:
+        """The definitions of a function of the recipe, which it may import, each with its file."""
+        pieces = [piece for file in self._homes(name) for piece in self.program.resolve(file, (name,)).pieces_here]
+        return [(piece.file, piece.node) for piece in pieces if isinstance(piece.node, ast.FunctionDef)]
 
     def reach(self, functions: Sequence[str]) -> Reach:
         """What these functions of the recipe reach, and what runs when it is imported."""

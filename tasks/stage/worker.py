@@ -10,6 +10,7 @@ from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.path_options import path_options
 from tasks.stage.runner import StageAttempt
 from tasks.stage.spec_words import in_words_of_spec
 from trainer_lib.launch import launch, nodes, resolve_config
@@ -26,6 +27,7 @@ def common_fields(config: StageSettings, context: StageContext, attempt: StageAt
         "output": attempt.store.url,
         "recipe": RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
         "options": config.options,
+        "paths": path_options(attempt.stage, config, context),
         "debug": context.debug,
     }
 

@@ -158,17 +158,38 @@ def test_a_stage_with_its_own_recipe_is_edited_alone(folder: Path) -> None:
     assert {"train", "evaluate"} <= ran(run(folder, f"evaluate.recipe={own}"))
 
 
-def test_sources_reach_the_recipe_resolved_from_any_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_and_declared_paths_reach_the_recipe_resolved_from_any_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "table.csv").write_text("7")
+    (folder / "words").write_text("a b")
     spec = folder / "pipeline.yaml"
-    spec.write_text(spec.read_text().replace("prepare:\n", "prepare:\n  sources: [table.csv, 'stdlib:json']\n"))
-    read = "    from pathlib import Path\n    out.info['read'] = Path(out.sources[0]).read_text() + out.sources[1]\n"
+    text = spec.read_text().replace("prepare:\n", "prepare:\n  sources: [table.csv, 'stdlib:json']\n")
+    text = text.replace("{rows: 64}", "{rows: 64, table: table.csv, also: [words, 's3://bucket/x']}")
+    spec.write_text(text.replace("train:\n", "train:\n  model: {words: words}\n"))
+    read = "    out.info['read'] = Path(out.sources[0]).read_text() + options['table'].read_text() + out.sources[1]\n"
+    read += "    out.info['also'] = [options['also'][0].read_text(), options['also'][1]]\n"
     edit(folder, "    rows = int(", f"{read}    rows = int(")
+    edit(folder, "def prepare(options, out)", "def prepare(options: Options, out)")
+    edit(folder, "def build_model(options, data):", "def build_model(options: Words, data):")
+    edit(folder, "    import torch\n", "    import torch\n\n    assert options['words'].read_text() == 'a b'\n")
+    declared = (
+        "from pathlib import Path\nfrom typing import TypedDict\n\n\nclass Options(TypedDict):\n    table: Path\n"
+    )
+    declared += "    also: list[Path]\n\n\nclass Words(TypedDict):\n    words: Path\n"
+    edit(folder, "\n\ndef prepare", f"\n{declared}\n\ndef prepare")
     monkeypatch.chdir("/")
     result = run(folder)
-    [data] = [each.manifest for each in result.stages if each.stage == "prepare-data"]
+    result.raise_for_error()
+    data, model, *_ = [each.manifest for each in result.stages]
     assert data is not None
-    assert data["meta"]["info"]["read"] == "7stdlib:json"
+    assert data["meta"]["info"] == {"slope": 2.0, "read": "77stdlib:json", "also": ["a b", "s3://bucket/x"]}
+    # No path of this machine's folder is in what a stage commits.
+    assert model is not None
+    assert model["meta"]["model"] == {"words": "words"}
+    assert str(folder) not in (Path(model["url"]) / "model" / "config.json").read_text()
+    shutil.move(folder, folder.parent / "moved")
+    assert ran(run(folder.parent / "moved")) == set()
 
 
 def test_force_runs_a_stage_again(folder: Path) -> None:

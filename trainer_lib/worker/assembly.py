@@ -49,7 +49,7 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
 def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.Module:
     """The recipe's model. Its initial weights depend only on the seed, so they are equal on every rank and retry."""
     set_seed(args.seed)
-    model = work.recipe.build_model(work.request.model, data)
+    model = work.recipe.build_model(work.request.model_options(), data)
     module = require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
     if is_keras_model(module):
         _prepare_keras(module, work)
@@ -102,7 +102,7 @@ def build_trainer(
         from trainer_lib.keras_models.tf_trainer import TFTrainer
 
         default = TFTrainer
-    own = recipe.callbacks(work.request.options)
+    own = recipe.callbacks(work.request.recipe_options())
     trainer = recipe.trainer_class(default)(
         model=model,
         args=args,

@@ -76,5 +76,5 @@ def _afterwards(
     # The evaluations have put the model back into the mode it had.
     model.eval()
     with torch.no_grad():
-        metrics, contents = as_measurements(work.recipe.after_evaluate(model, data, work.request.options))
+        metrics, contents = as_measurements(work.recipe.after_evaluate(model, data, work.request.recipe_options()))
     return metrics, [store.write_bytes(f"{ARTIFACTS}/{name}", content) for name, content in contents.items()]

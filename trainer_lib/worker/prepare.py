@@ -24,7 +24,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     out = PrepareOutput(store, request.sources)
     splits: dict[str, PreparedSplit] = {}
     files: list[FileEntry] = []
-    for name, rows in work.recipe.prepare(request.options, out).items():
+    for name, rows in work.recipe.prepare(request.recipe_options(), out).items():
 
         def report(count: int, split: str = name) -> None:
             work.events.emit("progress", step=count, message=f"{split}: {count:,} rows")

@@ -1,0 +1,63 @@
+"""Options of a recipe that are paths: relative ones start from the spec's folder, wherever a worker runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# A URL, a source by name, or hf:name, which is a mistyped hf://.
+_NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:|(?i:hf):)")
+
+Declared = Mapping[str, Any]
+"""Name of an option that is a path, or a list or mapping of paths -> True; of one that holds such options -> those."""
+
+
+@dataclass(frozen=True)
+class PathOptions:
+    """Which options of a stage are paths.
+
+    Attributes:
+        folder: where relative ones start.
+        options: those of the stage's `options`.
+        model: those of the model's settings.
+    """
+
+    folder: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def resolved(self, values: Mapping[str, Any], declared: Declared) -> dict[str, Any]:
+        """The values as a recipe gets them: each path as an absolute `pathlib.Path`."""
+        return map_paths(values, declared, lambda text: Path(absolute_path(text, self.folder)))
+
+
+def is_path(value: Any) -> bool:
+    """Whether a value is the text of a path, and not a URL or a source by name."""
+    return isinstance(value, str) and bool(value) and not _NO_PATH.match(value)
+
+
+def absolute_path(text: str, folder: str | os.PathLike[str]) -> str:
+    """A path as an absolute one: `~` stands for the home of the user, and a relative one starts from `folder`."""
+    # Lexical, not resolve(): a path through a link stays the path that the user wrote.
+    return os.path.normpath(os.path.join(folder, Path(text).expanduser()))  # noqa: PTH118
+
+
+def map_paths(values: Mapping[str, Any], declared: Declared, convert: Callable[[str], Any]) -> dict[str, Any]:
+    """A copy of the values with each declared path converted; URLs and other values stay as they are."""
+    return {name: _map(value, declared.get(name), convert) for name, value in values.items()}
+
+
+def _map(value: Any, declared: Any, convert: Callable[[str], Any]) -> Any:
+    if not declared:
+        return value
+    if isinstance(value, list):
+        return [_map(item, declared, convert) for item in value]
+    if isinstance(value, Mapping):
+        if declared is True:
+            return {name: _map(item, True, convert) for name, item in value.items()}
+        return map_paths(value, declared, convert)
+    return convert(value) if declared is True and is_path(value) else value
