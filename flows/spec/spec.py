@@ -293,7 +293,7 @@ def _rebase_overridden_paths(spec: PipelineSpec, overridden: frozenset[str]) -> 
 
 def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozenset[str]) -> PipelineSpec:
     from tasks.stage.context import StageContext
-    from tasks.stage.path_options import path_options
+    from tasks.stage.declared_paths import path_options
 
     config = getattr(spec, stage.section)
     context = StageContext(

@@ -28,7 +28,7 @@ from tasks.configs import (
     StageSettings,
     TrainConfig,
 )
-from tasks.stage.path_options import keyed_options, path_options
+from tasks.stage.declared_paths import keyed_options, path_options
 from tasks.stage.reach import Place, Reach
 from tasks.stage.sources import memory
 from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, evaluations_matter_to, reach_of_predict, reach_of_train

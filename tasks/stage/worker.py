@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from tasks.configs import LaunchSettings, StageSettings
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
+from tasks.stage.declared_paths import path_options
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
-from tasks.stage.path_options import path_options
 from tasks.stage.runner import StageAttempt
 from tasks.stage.spec_words import in_words_of_spec
 from trainer_lib.launch import launch, nodes, resolve_config

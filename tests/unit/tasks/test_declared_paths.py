@@ -9,7 +9,7 @@ import pytest
 
 from flows.plan import Plan
 from flows.spec.spec import load_spec
-from tasks.stage.path_options import declared_paths
+from tasks.stage.declared_paths import declared_paths
 from tasks.stage.resolver import Resolver
 from trainer_lib.path_options import PathOptions
 
