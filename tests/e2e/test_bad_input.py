@@ -82,6 +82,9 @@ MANY = str((os.cpu_count() or 1) + 1)
         ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),
         ("storage=/proc/trainflow", "/proc/trainflow", "Cannot write there", "another storage|permissions"),
         ("storage=/sys/trainflow", "/sys/trainflow", "Cannot write there", "another storage|permissions"),
+        ("root=absent", "absent", "no such folder", "leave it out"),
+        ("storage=http://host/x", "storage = http://host/x", "none can be written", "AWS_ENDPOINT_URL"),
+        ("tracking={enabled: true, uri: 'mlfow://x'}", "tracking.uri = mlfow://x", "no scheme 'mlfow'", "sqlite"),
         ("storage=s4://bucket/x", "storage = s4://bucket/x", "Unknown URL scheme 's4'", "s3://"),
         ("storage=gs://bucket/x", "storage = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
         ("publish.to=gs://bucket/x", "publish.to = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
@@ -110,6 +113,41 @@ def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path) -> No
     rows = told(trainflow("run", spec, env=env), 2, "bad input")
     assert rows["where"] == "PREFECT_API_URL = http://127.0.0.1:9/api"
     assert "unset PREFECT_API_URL" in rows["do"]
+
+
+NOWHERE = "http://127.0.0.1:9"
+S3_AWAY = {
+    "AWS_ENDPOINT_URL": NOWHERE,
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "where", "why"),
+    [
+        (
+            "run",
+            "storage=s3://bucket/x",
+            "storage = s3://bucket/x",
+            "the store does not answer (the connection is refused)",
+        ),
+        ("why", "storage=s3://bucket/x", "s3://bucket/x/", "the store does not answer (the connection is refused)"),
+        ("why", f"prepare.sources=[{NOWHERE}/a]", f"{NOWHERE}/a", "cannot be reached: the connection is refused"),
+        ("why", "prepare.sources=[s3://b/a]", "s3://b/a", "the store does not answer (the connection is refused)"),
+    ],
+)
+def test_what_is_out_of_reach_is_named_in_plain_words(
+    plain: Path, command: str, override: str, where: str, why: str
+) -> None:
+    done = trainflow(command, plain, override, cwd=plain.parent, env=S3_AWAY)
+    rows = told(done, 14, "storage out of reach")
+    assert rows["where"].startswith(where)
+    assert why in rows["why"]
+    assert "Check the" in rows["do"]
+    assert not re.search("Errno|urlopen|endpoint URL|HTTPConnection", done.out + done.err)
 
 
 # ------------------------------------------------------------------------------------------ found when the recipe runs
