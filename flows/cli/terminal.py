@@ -169,7 +169,8 @@ def stage_sentence(event: Event, seconds: float | None) -> str:
             return f"cached: {reason}"
         case "retrying" | "failed":
             message = str(event.get("message") or "")
-            return f"failed{took}: {message} ({reason})" if reason else f"failed{took}: {message}"
+            ended = f"failed{took}" + (", is tried again" if status == "retrying" else "")
+            return f"{ended}: {message} ({reason})" if reason else f"{ended}: {message}"
         case _:
             return f"{status}: {reason}" if reason else status
 

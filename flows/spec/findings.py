@@ -102,6 +102,8 @@ def _finding(item: ErrorDetails, key: str, value: Any, model: type[BaseModel]) -
         return _Finding("This text does not have the form that is needed.", _describe(key, model))
     if kind in ("string_too_short", "too_short"):
         return _Finding("There must be at least 1 entry.", f"Fill it, or remove {key}.")
+    if item["loc"][-1] == "[key]":  # pydantic's mark for a mapping's name, in place of its value
+        return _Finding("A name has to be text.", 'Put the name in quotes ("5").')
     wanted = _KINDS.get(kind.partition("_")[0])
     if wanted is None:
         return _Finding(f"{item['msg']}.", "Correct the value.")

@@ -114,6 +114,9 @@ def memory(storage: str) -> Path | None:
 
 
 def _kind(source: str, field: str) -> tuple[str, str]:
+    if not source.strip():
+        remedy = 'Name a file, a folder or a URL; "." is the spec\'s folder.'
+        raise ConfigError("The name of a source is empty.", field=field, remedy=remedy)
     for prefix in ("package", "stdlib"):
         if source.startswith(f"{prefix}:") and not source.startswith(f"{prefix}://"):
             return prefix, source.partition(":")[2].strip("/")

@@ -55,7 +55,7 @@ def check_bounds(name: str, value: Any, declared: Declaration) -> None:
                 f"The number must be {words} {bound}.",
                 field=name,
                 value=value,
-                remedy=f"Give a number {words} {bound}.",
+                remedy=f"Give a number {'of ' if words.startswith('at') else ''}{words} {bound}.",
             )
     choices = declared.choices
     for word in value if isinstance(value, list) else [value]:

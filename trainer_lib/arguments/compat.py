@@ -6,6 +6,7 @@ nothing and is dropped with the same warning.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -223,6 +224,16 @@ def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stackleve
             )
         out["hub_model_id"] = model_id if "/" in model_id else f"{organization}/{model_id}"
     return out
+
+
+def name_as_given(name: str, given: Mapping[str, Any]) -> str:
+    """Return the old name in `given` that stands for the argument `name`; `name` itself if none does."""
+    for old_name in given.keys() & OLD_NAMES.keys() if name not in given else ():
+        translate = OLD_NAMES[old_name].translate
+        with contextlib.suppress(ConfigError):
+            if translate is not None and name in translate(given[old_name]):
+                return old_name
+    return name
 
 
 def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:

@@ -135,7 +135,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
             return cls(**{str(name): value for name, value in values.items()})
         except ConfigError as error:
             if prefix and error.field:
-                error.field = f"{prefix}.{error.field}"
+                error.field = f"{prefix}.{compat.name_as_given(error.field, values)}"
             raise
 
     @classmethod

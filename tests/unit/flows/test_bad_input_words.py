@@ -62,6 +62,10 @@ TABLE = [
     ("train.args.max_steps=1.5", "not a whole number", "a whole number"),
     ("train.args.bf16=perhaps", "not a truth value", "true or false"),
     ("train.args.optim=adam_w", "not one of the choices", "Did you mean"),
+    ("train.args.no_cuda=maybe", "not a truth value", "true or false"),
+    ("train.args.per_gpu_train_batch_size=0", "at least 1", "a number of at least 1"),
+    ("train.args={1: 2}", "A name has to be text", "in quotes"),
+    ("prepare.sources=['']", "The name of a source is empty", "Name a file"),
     ("train.model=big", "not a mapping", "train.model.NAME=value"),
     ("train.launch=5", "not a section", "train.launch.NAME"),
     ("train.launch=tochrun", "not one of the choices", '"torchrun"'),
@@ -99,6 +103,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # old names of arguments
 @pytest.mark.parametrize(("override", "why", "do"), TABLE, ids=[row[0] for row in TABLE])
 def test_a_wrong_value_is_refused_in_the_users_words(
     spec: Path, override: str, why: str, do: str, monkeypatch: pytest.MonkeyPatch
