@@ -31,8 +31,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 # Numbers of linux/prctl.h, which Python's library does not have.
 PR_SET_PDEATHSIG = 1
@@ -73,6 +74,12 @@ def start_time(pid: int) -> str | None:
 def is_alive(process: Process) -> bool:
     """Whether this process still runs, and not a later one with its pid."""
     return start_time(process.pid) == process.start
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process (SIGSTOP), on systems with /proc."""
+    row = _read_stat(pid)
+    return row is not None and row[2] == "T"
 
 
 def send_signal(process: Process, number: int) -> None:
@@ -126,13 +133,35 @@ def prctl(option: int, value: int) -> bool:
     return sys.platform == "linux" and int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
 
 
-class Guard:
-    """Starts one command, keeps track of its descendants, and ends them all."""
+def execute(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Turn this process into the command; it ends with exit code 127 if the command cannot be started."""
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606 (an argument list, no shell)
+    except OSError as error:
+        os.write(2, f"cannot start {command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
 
-    def __init__(self, run_dir: Path | None, grace_s: float, command: list[str]) -> None:
+
+class Guard:
+    """Starts one command, keeps track of its descendants, and ends them all.
+
+    Args:
+        become: turns a forked child into the command. A warm parent's guard passes one that needs no new interpreter.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        grace_s: float,
+        command: list[str],
+        become: Callable[[list[str], dict[str, str]], NoReturn] = execute,
+    ) -> None:
         self.run_dir = run_dir
         self.grace_s = grace_s
         self.command = command
+        self.become = become
+        self.wake = os.pipe()
         self.child = 0
         self.status: int | None = None
         self.subreaper = False
@@ -144,29 +173,27 @@ class Guard:
 
     def run_command(self) -> int:
         """Start the command, and stay until it and all that it started is gone. Returns the guard's exit code."""
-        wake = self._listen_for_signals()
+        self._listen_for_signals()
         self._start()
         while self._has_processes_left():
             if self.status is not None:
                 self._end_leftovers()
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 self._kill()
-            self._wait(wake)
+            self._wait()
         return self._finish()
 
-    def _listen_for_signals(self) -> int:
+    def _listen_for_signals(self) -> None:
         """Let SIGCHLD wake the loop, and SIGTERM and SIGHUP stop the command. The owner handles a terminal's SIGINT."""
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for end in self.wake:
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # Slurm's notice reaches every process of a step: the workers handle it, and what starts them has to stay.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: self._stop())
-        return reader
 
     def _start(self) -> None:
         self.subreaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -176,13 +203,14 @@ class Guard:
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_command(guard, environment)
-            finally:
+                self._leave_guard(guard)
+            except BaseException:
                 os._exit(127)
+            self.become(self.command, environment)
         self.child = pid
 
-    def _become_command(self, guard: int, environment: dict[str, str]) -> None:
-        """Turn the forked child into the command, which dies with the guard and gets no input."""
+    def _leave_guard(self, guard: int) -> None:
+        """Take from the forked child what is the guard's: it dies with the guard and gets no input."""
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != guard:  # the guard died before the call above, so no signal will come
             os._exit(127)
@@ -190,13 +218,14 @@ class Guard:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        try:
-            os.execvpe(self.command[0], self.command, environment)  # noqa: S606 (an argument list, no shell)
-        except OSError as error:
-            os.write(2, f"cannot start {self.command[0]}: {error.strerror}\n".encode())
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        # Without an exec nothing else would close them.
+        for descriptor in (nothing, *self.wake):
+            os.close(descriptor)
 
-    def _wait(self, wake: int) -> None:
+    def _wait(self) -> None:
+        wake = self.wake[0]
         sources = [wake, 0] if self.pipe_open else [wake]
         # SIGCHLD and the pipe report everything to a subreaper; its long timeout only covers a lost wake-up.
         timeout = SNAPSHOT_S if self.deadline is not None or not self.subreaper else 5.0

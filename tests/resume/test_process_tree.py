@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 
 from tests.support.launched import Owner, request, wait_until
+from trainer_lib.launch.conditions import SWITCH
 
 Start = Callable[..., Owner]
+FORKED, STARTED = "1", "0"
+# Guard, agent and workers come from a warm parent, or from new interpreters.
+in_both_ways = pytest.mark.parametrize("way", [FORKED, STARTED])
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     owners: list[Owner] = []
 
-    def begin(mode: str = "", **config: Any) -> Owner:
-        defaults: dict[str, Any] = {"processes": 2, "grace_s": 2.0, "env": {"MODE": mode}}
+    def begin(mode: str = "", way: str = FORKED, **config: Any) -> Owner:
+        defaults: dict[str, Any] = {"processes": 2, "grace_s": 2.0, "env": {"MODE": mode, SWITCH: way}}
         owner = Owner(tmp_path, request(tmp_path), **{**defaults, **config})
         owners.append(owner)
         return owner
@@ -33,10 +37,26 @@ def both(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "ready-0", tmp_path / "ready-1"
 
 
-def test_owner_killed(start: Start, tmp_path: Path) -> None:
-    owner = start()
+@in_both_ways
+def test_owner_killed(start: Start, tmp_path: Path, way: str) -> None:
+    owner = start(way=way)
     owner.wait_for(*both(tmp_path))
     assert len(owner.tree()) >= 6  # guard, agent, two workers, their two children
+    owner.process.kill()
+    assert owner.gone() == []
+
+
+def test_warm_parent_and_owner_killed(start: Start, tmp_path: Path) -> None:
+    owner = start()
+    owner.wait_for(*both(tmp_path))
+    owner.named("trainer_lib.worker.warm_parent").kill()
+    owner.process.kill()
+    assert owner.gone() == []
+
+
+def test_owner_killed_while_the_warm_parent_starts(start: Start) -> None:
+    owner = start()
+    wait_until(lambda: owner.tree() != [], 30)
     owner.process.kill()
     assert owner.gone() == []
 
@@ -48,8 +68,9 @@ def test_owner_terminated(start: Start, tmp_path: Path) -> None:
     assert owner.gone() == []
 
 
-def test_ctrl_c(start: Start, tmp_path: Path) -> None:
-    owner = start()
+@in_both_ways
+def test_ctrl_c(start: Start, tmp_path: Path, way: str) -> None:
+    owner = start(way=way)
     owner.wait_for(*both(tmp_path))
     owner.process.send_signal(signal.SIGINT)
     assert owner.gone() == []
@@ -73,24 +94,27 @@ def test_second_ctrl_c_waits_no_longer(start: Start, tmp_path: Path) -> None:
     assert owner.gone() == []
 
 
-def test_torchrun_killed(start: Start, tmp_path: Path) -> None:
-    owner = start()
+@in_both_ways
+def test_torchrun_killed(start: Start, tmp_path: Path, way: str) -> None:
+    owner = start(way=way)
     owner.wait_for(*both(tmp_path))
     owner.named("trainer_lib.machines.agent").kill()
     assert owner.gone() == []
     assert owner.outcome()["message"] == "The launcher was killed by SIGKILL (9)."
 
 
-def test_guard_killed(start: Start, tmp_path: Path) -> None:
-    owner = start()
+@in_both_ways
+def test_guard_killed(start: Start, tmp_path: Path, way: str) -> None:
+    owner = start(way=way)
     owner.wait_for(*both(tmp_path))
     owner.named("guard.py").kill()
     assert owner.gone() == []
     assert owner.outcome()["message"] == "The guard process was killed by SIGKILL (9)."
 
 
-def test_guard_and_owner_killed_together(start: Start, tmp_path: Path) -> None:
-    owner = start()
+@in_both_ways
+def test_guard_and_owner_killed_together(start: Start, tmp_path: Path, way: str) -> None:
+    owner = start(way=way)
     owner.wait_for(*both(tmp_path))
     guard = owner.named("guard.py")
     owner.process.suspend()  # so that it cannot see the guard go

@@ -12,11 +12,12 @@ wrote, or raises the failure of the first rank that failed. Launchers differ in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError
-from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun
+from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.run_dir import MARK, RunDir
@@ -95,7 +96,9 @@ def _attempt(
         return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
     environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
     command = _command(request.verb, config, run_dir, environment)
-    ending = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener).run_command()
+    fork = functools.partial(warm.start_guard, config, run_dir, command, environment)
+    supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork)
+    ending = supervisor.run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
     if result is not None and not run_dir.read_errors():

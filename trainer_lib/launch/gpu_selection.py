@@ -12,6 +12,8 @@ from trainer_lib.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
+# NVIDIA, Windows' subsystem for Linux, AMD, Intel and other renderers, TPUs and Habana, Ascend.
+_ACCELERATORS = ("nvidia*", "dxg", "kfd", "dri/render*", "accel*", "vfio/[0-9]*", "davinci*", "hl[0-9]*")
 _NAMED = re.compile(r"(GPU|MIG)-[\w/-]+")
 
 
@@ -37,6 +39,13 @@ def num_devices(environment: Mapping[str, str]) -> int:
     chosen = _chosen(visible)
     # Parts of one GPU (MIG) are chosen by name, and have no device file of their own.
     return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
+
+
+def has_accelerator(environment: Mapping[str, str]) -> bool:
+    """Whether this machine may have a device beside the CPU, of whichever vendor, visible to these workers or not."""
+    if "PJRT_DEVICE" in environment or "XRT_TPU_CONFIG" in environment:
+        return True
+    return _torch_has_cuda() and any(next(DEVICE_FILES.glob(pattern), None) is not None for pattern in _ACCELERATORS)
 
 
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:

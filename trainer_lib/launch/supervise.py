@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from trainer_lib import guard
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.warm import GuardProcess
 
 T = TypeVar("T")
 
@@ -62,7 +63,11 @@ class Listener:
 
 
 class Supervisor:
-    """Runs one command under a guard."""
+    """Runs one command under a guard.
+
+    Args:
+        fork: has the guard forked by a warm parent; returns None where the guard's file has to be started.
+    """
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class Supervisor:
         grace_s: float,
         timeout_s: float | None,
         listener: Listener,
+        fork: Callable[[], GuardProcess | None] = lambda: None,
     ) -> None:
         self._command = command
         self._environment = environment
@@ -79,6 +85,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._timeout_s = timeout_s
         self._listener = listener
+        self._fork = fork
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self._step: int | None = None
@@ -90,17 +97,7 @@ class Supervisor:
     def run_command(self) -> Ending:
         """Start the command and stay until nothing of it is left."""
         oom = OomWatch()
-        arguments = ["--run-dir", str(self._run_dir.path), "--grace", str(self._grace_s), "--", *self._command]
-        # -I -S: the guard needs the standard library only, and no folder of the user's can shadow a module of it.
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(self._environment),
-            start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
-            bufsize=0,
-        )
+        self._guard = self._fork() or self._start_guard()
         self._selector = selectors.DefaultSelector()
         try:
             if self._guard.stdout is not None:
@@ -119,6 +116,19 @@ class Supervisor:
             out_of_memory=oom.has_risen(),
             step=self._step,
             tail="\n".join(self._tail),
+        )
+
+    def _start_guard(self) -> GuardProcess:
+        arguments = ["--run-dir", str(self._run_dir.path), "--grace", str(self._grace_s), "--", *self._command]
+        # -I -S: the guard needs the standard library only, and no folder of the user's can shadow a module of it.
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(self._environment),
+            start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
+            bufsize=0,
         )
 
     def _watch(self, oom: OomWatch) -> float | None:

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 from trainer_lib import recipes
 from trainer_lib.agreement import is_lost_peer
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     _take_local_rank()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run_dir.record_process(f"worker-{rank}", os.getpid())
-    leaving = _Leaving()
+    _leaving.begin()
     _set_up_streams(rank)
     _set_up_signals(run_dir, rank)
     watch = ParentWatch(float(os.environ.get("TRAINFLOW_GRACE_S", "60")))
@@ -109,12 +110,12 @@ def main(argv: list[str]) -> int:
         # Nothing may interrupt the record of the failure.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        return leaving.within(FAILED_EXIT_S, _fail(run_dir, rank, world_size, error, work))
+        return _leaving.within(FAILED_EXIT_S, _fail(run_dir, rank, world_size, error, work))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # done: there is nothing left to stop
     if rank == 0:
         run_dir.write_json("result.json", to_record(result))
     watch.close()
-    return leaving.within(EXIT_S, 0)
+    return _leaving.within(EXIT_S, 0)
 
 
 def _take_local_rank() -> None:
@@ -140,12 +141,17 @@ class _Leaving:
     """The end of the process: exit handlers run (trackers send what they hold), then it ends at once.
 
     Taking torch apart module by module costs more than a second, and a process group whose peers are gone may never
-    end. Exit handlers run last in, first out, and this one is registered before anything is imported.
+    end. Exit handlers run last in, first out, and this one is registered before torch is imported. It does nothing in a
+    process that is not a worker.
     """
 
     def __init__(self) -> None:
-        self._code = 1
+        self._code: int | None = None
         atexit.register(self._leave)
+
+    def begin(self) -> None:
+        """Make this process a worker, whose exit code is 1 until `within` sets another."""
+        self._code = 1
 
     def within(self, seconds: float, code: int) -> int:
         """Remember the exit code and return it; whatever the exit handlers wait for, wait no longer than `seconds`."""
@@ -156,10 +162,15 @@ class _Leaving:
         return code
 
     def _leave(self) -> None:
+        if self._code is None:
+            return
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(self._code)
+
+
+_leaving = _Leaving()
 
 
 def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> R:
@@ -206,6 +217,15 @@ def _set_up_streams(rank: int) -> None:
             setattr(
                 sys, name, io.TextIOWrapper(_Prefixed(stream.fileno(), rank), "utf-8", "replace", line_buffering=True)
             )
+            _replace_in_logging(stream, getattr(sys, name))
+
+
+def _replace_in_logging(before: TextIO, after: TextIO) -> None:
+    """Have log handlers write to the new stream: a forked worker's torch made its handlers before this worker began."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for handler in [handler for logger in loggers for handler in getattr(logger, "handlers", ())]:
+        if getattr(handler, "stream", None) is before:
+            handler.setStream(after)
 
 
 class _Prefixed(io.BufferedIOBase):
