@@ -262,9 +262,9 @@ def _root() -> Iterator[Path]:
         root = Path(name)
 
         def leave(*_: object) -> None:
-            kill_processes(root)
-            shutil.rmtree(root, ignore_errors=True)
-            kill_processes(root)  # what a thread has started in between; without the folder it starts nothing more
+            for _ in range(2):  # again: what a thread started in between; without the folder it starts nothing more
+                kill_processes(root)
+                shutil.rmtree(root, ignore_errors=True)
             os._exit(1)  # threads that wait for a case must not keep us
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
