@@ -261,7 +261,7 @@ def _root() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tfchaos-") as name:
         root = Path(name)
 
-        def leave(*_: object) -> None:
+        def leave(*signalled: object) -> None:
             for _ in range(2):  # again: what a thread started in between; without the folder it starts nothing more
                 kill_processes(root)
                 shutil.rmtree(root, ignore_errors=True)
