@@ -107,6 +107,7 @@ class Harness:
             "hit": scene.seen,
             "injected": scene.injected,
             "codes": scene.codes,
+            "synced": scene.synced,
             "command_seconds": scene.seconds,
             "held": not problems,
             "problems": problems,
@@ -169,7 +170,7 @@ def _check(scene: Scene, expected: Expected) -> list[str]:
         trained = case.whole or case.moment.stage == "train"
         curve = trained and case.family != "damage"
         problems += checks.check_mlflow(scene.database, f"case-{case.number}", expected.points, whole_curve=curve)
-        problems += checks.check_spool([place.storage / "spool", *place.folder.glob("data/trainflow/tracking/*/spool")])
+        problems += checks.check_spool(place.spools())
     return problems
 
 

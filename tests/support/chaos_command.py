@@ -61,10 +61,10 @@ class Workplace:
         if but != "push-to-hub":
             shutil.copytree(storage / "hub", self.storage / "hub")
 
-    def start(self) -> Command:
-        """Start the command in a session of its own."""
+    def start(self, verb: str = "run") -> Command:
+        """Start `trainflow run`, or another verb that takes a spec, in a session of its own."""
         trainflow = str(Path(sys.executable).with_name("trainflow"))
-        words = [trainflow, "run", str(self.spec), f"storage={self.storage_url}", *self.project.overrides]
+        words = [trainflow, verb, str(self.spec), f"storage={self.storage_url}", *self.project.overrides]
         env = {
             **os.environ,
             "PREFECT_HOME": str(self.home),
@@ -97,6 +97,14 @@ class Workplace:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def spools(self) -> list[Path]:
+        """Return the folders where what is logged waits for MLflow."""
+        return [self.storage / "spool", *self.folder.glob("data/trainflow/tracking/*/spool")]
+
+    def is_waiting(self) -> bool:
+        """Whether something waits for MLflow."""
+        return any(path.is_dir() for spool in self.spools() for path in spool.glob("*-*"))
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process of this case until none is left."""
@@ -191,9 +199,9 @@ def _is_later(stage: Path, step: int) -> bool:
 
 
 def _role(words: str) -> str:
-    if "guard.py" in words:  # first: the guard's words end with those of what it guards
-        return "guard"
     for text, role in (
+        ("warm_parent", "warm parent"),  # first, as the words of a worker are part of these
+        ("guard.py", "guard"),  # its words end with those of what it guards
         ("trainer_lib.machines.agent", "agent"),
         ("trainer_lib.worker", "worker"),
         ("flows/server/embedded.py", "engine"),

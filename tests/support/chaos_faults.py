@@ -44,6 +44,7 @@ class Scene:
         codes: exit codes of the commands, in order; None of one that had to be killed because it did not end.
         seconds: how long each command took.
         problems: what was wrong while it was played.
+        synced: whether `trainflow sync` had to deliver what still waited for MLflow after the last command.
         seen: what was hit, in words.
         database: of the MLflow server.
         at_rest: whether everything was committed before the first command.
@@ -58,6 +59,7 @@ class Scene:
         self.codes: list[int | None] = []
         self.seconds: list[float] = []
         self.problems: list[str] = []
+        self.synced = False
         self.seen = ""
         self.database = services.mlflow.database
         self.at_rest = case.family == "damage" and case.moment.event in ("start", "closing")
@@ -89,6 +91,8 @@ class Scene:
         code = _PLAYS[case.family](self)
         if case.family in ("mlflow", "twice"):  # what waits for a server is delivered by the next command
             code = self.finish(self.place.start())
+        if case.family == "mlflow" and self.place.is_waiting():  # the summary names this command
+            self.synced = self.finish(self.place.start("sync")) == 0
         while code != 0 and len(self.codes) < COMMANDS:
             code = self.finish(self.place.start())
         if code != 0:
