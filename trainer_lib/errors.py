@@ -33,7 +33,9 @@ It crosses a process boundary as a *record* (`to_record`, `from_record`): plain 
 from __future__ import annotations
 
 import errno
+import os
 import re
+import shutil
 import traceback as _traceback
 from typing import Any, ClassVar
 
@@ -289,7 +291,7 @@ def from_record(record: dict[str, Any]) -> TrainflowError:
 def from_exception(error: BaseException, *, rank: int | None = None, step: int | None = None) -> TrainflowError:
     """Convert any exception to a typed failure: ours as it is, the user's as a `CodeError`.
 
-    MemoryError and torch's out-of-memory errors become `OutOfMemoryError`, ENOSPC becomes `StorageFullError` and
+    MemoryError and torch's out-of-memory errors become `OutOfMemoryError`, a full disk becomes `StorageFullError` and
     KeyboardInterrupt becomes `Interrupted`. `rank` and `step` are added where they are not known yet.
     """
     if isinstance(error, TrainflowError):
@@ -308,9 +310,30 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
             remedy="Lower per_device_train_batch_size; the global batch stays the same if global_batch_size is set.",
             **where,
         )
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return StorageFullError(f"No space left: {text}", remedy="Free space, or choose another storage.", **where)
+    if is_full_disk(error):
+        left = _free_bytes(error)
+        message = f"No space left: {text}" if left is None else f"No space left, {left:,} bytes are free: {text}"
+        return StorageFullError(message, remedy="Free space, or choose another storage.", **where)
     return CodeError(f"{type(error).__name__}: {text}", **where)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a disk or a quota is full, as Python or a library of another language reports it."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # safetensors, tokenizers: an error of Rust is not an OSError.
+    return "(os error 28)" in str(error)
+
+
+def _free_bytes(error: BaseException) -> int | None:
+    """Bytes that are free where the file of an error was to be written; None where it names none."""
+    name = getattr(error, "filename", None)
+    if not isinstance(name, str):
+        return None
+    try:
+        return shutil.disk_usage(os.path.dirname(name) or ".").free  # noqa: PTH120 (a name, not a path of ours)
+    except OSError:
+        return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ Batches wait in one temporary file. They are returned in memory, since no array 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from trainer_lib.evaluation.prediction_spool import (
     MAX_MEMORY_BYTES,
     compute_padded_shape,
     fill_padded,
+    full_disk_named,
 )
 
 
@@ -76,6 +78,7 @@ class ObjectSpool:
             max_size=MAX_MEMORY_BYTES, dir=str(folder) if folder else None, prefix=FILE_PREFIX
         )
         self._sizes: list[int] = []
+        self._folder = folder
 
     @property
     def num_batches(self) -> int:
@@ -85,12 +88,14 @@ class ObjectSpool:
     def append(self, tree: Any) -> None:
         """Add a batch."""
         data = pack_objects(tree)
-        self._file.write(data)
+        with full_disk_named(self._folder, len(data)):
+            self._file.write(data)
         self._sizes.append(len(data))
 
     def by_batch(self) -> list[Any]:
         """All batches as a list of trees."""
-        self._file.seek(0)
+        with full_disk_named(self._folder, sum(self._sizes)):
+            self._file.seek(0)  # writes what is buffered
         return [unpack_objects(self._file.read(size)) for size in self._sizes]
 
     def tree(self) -> Any:
@@ -100,7 +105,8 @@ class ObjectSpool:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
+            self._file.close()
 
 
 def join_batches(batches: list[Any]) -> Any:

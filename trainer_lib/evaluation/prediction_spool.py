@@ -7,6 +7,8 @@ Results up to 16 MiB per leaf stay in memory.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainer_lib.data.collators import IGNORED
-from trainer_lib.errors import DataError, StorageFullError
+from trainer_lib.errors import DataError, StorageFullError, is_full_disk
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.nested import Array
 
@@ -48,7 +50,8 @@ class _Column:
             self._write(self._file, np.ascontiguousarray(array))
 
     def _move_to_disk(self) -> None:
-        self._file = tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX)  # noqa: SIM115 - closed by close()
+        with full_disk_named(self._folder, self._held_bytes):
+            self._file = tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX)  # noqa: SIM115 - closed by close()
         for array in self._held:
             self._write(self._file, array)
         self._held, self._held_bytes = [], 0
@@ -56,21 +59,17 @@ class _Column:
     def _write(self, file: IO[bytes], array: Array) -> None:
         folder = self._folder or Path(tempfile.gettempdir())
         # Asking for the free space costs a system call: small arrays are written without asking.
-        if array.nbytes > MAX_MEMORY_BYTES // 4 and (free := shutil.disk_usage(folder).free) < array.nbytes * 2:
-            raise StorageFullError(
-                f"The predictions need {array.nbytes:,} more bytes, and {free:,} are free.",
-                field="output_dir",
-                value=str(folder),
-                remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
-            )
-        file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
+        if array.nbytes > MAX_MEMORY_BYTES // 4 and shutil.disk_usage(folder).free < array.nbytes * 2:
+            raise _full(folder, array.nbytes)
+        with full_disk_named(folder, array.nbytes):
+            file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
 
     def segments(self) -> Iterator[Array]:
         """The batches' arrays in their original shapes."""
         if self._file is None:
             yield from self._held
             return
-        self._file.flush()
+        self._flush(self._file)
         offset = 0
         for dtype, shape in self._segments:
             yield self._map(self._file, dtype, offset, shape)
@@ -94,12 +93,13 @@ class _Column:
             return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=dtype), self._held)
         if len(widths) == 1 and all(dtype == each for each, _ in self._segments):
             # Equal shapes: the file's bytes are the array already.
-            self._file.flush()
+            self._flush(self._file)
             return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))
         shape = compute_padded_shape(rows, widths)
         with tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX) as file:
-            # A memory map needs a file of its full size; what is not written takes no space.
-            file.truncate(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            with full_disk_named(self._folder, size):
+                _reserve(file, size)
             target: Array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
             fill_padded(target, self.segments())
             target.flush()  # type: ignore[attr-defined]
@@ -112,9 +112,44 @@ class _Column:
             return np.empty(shape, dtype=dtype)
         return np.asarray(np.memmap(file, dtype=dtype, mode="c", offset=offset, shape=shape))
 
+    def _flush(self, file: IO[bytes]) -> None:
+        needed = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in self._segments)
+        with full_disk_named(self._folder, needed):
+            file.flush()
+
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
+                self._file.close()
+
+
+def _reserve(file: IO[bytes], size: int) -> None:
+    """Give the file its full size, which a memory map needs, and room on the disk for all of it."""
+    # On a full disk, writing to a page of the map that has no room yet kills the process (SIGBUS).
+    if hasattr(os, "posix_fallocate") and size:
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:  # macOS
+        file.truncate(size)
+
+
+@contextlib.contextmanager
+def full_disk_named(folder: Path | None, needed: int) -> Iterator[None]:
+    """Turn an error of a full disk into a StorageFullError with the folder; `needed`: bytes that were to be written."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise _full(folder or Path(tempfile.gettempdir()), needed) from error
+
+
+def _full(folder: Path, needed: int) -> StorageFullError:
+    return StorageFullError(
+        f"The predictions need {needed:,} more bytes, and {shutil.disk_usage(folder).free:,} are free.",
+        field="output_dir",
+        value=str(folder),
+        remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
+    )
 
 
 def compute_padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:

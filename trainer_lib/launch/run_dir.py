@@ -12,6 +12,7 @@
         stack-<rank>.txt    the stacks of a rank that made no progress
         trace-<rank>.json   the collectives that it had entered; kept, with the stacks, when the launch ends
         stacks.asked cancelled  the owner asks for those stacks; the owner ends the launch
+        reserve             room on the disk for how the launch ends, should the disk become full
         launch.json outcome.json    several machines: the settings of this one, and how its part ended
 """
 
@@ -25,16 +26,17 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError, StorageFullError, is_full_disk
 from trainer_lib.guard import Process, is_alive, send_signal, start_time
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
+_RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
 
@@ -52,16 +54,21 @@ class RunDir:
         Raises:
             ConfigError: the folder for run files belongs to another user.
             InfrastructureError: another living process works on this output.
+            StorageFullError: the disk of temporary files is full.
         """
         digest = hashlib.sha256(str(request.get("output", "")).encode()).hexdigest()[:16]
         while True:
-            base = _private_base()
+            with _typed_if_full():
+                base = _private_base()
             _sweep(base, digest, grace_s, should_cancel)
-            with suppress(FileNotFoundError):  # another launch that ended has just removed the empty base
+            # Suppressed: another launch that ended has just removed the empty base.
+            with suppress(FileNotFoundError), _typed_if_full():
                 run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
                 break
-        run_dir.record_process("owner", os.getpid())
-        run_dir.write_json("request.json", request)
+        with _typed_if_full(run_dir):
+            run_dir.record_process("owner", os.getpid())
+            run_dir.write_json("request.json", request)
+            (run_dir.path / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
         return run_dir
 
     def record_process(self, name: str, pid: int) -> None:
@@ -112,7 +119,11 @@ class RunDir:
         # The last line may be half written.
         complete = data[: data.rfind(b"\n") + 1]
         self._events_read += len(complete)
-        return [json.loads(line) for line in complete.splitlines()]
+        events = []
+        for line in complete.splitlines():
+            with suppress(ValueError):  # a line that a full disk has cut
+                events.append(json.loads(line))
+        return events
 
     def format_stacks(self) -> str:
         """Return the stacks of all ranks as one text."""
@@ -191,10 +202,43 @@ class RunDir:
             self.path.parent.rmdir()
 
     def _write(self, name: str, text: str) -> None:
+        try:
+            self._write_whole(name, text)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            (self.path / _RESERVE).unlink(missing_ok=True)  # another process of the launch may have done it
+            self._write_whole(name, text)
+
+    def _write_whole(self, name: str, text: str) -> None:
         # Written aside and moved: a reader never sees half a file.
         temporary = self.path / f"{name}.tmp"
-        temporary.write_text(text)
-        temporary.replace(self.path / name)
+        try:
+            temporary.write_text(text)
+            temporary.replace(self.path / name)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _typed_if_full(run_dir: RunDir | None = None) -> Iterator[None]:
+    """Turn a full disk into a typed failure; a run directory that is half made is removed."""
+    try:
+        yield
+    except OSError as error:
+        if run_dir is not None:
+            run_dir.remove()
+        if not is_full_disk(error):
+            raise
+        place = tempfile.gettempdir()
+        raise StorageFullError(
+            f"The files of a run need {_RESERVE_BYTES:,} bytes, {shutil.disk_usage(place).free:,} are free.",
+            field="TMPDIR",
+            value=place,
+            remedy="Free space there, or set TMPDIR to a folder on another disk.",
+        ) from error
 
 
 def read_process(path: Path) -> Process | None:

@@ -21,7 +21,7 @@ from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 from trainer_lib import recipes
 from trainer_lib.agreement import is_lost_peer
-from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError
+from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import descendants, send_signal
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.watch import ParentWatch
@@ -46,6 +46,7 @@ class Events:
         self._path = path
         self._rank = rank
         self._sink = sink
+        self._is_torn = False  # a full disk has cut the newest line
 
     def emit(self, event: str, **fields: Any) -> None:
         """Report that something happened. Fields that are None are left out."""
@@ -59,8 +60,16 @@ class Events:
         if self._sink is not None:
             self._sink(record)
             return
-        with self._path.open("ab") as file:
-            file.write(json.dumps(record).encode() + b"\n")
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            with self._path.open("ab") as file:
+                file.write(b"\n" + line if self._is_torn else line)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            self._is_torn = True  # progress that is not shown is not worth the work
+        else:
+            self._is_torn = False
 
 
 Q = TypeVar("Q", bound=Request[Any])

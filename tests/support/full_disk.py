@@ -1,0 +1,138 @@
+"""What happens on a disk that is full, or becomes full: each case in a mount namespace of its own.
+
+    python -m tests.support.full_disk CASE FOLDER
+
+prints the outcome as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support import tiny
+from tests.support.chaos_services import fill, small_disk
+from tests.support.launched import request
+from tests.support.repository import ROOT
+from tests.support.spikes import checkpoints
+from trainer_lib.errors import TrainflowError
+from trainer_lib.evaluation.objects import ObjectSpool
+from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.launch import LaunchConfig, launch
+
+MIB = 1 << 20
+Outcome = dict[str, Any]
+
+
+def run_case(name: str, folder: Path) -> Outcome:
+    """Run a case in a process that may mount file systems, and return what it prints."""
+    way = ["-m"] if os.geteuid() == 0 else ["-Urm"]
+    command = ["unshare", *way, sys.executable, "-m", "tests.support.full_disk", name, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    outcome: Outcome = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+def _attempt(work: Callable[[], Any]) -> Outcome:
+    try:
+        result = work()
+    except TrainflowError as error:
+        return {"class": type(error).__name__, "text": str(error)}
+    return {"class": None, "step": getattr(result, "global_step", None)}
+
+
+def _trained(folder: Path, when: int | None, disk: Path, output: Path, *, processes: int = 1, **given: Any) -> Outcome:
+    """How a training ends while `disk` becomes full at step `when`."""
+    asked = tiny.train_request(folder, tiny.prepared(folder / "prepared"), str(output), save_steps=4, **given)
+
+    def note(event: dict[str, Any]) -> None:
+        if when is not None and event.get("step", 0) >= when and not (disk / ".ballast").exists():
+            fill(disk)
+
+    env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.03", "TMPDIR": tempfile.gettempdir()}
+    config = LaunchConfig(processes=processes, grace_s=20.0)
+    return _attempt(lambda: launch(asked, config, env=env, on_line=lambda line: None, on_event=note))
+
+
+def _left(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix)
+
+
+def storage(folder: Path, disk: Path) -> Outcome:
+    """The storage becomes full after two checkpoints; then it has room again."""
+    output = disk / "train"
+    first = _trained(folder, 6, disk, output, processes=2)
+    steps, names = checkpoints(output / "checkpoints"), {path.parent.name for path in output.rglob("*.json")}
+    (disk / ".ballast").unlink()
+    again = _trained(folder / "again", None, disk, output, processes=2)
+    return {"first": first, "steps": steps, "folders": sorted(names), "again": again}
+
+
+def temporary(folder: Path, disk: Path) -> Outcome:
+    """The folder of temporary files is full before a launch, becomes full in one, and in one that fails."""
+    tempfile.tempdir = str(disk)
+    fill(disk)
+    before = _attempt(
+        lambda: launch(
+            request(folder, tiny.RECIPE),
+            LaunchConfig(kind="process"),
+            env={},
+            on_line=lambda line: None,
+            on_event=lambda event: None,
+        )
+    )
+    left = _left(disk)
+    (disk / ".ballast").unlink()
+    meanwhile = _trained(folder / "ends", 1, disk, folder / "ends", logging_steps=1)
+    (disk / ".ballast").unlink()
+    failing = _trained(folder / "fails", 1, disk, folder / "fails", learning_rate=1e30, max_nonfinite_steps=1)
+    return {"before": before, "left": left, "meanwhile": meanwhile, "failing": failing}
+
+
+def predictions(folder: Path, disk: Path) -> Outcome:
+    """Predictions that do not fit: while they are collected, and when arrays of unequal widths become one."""
+
+    def collect(spool: Any, batches: int) -> Any:
+        try:
+            for number in range(batches):
+                spool.append(np.ones((64, 8192 + number), dtype=np.float32))  # 2 MiB
+            return spool.tree()
+        finally:
+            spool.close()
+
+    cases: dict[str, Callable[[], Any]] = {
+        "collecting": lambda: collect(PredictionSpool(disk), 24),
+        "joining": lambda: collect(PredictionSpool(disk), 12),
+        "objects": lambda: collect(ObjectSpool(disk), 24),
+    }
+    return {name: _attempt(case) for name, case in cases.items()} | {"left": _left(disk)}
+
+
+_CASES: dict[str, tuple[Callable[[Path, Path], Outcome], int]] = {
+    "storage": (storage, 9 * MIB),
+    "temporary": (temporary, 4 * MIB),
+    "predictions": (predictions, 32 * MIB),
+}
+
+
+def _main(name: str, folder: Path) -> None:
+    case, size = _CASES[name]
+    disk = folder / "disk"
+    with small_disk(disk, size):
+        outcome = case(folder, disk)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]))
