@@ -17,10 +17,12 @@ import httpx
 import psutil
 import pytest
 
+from flows.past_runs import list_runs
 from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import running, trainflow
 from tests.support.repository import ROOT
+from tests.support.runs import IN_PROCESS
 
 # prepare and train: what a schedule has to show, in the least time.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -200,6 +202,47 @@ def test_a_cancelled_deployed_run_leaves_no_process(server: Server, tmp_path: Pa
     wait_for("the cancelled state", lambda: server.runs("endless", "CANCELLED"), 60)
     wait_for("the end of every process", lambda: not training(), 30)
     assert not trained(tmp_path / "project" / "store")
+
+
+@pytest.mark.timeout(300)
+def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    declared = "from pathlib import Path\nfrom typing import TypedDict\n\nclass Model(TypedDict):\n    repaired: Path\n"
+    recipe = toy.RECIPE.replace("\n\ndef prepare", f"\n{declared}\n\ndef prepare", 1)
+    head, reads = "def build_model(options: Model, data):\n", "    options['repaired'].read_text()\n"
+    recipe = recipe.replace("def build_model(options, data):\n", head + reads)
+    spec = toy.project(
+        folder, recipe=recipe, spec=f"{toy.SPEC}\n".replace("train:\n", "train:\n  model: {repaired: r}\n")
+    )
+    store, repaired = folder / "store", folder / "r"
+    ways = (*SHORT, *IN_PROCESS)
+    assert trainflow("deploy", spec, *ways, "--pool", "main", "--name", "retried", env=server.environ).code == 0
+    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["retried"]}}})
+    run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+    wait_for("the failure", lambda: server.runs("retried", "FAILED"))
+    repaired.write_text("now")
+    # What the button "Retry" in the UI sends.
+    server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
+    [completed] = wait_for("the same run to complete", lambda: server.runs("retried", "COMPLETED"))
+    assert (completed["id"], completed["run_count"]) == (run["id"], 2)
+    assert attempts(store, "prepare-data") == 1
+    assert attempts(store, "train") == 2
+    assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
+
+    # A run of `trainflow run` has no deployment, so a worker cannot take it up: Prefect's command line runs it itself.
+    repaired.unlink()
+    again = trainflow("run", spec, *ways, "train.args.learning_rate=1e-2", env=server.environ, cwd=tmp_path)
+    assert again.code == 10, again.err
+    [failed] = server.api("POST", "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["FAILED"]}}}})
+    repaired.write_text("now")
+    server.prefect("flow-run", "retry", failed["id"], "--entrypoint", "flows.deployed.pipeline")
+    assert server.api("GET", f"flow_runs/{failed['id']}")["state"]["type"] == "COMPLETED"
+    assert len(trained(store)) == 2
+    assert {past.status for past in list_runs(str(store))} == {"FINISHED"}
+
+
+def attempts(store: Path, stage: str) -> int:
+    return len([path for path in store.glob(f"stages/{stage}/*/attempts/*.json") if not path.stem.endswith(".end")])
 
 
 def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> None:
