@@ -18,11 +18,12 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,12 +64,14 @@ class RunHandle:
         experiment: the experiment's name.
         tracking_uri: where the run is. May hold credentials when it came from the environment: show `server` instead.
         spool_dir: local folder where what is logged waits for the server.
+        host: name of the machine whose flow delivers it.
     """
 
     token: str
     experiment: str
     tracking_uri: str
     spool_dir: str
+    host: str = field(default_factory=socket.gethostname)
 
     def __repr__(self) -> str:
         return f"RunHandle({self.token!r} at {self.server!r})"
@@ -104,7 +107,7 @@ class RunHandle:
         return {
             "MLFLOW_TRACKING_URI": self.tracking_uri,
             **({} if run_id is None else {"MLFLOW_RUN_ID": run_id}),
-            TRACKED_RUN: json.dumps({"token": self.token, "experiment": self.experiment}),
+            TRACKED_RUN: json.dumps({"token": self.token, "experiment": self.experiment, "host": self.host}),
             SPOOL_DIR: self.spool_dir,
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": str(HTTP_TIMEOUT_S),
@@ -218,7 +221,7 @@ class Background:
 
     def close(self, *, stages: int) -> bool:
         """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
-        if self._is_local:
+        if self._is_local and stages:
             return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
         return self._shipper.close(float(stages), stages / 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.mlflow import MLflowTracker
 
 KEY = "k" * 64
-PATIENCE_S = 5 + 1  # a second for each of five stages, and what a busy machine adds
+PATIENCE_S = 5 + 3  # a second for each of five stages, and what a busy machine adds
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_server_out_of_reach_from_the_beginning_costs_nothing_and_gets_everyth
     began = time.monotonic()
     run = start(storage, f"late-{mode}")
     log_whole(run, storage, monkeypatch)
-    assert time.monotonic() - began < 2  # on a busy machine; nothing is waited for
+    assert time.monotonic() - began < 3  # on a busy machine; nothing is waited for
     assert finish(run) < PATIENCE_S
     assert str(find_waiting(storage)) == "1 run (92 points, 2 files)"
     proxy.behave("ok")
@@ -299,3 +300,42 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
     check_whole(server, "torn")
     assert [path.name for path in spool.iterdir() if path.is_dir()] in ([], [f"{unreadable.name}.damaged"])
     assert json.loads((spool / f"{run.handle.token}.run").read_text())["run_id"] == run.handle.run_id
+
+
+def test_a_worker_on_another_machine_delivers_its_points_by_itself(
+    server: tuple[int, str], proxy: Proxy, storage: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(storage, "far")
+    while run.handle.run_id is None:
+        time.sleep(0.02)
+    far = dataclasses.replace(run.handle, host="another machine", spool_dir=str(tmp_path / "far"))
+    with monkeypatch.context() as patch:
+        for name, value in far.worker_env().items():
+            patch.setenv(name, value)
+        tracker = MLflowTracker(None)
+        tracker.start(run_name=None, params={}, resume_step=0)
+        tracker.log({"loss": 1.0}, 1)
+        deadline = time.monotonic() + 20
+        while not points(server[1], run.handle.run_id, "loss") and time.monotonic() < deadline:
+            time.sleep(0.1)
+        tracker.close()
+    finish(run)
+    assert points(server[1], run.handle.run_id, "loss") == [(1, 1.0)]
+
+
+def test_a_run_taken_up_on_another_machine_keeps_its_end(
+    server: tuple[int, str], proxy: Proxy, storage: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first machine could not deliver its failure; the second one has finished the run meanwhile."""
+    proxy.behave("refuse")
+    first = start(storage, "moved")
+    first.log_metrics({"loss": 1.0}, 1)
+    finish(first, "FAILED")
+    proxy.behave("ok")
+    second = start(Store.open(tmp_path / "second"), "moved", token=first.handle.token)
+    second.log_metrics({"loss": 0.5}, 2)
+    finish(second)
+    deliver(storage)
+    [run] = [each for each in runs(server[1]) if each.info.run_name == "moved"]
+    assert run.info.status == "FINISHED"
+    assert points(server[1], run.info.run_id, "loss") == [(1, 1.0), (2, 0.5)]

@@ -174,7 +174,7 @@ class _RunDelivery:
             if session.state.run_id is not None:
                 continue
             if _is_flow(session) and session is newest:
-                calls.reopen_run(self._client, run_id)
+                calls.reopen_run(self._client, run_id, int(session.head.get("start_ms") or 0))
             session.state.run_id = run_id
             session.save_state()
         return str(run_id)

@@ -6,6 +6,8 @@ kept in memory and a background thread writes the whole object, at most every `U
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -55,8 +57,13 @@ class LineFile:
         path = self.store.local_path(self._name)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f"{path.suffix}.new")
-        draft.write_bytes(b"".join(lines))
-        draft.replace(path)  # in one step: a reader sees the old file or the new one
+        try:
+            draft.write_bytes(b"".join(lines))
+            draft.replace(path)  # in one step: a reader sees the old file or the new one
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
 
     def append(self, line: bytes) -> None:
         """Append one line, or keep it for the next upload. Raises OSError when the local disk refuses it."""
@@ -68,7 +75,10 @@ class LineFile:
         # One unbuffered write per line: after kill -9 every line but perhaps the last is whole.
         handle = os.open(self.store.local_path(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.write(handle, line)
+            if (written := os.write(handle, line)) < len(line):
+                # The disk is full: no half line may stay in front of the next one.
+                os.ftruncate(handle, os.fstat(handle).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             os.close(handle)
 

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,15 +47,19 @@ class MLflowTracker:
         self._shipper: Shipper | None = None
         self._last: dict[str, tuple[int, float]] = {}
         self._is_full = False
+        self._is_delivered = False
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
         """Attach to the run of the environment, or to one of our own: a new one, or the earlier one after a resume."""
         self._root = spool_root(self._output_dir)
         # Without credentials: the process that delivers has them from its environment.
         head: dict[str, Any] = {"tracking_uri": mask(default_tracking_uri()), "dedupe": True}
-        self._params = None
+        self._params, self._is_delivered = None, False
         if pipeline := os.environ.get(TRACKED_RUN):
-            head |= json.loads(pipeline)
+            run = json.loads(pipeline)
+            # The flow's process delivers, unless it is on another machine, which does not see this spool.
+            self._is_delivered = run.pop("host", None) == socket.gethostname()
+            head |= run
         elif run_id := os.environ.get("MLFLOW_RUN_ID"):
             head["run_id"] = run_id
         else:
@@ -92,7 +97,9 @@ class MLflowTracker:
         except OSError as error:
             _log.warning("The last metrics are not in MLflow: %s cannot be written: %s", session.path, error)
         session.close()
-        if shipper is not None and not shipper.close(CLOSE_S, REQUEST_S):
+        # A stage of a pipeline loses at most a second to MLflow.
+        patience = (1.0, 0.5) if TRACKED_RUN in os.environ else (CLOSE_S, REQUEST_S)
+        if shipper is not None and not shipper.close(*patience):
             _log.warning(
                 "MLflow did not accept all metrics; the rest is kept in %s, and the next training with it delivers it.",
                 self._root,
@@ -110,7 +117,7 @@ class MLflowTracker:
         if self._params is not None:
             params, self._params = self._params, None
             self._write(lambda session: session.write(params))
-        if TRACKED_RUN not in os.environ:
+        if not self._is_delivered:
             self._shipper = Shipper(Delivery(self._root, default_tracking_uri()))
             self._shipper.start()
 

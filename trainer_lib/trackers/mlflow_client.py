@@ -320,11 +320,14 @@ def list_sizes(client: MlflowClient, run_id: str, folder: str) -> dict[str, int]
 
 
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:
-    """End the run; safe to repeat."""
-    client.set_terminated(run_id, status, end_ms)
+    """End the run, unless it has ended since, on another machine that took it up; safe to repeat."""
+    info = client.get_run(run_id).info
+    if info.status == "RUNNING" or (info.end_time or 0) <= (end_ms or 0):
+        client.set_terminated(run_id, status, end_ms)
 
 
-def reopen_run(client: MlflowClient, run_id: str) -> None:
-    """Mark the run as running."""
-    if client.get_run(run_id).info.status != "RUNNING":
+def reopen_run(client: MlflowClient, run_id: str, start_ms: int) -> None:
+    """Mark a run that goes on at `start_ms` as running, unless it has ended since, on another machine."""
+    info = client.get_run(run_id).info
+    if info.status != "RUNNING" and (info.end_time or 0) <= start_ms:
         client.update_run(run_id, status="RUNNING")

@@ -112,7 +112,7 @@ class Shipper(threading.Thread):
         """
         self._closing.set()
         self._wake.set()
-        loaded_by = time.monotonic() + LOAD_S
+        loaded_by = time.monotonic() + (LOAD_S if patience_s else 0.0)
         while self.is_alive() and not self._delivery.is_loaded.wait(0.02) and time.monotonic() < loaded_by:
             continue
         clock = self._delivery.clock

@@ -18,6 +18,7 @@ that was sent before its process died can be recognized on the server.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -124,7 +125,7 @@ class Session:
         session.path.mkdir(mode=0o700)
         try:
             if not session._acquire():
-                raise OSError(37, "No locks available")
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
             session._replace("session.json", session.head)
             session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             session._move(root / name)
@@ -151,7 +152,7 @@ class Session:
         try:
             written = os.write(self._points, data)
             if written < len(data):
-                raise OSError(28, "No space left on device")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             if written:  # the disk is full: no half line may stay in front of the next one
                 os.ftruncate(self._points, os.fstat(self._points).st_size - written)
