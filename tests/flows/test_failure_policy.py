@@ -77,7 +77,7 @@ def test_a_full_disk_is_not_tried_again_and_says_what_it_needs(folder: Path, fau
     def fill(event: dict[str, Any]) -> None:
         if event.get("stage") == "prepare-data" and event.get("status") == "started" and not seen:
             seen.append(1)
-            faults.plan(2, "full")  # 1 opens the first shard
+            faults.plan(2, "full", only="/data/train/")  # 1 opens the first shard
 
     with progress.subscribe(fill):
         result = run(folder, "storage=faulty://bucket/full", *TRAINING)
@@ -89,6 +89,30 @@ def test_a_full_disk_is_not_tried_again_and_says_what_it_needs(folder: Path, fau
     again = run(folder, "storage=faulty://bucket/full", *TRAINING)
     again.raise_for_error()
     assert ran(again) == {"prepare-data", "train"}
+
+
+# ----------------------------------------------------------------------------------------------------------- preempted
+def test_a_preempted_training_is_resumed_free_of_charge(folder: Path) -> None:
+    """The machine asks the worker to go (SIGTERM), once: the stage goes on from the step that was saved for that."""
+    broken(folder, "y = self.linear", "drain(len(x))\n            y = self.linear")
+    once = f"Path({str(folder / 'drained')!r})"
+    broken(
+        folder,
+        "def compute_metrics",
+        f"def drain(rows):\n    import os\n    from pathlib import Path\n\n    if not {once}.exists():\n"
+        f"        {once}.touch()\n        os.kill(os.getpid(), 15)\n\n\ndef compute_metrics",
+    )
+    storage = fresh(folder)
+    result = run(folder, f"storage={storage}", "train.launch=process", "train.retries=0", *TRAINING)
+    result.raise_for_error()
+    first, second = attempts(storage, "train")
+    assert first["error"]["class"] == "Preempted"
+    assert first["decision"] == "preempted: tried again, free of charge"
+    assert second["outcome"] == "committed"
+    trained = result.outcome("train")
+    assert trained is not None
+    assert trained.manifest is not None
+    assert trained.manifest["meta"]["resumed_from"] == first["error"]["step"] == 1
 
 
 # ------------------------------------------------------------------------------------------------------- out of memory

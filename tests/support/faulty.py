@@ -35,16 +35,24 @@ class Faults:
         self.log: list[str] = []
         self._at: int | None = None
         self._kind: Kind = "error"
+        self._only = ""
         self._dead = False
 
-    def plan(self, at: int | None, kind: Kind = "error") -> None:
-        """From now on count from one; write number `at` goes wrong (None: none does)."""
+    def plan(self, at: int | None, kind: Kind = "error", *, only: str = "") -> None:
+        """From now on count from one; write number `at` goes wrong (None: none does).
+
+        Args:
+            only: count writes with this text in their path alone: a run also writes signs of life when it likes.
+        """
         self.count, self.log, self._at, self._kind, self._dead = 0, [], at, kind, False
+        self._only = only
 
     def step(self, what: str) -> Kind | None:
         """Right before one write: ends the process or fails, if that is the plan; else what its body must do wrong."""
         if self._dead:
             raise Died
+        if self._only not in what:
+            return None
         self.count += 1
         self.log.append(what)
         kind = self._kind if self.count == self._at else None
