@@ -31,6 +31,8 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 
 # A file stays on one worker: its imports and its fixtures are paid once.
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
+# Without compiled files each of the suite's processes compiles its modules again.
+unit test: export PYTHONDONTWRITEBYTECODE =
 unit: install  ## Run the unit tests (at most two minutes on two cores)
 	@$(PYTEST) -n $(CORES) tests/unit
 

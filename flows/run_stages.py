@@ -33,6 +33,7 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
     for name, sentences in plan.warnings.items():
         for sentence in sentences:
             progress.publish({"event": "warning", "stage": name, "message": sentence})
+    _expect_launches(plan)
     run = _StageRun(plan, record)
     for group in plan.groups():
         for name in group:
@@ -44,6 +45,16 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
             run.run_together(wanted)
         elif wanted:
             run.run_alone(wanted[0])
+
+
+def _expect_launches(plan: Plan) -> None:
+    """Let the processes from which workers are forked load torch while the first stage begins."""
+    names = [name for name, reason in plan.reasons.items() if plan.is_wanted(name) and not reason.hit]
+    launches = [plan.stages[name].launch for name in {*names, *plan.context.force} if plan.is_wanted(name)]
+    if launches:
+        from trainer_lib.launch import warm  # an unchanged run launches nothing
+
+        warm.expect(launch for launch in launches if launch is not None)
 
 
 class _StageRun:

@@ -21,7 +21,6 @@ from tests.support.repository import ROOT
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.launch import LaunchConfig, conditions, gpu_selection, launch, warm
 from trainer_lib.launch.conditions import SWITCH
-from trainer_lib.launch.variables import worker_environment
 from trainer_lib.requests import PreparedData
 from trainer_lib.worker import warm_parent
 
@@ -197,7 +196,7 @@ def test_a_launch_goes_on_without_its_parent(guard_too: bool, tmp_path: Path) ->
             guard.kill()
         (tmp_path / "go").touch()
 
-    warm.expect(ONE, worker_environment(ONE, {}))
+    warm.expect([ONE, ONE])
     if guard_too:
         with pytest.raises(InfrastructureError, match=r"The guard process was killed by SIGKILL \(9\)"):
             start(tmp_path, waits + ROWS, on_line=on_line)
@@ -220,6 +219,7 @@ def test_what_is_read_at_the_start_takes_another_parent(variable: str) -> None:
 
 
 def test_a_single_launch_of_one_process_starts_no_parent(tmp_path: Path) -> None:
+    warm.expect([ONE])
     start(tmp_path)
     assert parents() == []
 
@@ -251,8 +251,7 @@ def test_it_ends_when_idle_and_with_its_owner(monkeypatch: pytest.MonkeyPatch) -
 def test_an_owner_that_is_killed_takes_its_idle_parent_along(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom trainer_lib.launch import LaunchConfig, warm\n"
-        "from trainer_lib.launch.variables import worker_environment\n"
-        "one = LaunchConfig(kind='process', processes=1)\nwarm.expect(one, worker_environment(one, {}))\n"
+        "warm.expect([LaunchConfig(kind='process', processes=1)] * 2)\n"
         "print('up', flush=True)\ntime.sleep(300)"
     )
     owner = psutil.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -27,13 +27,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, Protocol
 
 from trainer_lib.guard import Process, is_alive, is_stopped, send_signal
 from trainer_lib.launch.conditions import can_be_warm, read_conditions, read_umask, read_variables
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.variables import worker_environment
 
 ROOM = "TRAINFLOW_ROOM"  # the last variable of a parent: its children write their own variables over it
 ROOM_BYTES = 64 * 1024
@@ -225,11 +227,23 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_parents.forget)
 
 
-def expect(config: LaunchConfig, environment: Mapping[str, str]) -> None:
-    """Start a warm parent for launches that will follow, so that it imports torch meanwhile; where one may be used."""
-    if _may_fork(config, environment):
-        with contextlib.suppress(OSError):
-            _parents.find(environment, start=True)
+def expect(launches: Iterable[LaunchConfig]) -> None:
+    """Start warm parents for launches that will follow, so that they import torch meanwhile; where that is worth it.
+
+    Variables of a launch that torch reads at its import have to stand in its configuration or in this process.
+    """
+    environments: dict[tuple[str, ...], dict[str, str]] = {}
+    workers: Counter[tuple[str, ...]] = Counter()
+    for config in launches:
+        environment = worker_environment(config, {})
+        if _may_fork(config, environment):
+            conditions = read_conditions(environment)
+            environments[conditions] = environment
+            workers[conditions] += int(config.processes)
+    for conditions, number in workers.most_common(MOST):
+        if number > 1:
+            with contextlib.suppress(OSError):
+                _parents.find(environments[conditions], start=True)
 
 
 def close() -> None:
