@@ -38,6 +38,9 @@ from typing import NamedTuple, NoReturn
 # Numbers of linux/prctl.h, which Python's library does not have.
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# In the environment of what a launch starts, as "pid:start": its owner, and its guard.
+OWNER = "TRAINFLOW_OWNER"
+GUARD = "TRAINFLOW_GUARD"
 SNAPSHOT_S = 0.3
 LEFTOVERS_S = 3.0
 
@@ -197,7 +200,7 @@ class Guard:
 
     def _start(self) -> None:
         self.subreaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
-        environment = {**os.environ, "TRAINFLOW_GUARD": f"{os.getpid()}:{start_time(os.getpid())}"}
+        environment = {**os.environ, GUARD: f"{os.getpid()}:{start_time(os.getpid())}"}
         guard = os.getpid()
         # A fork instead of Popen: SIGCHLD is handled here, where one waitpid reaps the command and adopted orphans.
         pid = os.fork()

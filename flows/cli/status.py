@@ -71,7 +71,7 @@ def _waits_for(count: int) -> str:
 
 
 def _swept(root: str, found: Sequence[RunStatus], out: Console) -> str | None:
-    """Mark what died; returns why Prefect could not be told, or None."""
+    """Mark what died; returns why not, or None."""
     import httpx
 
     from flows.run_status import sweep

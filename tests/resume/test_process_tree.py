@@ -161,3 +161,12 @@ def test_next_launch_waits_for_the_workers_of_a_killed_owner(start: Start, tmp_p
     second.process.send_signal(signal.SIGINT)
     assert second.gone() == []
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("to_owner", [signal.SIGINT, signal.SIGKILL])
+def test_a_guard_that_is_stopped_still_ends_all(start: Start, tmp_path: Path, to_owner: int) -> None:
+    owner = start(processes=1)
+    owner.wait_for(tmp_path / "ready-0")
+    owner.named("guard.py").suspend()
+    owner.process.send_signal(to_owner)
+    assert owner.gone() == []

@@ -13,10 +13,12 @@ wrote, or raises the failure of the first rank that failed. Launchers differ in 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError
+from trainer_lib.guard import OWNER, start_time
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
@@ -94,7 +96,7 @@ def _attempt(
     # The ranks of an enclosing job must not reach it: it is a world of one.
     if config.kind == "in_process":
         return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
-    environment = {**worker_environment(config, env), MARK: str(run_dir.path)}
+    environment = {**worker_environment(config, env), MARK: str(run_dir.path), OWNER: f"{os.getpid()}:{start_time(os.getpid())}"}
     command = _command(request.verb, config, run_dir, environment)
     fork = functools.partial(warm.start_guard, config, run_dir, command, environment)
     supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -209,6 +210,8 @@ class Supervisor:
         with contextlib.suppress(OSError):  # the guard may have just ended
             if self._guard.stdin is not None:
                 self._guard.stdin.write(f"{word}\n".encode())
+                # A guard that was stopped (SIGSTOP) would never read it.
+                os.kill(self._guard.pid, signal.SIGCONT)
 
     def _end(self) -> None:
         """End everything, since the caller leaves: gracefully, until a second interruption kills at once."""
