@@ -82,36 +82,35 @@ def own_flow_run() -> Iterator[None]:
         yield
         return
     tags = TagsContext.get().current_tags
-    introduce = threading.Thread(target=_introduce, args=(run.id,), name="trainflow-sweep", daemon=True)
+    kept = {tag for tag in tags if not tag.startswith(_TAG)}
+    # Without the mark another process has created the run, or ran it before: its labels stand there until ours do.
+    is_marked = kept != tags
+    introduce = threading.Thread(
+        target=_introduce, args=(run.id, kept if is_marked else None), name="trainflow-sweep", daemon=True
+    )
     introduce.start()
-    # A run that another process created or ran before has that one's labels, until it has ours.
-    if not any(tag.startswith(_TAG) for tag in tags):
+    if not is_marked:
         introduce.join(LIMIT_S)
     # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
-    with TagsContext(current_tags={tag for tag in tags if not tag.startswith(_TAG)}):
+    with TagsContext(current_tags=kept):
         try:
             yield
         finally:
             introduce.join(_CLOSE_S)
 
 
-def _introduce(flow_run_id: UUID) -> None:
+def _introduce(flow_run_id: UUID, tags: set[str] | None) -> None:
+    """Label a run, replace its tags unless they are None, and sweep."""
     try:
         with quick_client() as client:
-            _label(client, flow_run_id)
-        for run in sweep_dead_runs():
-            _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
+            holder = asdict(Holder.this_process())
+            client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
+            if tags is not None:
+                client.update_flow_run(flow_run_id, tags=tags)
+            for run in _sweep(client):
+                _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
     except Exception as error:  # the next command sweeps, too
         _log.debug("Dead runs were not looked for: %s", error)
-
-
-def _label(client: SyncPrefectClient, flow_run_id: UUID) -> None:
-    holder = asdict(Holder.this_process())
-    client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
-    tags = client.read_flow_run(flow_run_id).tags
-    kept = [tag for tag in tags if not tag.startswith(_TAG)]
-    if kept != tags:
-        client.update_flow_run(flow_run_id, tags=kept)
 
 
 def sweep_dead_runs() -> list[DeadRun]:
@@ -123,15 +122,7 @@ def sweep_dead_runs() -> list[DeadRun]:
         httpx.HTTPError: the server does not answer.
     """
     with quick_client() as client:
-        found = _dead_runs(client)
-        if not found:
-            return []
-        time.sleep(_SETTLE_S)
-        still = {run.flow_run_id: run for run in _dead_runs(client)}
-        dead = [run for run in found if still.get(run.flow_run_id) == run]
-        for run in dead:
-            end_flow_run(client, run.flow_run_id, f"Its process ended without a word ({run.holder}).", run.cancelling)
-        return dead
+        return _sweep(client)
 
 
 def end_flow_run(client: SyncPrefectClient, flow_run_id: UUID, why: str, cancelling: bool = False) -> None:
@@ -143,6 +134,18 @@ def end_flow_run(client: SyncPrefectClient, flow_run_id: UUID, why: str, cancell
     for task_run_id in _open_task_runs(client, flow_run_id):
         client.set_task_run_state(task_run_id, make(message=why), force=True)
     client.set_flow_run_state(flow_run_id, make(message=why), force=True)
+
+
+def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
+    found = _dead_runs(client)
+    if not found:
+        return []
+    time.sleep(_SETTLE_S)
+    still = {run.flow_run_id: run for run in _dead_runs(client)}
+    dead = [run for run in found if still.get(run.flow_run_id) == run]
+    for run in dead:
+        end_flow_run(client, run.flow_run_id, f"Its process ended without a word ({run.holder}).", run.cancelling)
+    return dead
 
 
 def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:

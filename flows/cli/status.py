@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, print_json
 from flows.cli.presentation import shown
+from flows.cli.ui import find_storage
 from flows.server.api import prefect_api, quiet_environment
-from flows.spec.spec import load_spec
-from trainer_lib.errors import ConfigError, TrainflowError
+from tasks.configs import TrackingConfig
+from tasks.tracking import deliver_waiting
+from trainer_lib.errors import TrainflowError
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _COLOURS = {"running": "green", "suspended": "yellow", "failed": "bold red", "died": "bold red", "stopped": "yellow"}
 _SHORT_ID = 8
+# Seconds that MLflow's server gets.
+_PATIENCE_S = 10
 
 
 def status(
@@ -36,33 +39,21 @@ def status(
     quiet_environment()
     from flows.run_status import find_statuses
 
-    root = _find_storage(spec, overrides or [], storage)
+    tracking, place = find_storage(spec, overrides or [], storage, command="status")
+    root = place.url
     out = terminal.console(stderr=True)
     found = find_statuses(root, lambda count: out.print(_waits_for(count)))
-    warning = _swept(root, found, out) if any(not each.is_swept for each in found) else None
+    warnings = []
+    if any(not each.is_swept for each in found):
+        with out.status("marking runs that died"):
+            warnings = [*_mark(root, found), *_deliver(tracking, place)]
     if as_json:
         runs = [each.to_dict() for each in found]
-        print_json({"ok": True, "exit_code": 0, "storage": root, "runs": runs, "warning": warning})
+        print_json({"ok": True, "exit_code": 0, "storage": root, "runs": runs, "warnings": warnings})
         return
     terminal.show(_lines(found, root))
-    if warning is not None:
+    for warning in warnings:
         out.print(Text(f"warning: {warning}", "yellow"))
-
-
-def _find_storage(spec: Path | None, overrides: list[str], storage: str | None) -> str:
-    if spec is not None and storage is not None:
-        raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
-    if storage is not None:
-        return Store.open(storage, field="--storage").url
-    if spec is None and not Path("pipeline.yaml").is_file():
-        if Path(".trainflow").is_dir():
-            return Store.open(".trainflow").url
-        raise ConfigError(
-            "No runs were named, and this folder has neither pipeline.yaml nor .trainflow.",
-            field="status",
-            remedy="Name a spec (trainflow status SPEC) or a storage (trainflow status --storage URL).",
-        )
-    return load_spec(spec or Path("pipeline.yaml"), overrides).storage
 
 
 def _waits_for(count: int) -> str:
@@ -70,19 +61,27 @@ def _waits_for(count: int) -> str:
     return f"waiting half a minute for a sign of life of {who} on another machine"
 
 
-def _swept(root: str, found: Sequence[RunStatus], out: Console) -> str | None:
-    """Mark what died; returns why not, or None."""
+def _mark(root: str, found: Sequence[RunStatus]) -> list[str]:
+    """Mark what died, in Prefect and on the storage; returns why it could not be done."""
     import httpx
 
     from flows.run_status import sweep
 
     try:
-        with out.status("marking runs that died"), prefect_api():
+        with prefect_api():
             sweep(root, list(found))
     except (TrainflowError, httpx.HTTPError) as error:
-        why = error.message if isinstance(error, TrainflowError) else f"its server does not answer ({error})"
-        return f"Prefect's runs of dead processes are not marked: {why}"
-    return None
+        why = error.message if isinstance(error, TrainflowError) else f"its server does not answer ({error})."
+        return [f"Prefect's runs of dead processes are not marked: {why}"]
+    return []
+
+
+def _deliver(tracking: TrackingConfig, place: Store) -> list[str]:
+    """End the MLflow runs of what died, with all that they had logged; returns why it could not be done."""
+    delivery = deliver_waiting(tracking, place)
+    if delivery is None or delivery.close(stages=_PATIENCE_S):
+        return []
+    return ["MLflow did not take yet what waits for it: trainflow sync delivers the rest."]
 
 
 def _lines(found: Sequence[RunStatus], root: str) -> list[Text]:

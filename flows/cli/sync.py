@@ -37,7 +37,7 @@ def sync(
 ) -> None:
     """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing."""
     quiet_environment()
-    config, place = find_storage(spec, overrides or [], storage)
+    config, place = find_storage(spec, overrides or [], storage, command="sync")
     out = terminal.console(stderr=True)
     found = {root: waiting for root in spool_dirs(place) if (waiting := count_waiting(root)) is not None}
     with stoppable(out.print, remedy="The same command delivers the rest."):

@@ -73,8 +73,13 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     )
 
 
-def find_storage(spec: Path | None, overrides: list[str], storage: str | None) -> tuple[TrackingConfig, Store]:
+def find_storage(
+    spec: Path | None, overrides: list[str], storage: str | None, *, command: str
+) -> tuple[TrackingConfig, Store]:
     """The tracking settings and the storage root of a spec, or of what is in this folder.
+
+    Args:
+        command: what asks, for the message of an error.
 
     Raises:
         ConfigError: the spec is bad, both are given, or this folder has neither.
@@ -87,8 +92,8 @@ def find_storage(spec: Path | None, overrides: list[str], storage: str | None) -
         return TrackingConfig(), Store.open(storage, field="--storage")
     raise ConfigError(
         "No runs were named, and this folder has neither pipeline.yaml nor .trainflow.",
-        field="sync",
-        remedy="Name a spec (trainflow sync SPEC) or a storage (trainflow sync --storage URL).",
+        field=command,
+        remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
     )
 
 

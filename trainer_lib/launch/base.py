@@ -96,7 +96,11 @@ def _attempt(
     # The ranks of an enclosing job must not reach it: it is a world of one.
     if config.kind == "in_process":
         return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
-    environment = {**worker_environment(config, env), MARK: str(run_dir.path), OWNER: f"{os.getpid()}:{start_time(os.getpid())}"}
+    environment = {
+        **worker_environment(config, env),
+        MARK: str(run_dir.path),
+        OWNER: f"{os.getpid()}:{start_time(os.getpid())}",
+    }
     command = _command(request.verb, config, run_dir, environment)
     fork = functools.partial(warm.start_guard, config, run_dir, command, environment)
     supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork)
