@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -95,7 +96,10 @@ def states(run: Run, *, is_marked: bool | None = None) -> tuple[str, list[str]]:
 
 def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs: tuple[Run, Run]) -> None:
     killed, living = two_runs
-    assert states(living)[0] == "Running"
+    deadline = time.monotonic() + 60
+    # Task states travel as events: a kill that overtakes them leaves fewer.
+    while states(killed) != ("Running", ["Completed", "Running"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
     killed.kill()
     assert [run.flow_run_id for run in prefect_runs.sweep_dead_runs()] == [killed.id]
     flow, tasks = states(killed)
