@@ -115,6 +115,24 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
     return Decision(True, f"retry {past.used + 1} of {retries}")
 
 
+def advise_on_memory(error: BaseException, *, can_halve: bool, halves: bool) -> None:
+    """Replace the advice to lower the batch where that is done already, or where there is no batch.
+
+    Args:
+        can_halve: whether the batch can be halved once more, which the next attempt does.
+        halves: whether the stage has a batch that can be halved at all.
+    """
+    if not isinstance(error, OutOfMemoryError) or can_halve:
+        return
+    error.remedy = (
+        "One sample at a time is too large already: set gradient_checkpointing or bf16, take a smaller model, or a "
+        "machine with more memory."
+        if halves
+        else "Let the stage hold less at a time (prepare() may yield its rows one by one, shard_rows may be lower), or "
+        "take a machine with more memory."
+    )
+
+
 class Ledger:
     """The attempts of one stage: ``attempts/NNNN.json`` when one begins, ``NNNN.end.json`` when it ends. Append-only.
 
@@ -157,17 +175,24 @@ class Ledger:
             record["error"] = {"class": type(error).__name__, "message": mask(str(error))}
         self.store.create(f"{number:04d}.end.json", _json(record))
 
-    def past(self) -> Past:
-        """The failures under the present budget of retries; running the command again gives a new one."""
+    def past(self, before: int | None = None) -> Past:
+        """The failures under the present budget of retries; running the command again gives a new one.
+
+        Args:
+            before: the number of the attempt that is failing now, which does not count; None: every attempt counts.
+        """
         free = (Preempted.__name__, OutOfMemoryError.__name__, StoreUnreachableError.__name__)
-        errors = [
-            _error_of(end)
+        ends = [
+            end
             for start, end in self._attempts()
-            if start.get("invocation") == invocation() and end.get("outcome") == "failed"
+            if start.get("invocation") == invocation() and start.get("attempt") != before
         ]
+        errors = [_error_of(end) for end in ends if end.get("outcome") == "failed"]
+        # This process goes on, so an attempt of its own without an end is one whose end could not be written.
+        unwritten = sum(not end for end in ends)
         return Past(
             used=sum(error.get("class") not in free for error in errors),
-            outages=sum(error.get("class") == StoreUnreachableError.__name__ for error in errors),
+            outages=sum(error.get("class") == StoreUnreachableError.__name__ for error in errors) + unwritten,
             hung_at=tuple(_step_of(error) for error in errors if error.get("class") == HangError.__name__),
         )
 

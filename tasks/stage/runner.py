@@ -31,6 +31,7 @@ from tasks.stage.manifest import (
 from tasks.stage.retry import (
     ATTEMPTS,
     Ledger,
+    advise_on_memory,
     attach_decision,
     attach_outside_attempt,
     decide,
@@ -173,6 +174,7 @@ def _attempt(
         output = work(StageAttempt(key.stage, store, number, halvings, progress, lambda: lease.lost))
         manifest = _commit(key, store, lease, output, commit_facts(output.facts, reason, number, halvings))
     except BaseException as error:
+        advise_on_memory(error, can_halve=halvings < max_halvings, halves=max_halvings > 0)
         _failed(key.stage, ledger, number, error, retries=retries, can_halve=halvings < max_halvings)
         if lease.lost and isinstance(error, Exception):
             lease.ensure_held()  # raises the cause: who has taken over; the stopped work's error is a consequence
@@ -208,7 +210,7 @@ def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, fact
 def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, can_halve: bool) -> None:
     """Record the end of an attempt, and decide whether Prefect tries again."""
     try:
-        past = ledger.past()
+        past = ledger.past(before=number)
     except StorageError:  # a store that is out of reach: the failure itself must reach the user
         past = past_by_prefect()
     decision = decide(error, retries=retries, past=past, can_halve=can_halve)

@@ -157,6 +157,17 @@ def test_memory_that_one_sample_exceeds_ends_the_stage(folder: Path) -> None:
     assert type(result.error) is OutOfMemoryError
     assert [attempt["rung"] for attempt in attempts(storage, "train")] == [0, 1, 2, 3]
     assert attempts(storage, "train")[-1]["decision"] == "out of memory, and nothing left to lower"
+    assert "One sample at a time is too large already" in str(result.error.remedy)
+
+
+def test_memory_that_runs_out_where_there_is_no_batch_says_what_helps(folder: Path) -> None:
+    broken(folder, 'out.info["slope"] = 2.0', 'raise MemoryError("all rows at once")')
+    storage = fresh(folder)
+    result = run(folder, f"storage={storage}", *TRAINING)
+    assert type(result.error) is OutOfMemoryError
+    assert "yield its rows one by one" in str(result.error.remedy)
+    assert "batch" not in str(result.error)
+    assert len(attempts(storage, "prepare-data")) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- a store

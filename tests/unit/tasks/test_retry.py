@@ -100,6 +100,9 @@ def test_the_ledger_charges_failures_but_not_preemptions_or_halvings(tmp_path: P
     attempt(ledger, errors.StoreUnreachableError("e"))
     attempt(ledger, errors.HangError("f", step=7))
     assert ledger.past() == Past(used=3, outages=1, hung_at=(7,))
+    ledger.begin(reason="its end could not be written", batch_halvings=0)
+    failing = ledger.begin(reason="now", batch_halvings=0)
+    assert ledger.past(before=failing) == Past(used=3, outages=2, hung_at=(7,))
 
 
 @pytest.mark.parametrize("content", ["{torn", "[]", '{"error": 5, "outcome": "failed"}', "x" * (2 << 20)])
