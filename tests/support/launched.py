@@ -125,7 +125,6 @@ def kept_files(error: TrainflowError) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        (folder / "keep").unlink()
         RunDir(folder).remove()
 
 

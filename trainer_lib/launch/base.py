@@ -77,7 +77,7 @@ def launch(
                 run_dir.keep()
                 on_line(f"The run files are kept for debugging: {run_dir.path}")
             else:
-                run_dir.remove()
+                run_dir.close()
 
 
 def _repeats(error: InfrastructureError, hung_at: set[int]) -> bool:

@@ -188,15 +188,19 @@ class RunDir:
         """Keep the folder for a user who wants to look into it: later launches do not remove it."""
         self._write("keep", "")
 
-    def remove(self) -> None:
-        """Remove the folder, and its parent if that is empty now; of a kept folder all but stacks and traces."""
-        if (self.path / "keep").exists():
-            for path in self.path.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                elif path.name != "keep" and not path.name.startswith(("stack-", "trace-")):
-                    path.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Remove the folder when the launch ends; of a kept folder all but stacks and traces."""
+        if not (self.path / "keep").exists():
+            self.remove()
             return
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != "keep" and not path.name.startswith(("stack-", "trace-")):
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove the folder, and its parent if that is empty now."""
         shutil.rmtree(self.path, ignore_errors=True)
         with suppress(OSError):
             self.path.parent.rmdir()

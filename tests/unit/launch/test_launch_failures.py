@@ -166,7 +166,7 @@ def test_of_a_folder_kept_after_a_hang_only_stacks_and_traces_stay(run_dir: RunD
     run_dir.write_trace("0", "{}")
     (run_dir.path / "torchelastic").mkdir()
     fail(run_dir, ending(hung_s=31.0))
-    run_dir.remove()
+    run_dir.close()
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["keep", "stack-0.txt", "trace-0.json"]
 
 
