@@ -154,8 +154,11 @@ class RunRecord:
         spec = self.plan.spec
         if self.tracked is not None:
             self.tracked.finish(status, stages=stages)
+        elif self._leftovers is not None and stages:
+            # Delivering is all that is left to do for a command whose stages are cached.
+            self._leftovers.complete()
         elif self._leftovers is not None:
-            self._leftovers.close(stages=stages)
+            self._leftovers.close(stages=0)
         if not spec.tracking.enabled:
             return
         storage = Store.open(spec.storage)

@@ -50,6 +50,8 @@ from trainer_lib.trackers.spool import (
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
 HTTP_TIMEOUT_S = 15
+COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
+ANSWER_S = 3.0  # how long it waits for one answer
 LOCAL_CLOSE_S = 30.0  # a database on this machine answers as fast as the machine is
 
 _log = logging.getLogger(__name__)
@@ -224,6 +226,12 @@ class Background:
         if self._is_local and stages:
             return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
         return self._shipper.close(float(stages), stages / 2)
+
+    def complete(self) -> bool:
+        """Wait while the server answers, at most half a minute: for a command that has nothing else to do."""
+        answer_s = LOCAL_CLOSE_S if self._is_local else ANSWER_S
+        words = "MLflow gets what earlier runs left: this takes at most %.0f s."
+        return self._shipper.close(COMPLETE_S, answer_s, lambda: _log.warning(words, COMPLETE_S))
 
 
 def default_tracking_uri(storage: Store) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage.outages import describe_outage
 
 POLL_S = 1.0  # between two looks at the spool
-MAX_BACKOFF_S = 60.0  # between two tries while the server fails
+MAX_BACKOFF_S = 10.0  # between two tries while the server fails: a try costs one request
+SAY_S = 2.0  # a longer wait is announced
 LOAD_S = 30.0  # how long `close` waits for the server's client to be imported
 UPLOAD_BYTES_S = 10e6  # an upload slower than this counts as one that hangs
 _CLOSING_POLL_S = 0.05  # between two looks while another process delivers the same spool
@@ -103,12 +104,13 @@ class Shipper(threading.Thread):
             else:
                 self._wake.wait(delay)
 
-    def close(self, patience_s: float, request_s: float) -> bool:
+    def close(self, patience_s: float, request_s: float, on_wait: Callable[[], None] | None = None) -> bool:
         """Let the thread deliver the rest, and end; return whether everything has arrived.
 
         Args:
             patience_s: how long to wait for a server that answers, in seconds, beside the time that uploads take.
             request_s: how long to wait for one answer, in seconds. A failure ends the waiting at once.
+            on_wait: called once when it takes longer than two seconds.
         """
         self._closing.set()
         self._wake.set()
@@ -116,9 +118,13 @@ class Shipper(threading.Thread):
         while self.is_alive() and not self._delivery.is_loaded.wait(0.02) and time.monotonic() < loaded_by:
             continue
         clock = self._delivery.clock
-        deadline = time.monotonic() + patience_s - clock.granted_s
+        began = time.monotonic()
+        deadline = began + patience_s - clock.granted_s
         while self.is_alive() and time.monotonic() < deadline + clock.granted_s and not clock.is_overdue(request_s):
             self.join(0.02)
+            if on_wait is not None and time.monotonic() > began + SAY_S:
+                on_wait()
+                on_wait = None
         self._stopping = True
         self._wake.set()
         return self._done
