@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -10,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
-# Many pairs of processes are forked from one that has imported torch: each pair forms a group and forgets it.
+PAIRS = {"trainer": 5, "caller's group": 5, "own end": 5, "failing": 1}
+# All pairs of processes are forked from one that has imported torch: each pair forms a group and forgets it.
 SCRIPT = """
-import atexit, os, sys
+import atexit, gc, json, os, sys
 import torch
 import torch.distributed as dist
 from trainer_lib import TrainingArguments, distributed
 
-kind, ports = sys.argv[1], sys.argv[2:]
+distributed.init(TrainingArguments("out", use_cpu=True))  # alone: imports what it needs, and forms nothing
+os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"
 
-def work(rank, port):
+def work(kind, rank, port):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
     torch.set_num_threads(1)
     if kind != "trainer":
@@ -32,16 +35,21 @@ def work(rank, port):
     if kind == "failing":
         raise RuntimeError("expected")
 
-children = []
-for port in ports:
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            work(rank, port)
-            sys.exit(0)
-        children.append(child)
-codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-print(codes)
+gc.collect()
+gc.freeze()  # what is imported already need not be looked through at the end of each process
+found = {}
+for kind, ports in json.loads(sys.argv[1]).items():
+    children = []
+    for port in ports:
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+                work(kind, rank, port)
+                sys.exit(0)
+            children.append(child)
+    found[kind] = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+print(json.dumps(found), flush=True)
 os._exit(0)
 """
 
@@ -56,32 +64,34 @@ def _free_ports(count: int) -> list[str]:
     return ports
 
 
-@pytest.mark.parametrize("kind", ["trainer", "caller's group", "own end", "failing"])
-def test_a_script_that_forgets_to_end_its_group_exits_in_order(kind: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
+    """How the processes of each kind ended: their exit codes, and what they wrote to standard error."""
+    folder = tmp_path_factory.mktemp("ended")
     env = {
         **os.environ,
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join(sys.path),
         "PYTHONWARNINGS": "ignore",
     }
-    pairs = 1 if kind == "failing" else 5
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind, *_free_ports(pairs)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=True,
-    )
-    codes = [int(code) for code in done.stdout.strip().strip("[]").split(",")]
-    assert len(codes) == 2 * pairs
+    ports = iter(_free_ports(sum(PAIRS.values())))
+    given = {kind: [next(ports) for _ in range(pairs)] for kind, pairs in PAIRS.items()}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=170, check=True)
+    assert not done.stderr, done.stderr
+    return {kind: (codes, (folder / kind).read_text()) for kind, codes in json.loads(done.stdout).items()}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_script_that_forgets_to_end_its_group_exits_in_order(
+    kind: str, ended: dict[str, tuple[list[int], str]]
+) -> None:
+    codes, stderr = ended[kind]
+    assert len(codes) == 2 * PAIRS[kind]
     if kind == "failing":
-        assert done.stderr.count("RuntimeError: expected") == 2
+        assert stderr.count("RuntimeError: expected") == 2
         assert 0 not in codes
     else:
-        assert set(codes) == {0}, done.stderr
-        assert "atexit" not in done.stderr
+        assert set(codes) == {0}, stderr
+        assert "atexit" not in stderr
