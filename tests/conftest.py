@@ -22,7 +22,13 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import clients, memory_group, police, script_runs, xla_cases
 
-pytest_plugins = ("tests.support.hub", "tests.support.s3", "tests.support.stores", "tests.support.tiny_runs")
+pytest_plugins = (
+    "tests.support.hub",
+    "tests.support.prefect_home",
+    "tests.support.s3",
+    "tests.support.stores",
+    "tests.support.tiny_runs",
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SANDBOX = pytest.StashKey[Path]()

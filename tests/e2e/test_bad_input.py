@@ -16,6 +16,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Done, engine, trainflow
+from tests.support.prefect_home import make_home
 
 # The data has a file of its own, so that a change of the model's file prepares nothing anew.
 DATA, MODEL = toy.RECIPE.split("def build_model")
@@ -162,13 +163,13 @@ class Ground:
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Ground]:
     """One project whose storage is a file at first, then whose data has a NaN, and which is sound at last."""
     folder = tmp_path_factory.mktemp("ground")
     storage = folder / "store"
     nan = DATA.replace('{"x": [x]', '{"x": [float("nan") if _ == 7 else x]')
     spec = project(folder, data=nan)
-    with engine(folder / "prefect") as env:
+    with engine(make_home(folder / "prefect", prefect_database)) as env:
         env |= {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder)}
         found = Ground(storage, env, [], [])
 

@@ -21,6 +21,7 @@ from flows.past_runs import list_runs
 from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import running, trainflow
+from tests.support.prefect_home import make_home
 from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 
@@ -83,8 +84,9 @@ def test_a_served_schedule_fires_by_itself_and_trains(tmp_path: Path) -> None:
     assert "Traceback" not in serving.output, serving.output
 
 
-def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path) -> None:
-    spec, home = toy.project(tmp_path / "project", recipe=SLOW_RECIPE), tmp_path / "prefect"
+def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path, prefect_database: Path) -> None:
+    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
+    home = make_home(tmp_path / "prefect", prefect_database)
     env = {"TMPDIR": str(tmp_path), "PREFECT_HOME": str(home)}
     with running("serve", spec, *ENDLESS, "--interval", "5", log=tmp_path / "log", env=env) as serving:
         store = tmp_path / "project" / "store"
@@ -166,8 +168,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
+def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Server]:
+    server = Server(make_home(tmp_path_factory.mktemp("server"), prefect_database))
     try:
         server.serve()
         server.prefect("work-pool", "create", "--type", "process", "main")

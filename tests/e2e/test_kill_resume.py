@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import Pipeline, kill_once
+from tests.support.chaos import Pipeline, kill_in_turn
 from tests.support.repository import ROOT
 
 SPEC = ROOT / "examples" / "digits" / "pipeline.yaml"
@@ -34,15 +35,23 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("victim", ["worker", "launcher", "flow"])
-def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
-    victim: str, uninterrupted: Pipeline, tmp_path: Path
+def test_a_run_killed_in_each_of_its_processes_ends_with_the_weights_of_an_uninterrupted_one(
+    uninterrupted: Pipeline, tmp_path: Path
 ) -> None:
-    last = uninterrupted.newest_step()
+    """A worker, then the launcher: the run goes on by itself. Then the flow: the same command goes on."""
+    last, draw = uninterrupted.newest_step(), random.Random(1)
+    moments = {
+        "worker": draw.randrange(4, last // 4),
+        "launcher": draw.randrange(last // 3, last // 2),
+        "flow": draw.randrange(last * 3 // 5, last * 3 // 4),
+    }
     pipeline = Pipeline(str(SPEC), tmp_path / "storage", SMALL, tmp_path / "log")
     pipeline.take_prepared_data(uninterrupted)
-    kill = kill_once(pipeline, victim, after_step=random.Random(victim).randrange(4, last - 8), pause_s=0.05)
+    kill = kill_in_turn(pipeline, moments)
     assert kill.alive_after_kill == 0
     assert kill.digest == uninterrupted.model_digest()
-    if victim == "flow":
-        assert kill.commands == 2  # the kill hit a run in progress
+    assert kill.commands == 2  # the last kill hit a run in progress
+    said = pipeline.log.read_text()
+    lost = ("Rank [01] was killed by SIGKILL", "The (launcher|guard process) was killed by SIGKILL")
+    for how in (*lost, "continues from step"):
+        assert re.search(how, said), said

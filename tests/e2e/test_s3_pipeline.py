@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Done, engine, running, trainflow
+from tests.support.prefect_home import make_home
 from trainer_lib.storage import Store
 
 KEY_ID, SECRET = "AKIDNOWHERETOBEFOUND", "secret/nowhere+to+be+found"
@@ -26,11 +27,11 @@ STAGES = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
 
 
 @pytest.fixture
-def env(s3_url: str, tmp_path: Path) -> Iterator[dict[str, str]]:
+def env(s3_url: str, tmp_path: Path, prefect_database: Path) -> Iterator[dict[str, str]]:
     """The environment of the commands: credentials that are easy to look for, everything kept below tmp_path."""
     homes = {f"XDG_{name}_HOME": str(tmp_path / name.lower()) for name in ("DATA", "STATE", "CACHE")}
     credentials = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
-    with engine(tmp_path / "prefect") as prefect:
+    with engine(make_home(tmp_path / "prefect", prefect_database)) as prefect:
         yield {**prefect, **homes, **credentials}
 
 

@@ -15,11 +15,15 @@ from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.server.serving import Schedule, _deployment, _forget_planned_runs
 from flows.spec.spec import PipelineSpec, load_spec
 from tests.support import toy
+from tests.support.prefect_home import make_home
 from tests.support.repository import ROOT
 
 
-def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(tmp_path: Path) -> None:
+def test_plans_of_a_serve_that_died_are_forgotten_and_its_schedule_is_paused(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     toy.project(tmp_path / "project")
+    make_home(tmp_path / "prefect", prefect_database)
     command(tmp_path, "serve_and_die")
     command(tmp_path, "find_it_paused")
 

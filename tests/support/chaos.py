@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +94,31 @@ def kill_once(pipeline: Pipeline, victim: str, after_step: int, pause_s: float) 
     if code != 0:
         raise AssertionError(f"{victim}: still failing after {commands} commands; see {pipeline.log}")
     return Kill(victim, after_step, len(alive), commands, pipeline.model_digest())
+
+
+def kill_in_turn(pipeline: Pipeline, moments: Mapping[str, int]) -> Kill:
+    """Kill -9 several processes of one run, each after its step; then run the same command until it succeeds.
+
+    Args:
+        moments: victim -> step after which it is killed, in order; "flow" can only be the last.
+    """
+    process = pipeline.start()
+    family: set[psutil.Process] = set()
+    for victim, step in moments.items():
+        family |= set(_wait_for_moment(process, pipeline, step, pause_s=0.0))
+        target = _pick(process, victim)
+        if target is None:
+            raise AssertionError(f"there was no {victim} at step {pipeline.newest_step()}; see {pipeline.log}")
+        target.kill()
+        psutil.wait_procs([target], timeout=45)
+    code, commands = process.wait(timeout=DEADLINE_S), 1
+    _, alive = psutil.wait_procs(family, timeout=45)
+    while code != 0 and commands < 4:
+        code = pipeline.finish()
+        commands += 1
+    if code != 0:
+        raise AssertionError(f"still failing after {commands} commands; see {pipeline.log}")
+    return Kill(", ".join(moments), max(moments.values()), len(alive), commands, pipeline.model_digest())
 
 
 def _wait_for_moment(process: psutil.Popen, pipeline: Pipeline, step: int, pause_s: float) -> list[psutil.Process]:

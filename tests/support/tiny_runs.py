@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.once import once_per_run
 
 if TYPE_CHECKING:
     from trainer_lib.requests import PreparedData
@@ -16,8 +20,14 @@ if TYPE_CHECKING:
 def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     """The recipe's data, as requests describe it."""
     from tests.support import tiny
+    from trainer_lib.records import from_record, to_record
+    from trainer_lib.requests import PreparedData
 
-    return tiny.prepared(tmp_path_factory.mktemp("prepared"))
+    def prepare(folder: Path) -> None:
+        (folder / "record.json").write_text(json.dumps(to_record(tiny.prepared(folder))))
+
+    folder = once_per_run(tmp_path_factory, "prepared", prepare)
+    return from_record(PreparedData, json.loads((folder / "record.json").read_text()))
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +35,7 @@ def uninterrupted_weights(tmp_path_factory: pytest.TempPathFactory, prepared_dat
     """The digest of the model that two processes train from that data."""
     from tests.support import tiny
 
-    folder = tmp_path_factory.mktemp("whole")
-    tiny.run(tiny.train_request(folder, prepared_data, str(folder / "train")), processes=2)
-    return tiny.weights(str(folder / "train"))
+    def train(folder: Path) -> None:
+        tiny.run(tiny.train_request(folder, prepared_data, str(folder / "train")), processes=2)
+
+    return tiny.weights(str(once_per_run(tmp_path_factory, "uninterrupted", train) / "train"))

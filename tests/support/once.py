@@ -1,0 +1,30 @@
+"""Folders that one test process fills and all of a run's test processes read: what is slow to make is made once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def once_per_run(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
+    """Return a folder that `fill` was called with once; the other processes wait for it. Nothing may change it later.
+
+    Args:
+        factory: where pytest keeps temporary folders; those of xdist's processes lie in one.
+        name: the folder's name, unique among all tests.
+        fill: writes the folder's contents. Nothing of it may stay open, and no path in it may lead elsewhere.
+    """
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, done = root / f"once-{name}", root / f"once-{name}.done"
+    with (root / f"once-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            folder.mkdir()
+            fill(folder)
+            done.touch()
+    return folder

@@ -1,0 +1,37 @@
+"""Homes of Prefect whose database exists: making one takes its server seconds, and all tests need the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.once import once_per_run
+
+
+@pytest.fixture(scope="session")
+def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database of Prefect as its server makes it; copy it into a new home."""
+    return once_per_run(tmp_path_factory, "prefect-home", _make_database) / "prefect.db"
+
+
+def _make_database(folder: Path) -> None:
+    program = (
+        "import asyncio\n"
+        "from prefect.server.database.dependencies import provide_database_interface\n"
+        "asyncio.run(provide_database_interface().create_db())\n"
+    )
+    environ = {**os.environ, "PREFECT_HOME": str(folder)}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True)
+
+
+def make_home(folder: Path, database: Path) -> Path:
+    """Make a home of Prefect with a copy of the database, unless it has one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "prefect.db").exists():
+        shutil.copyfile(database, folder / "prefect.db")
+    return folder
