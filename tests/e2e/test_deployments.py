@@ -182,9 +182,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 @pytest.mark.timeout(300)
 def test_a_deployed_schedule_fires_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project")
-    deployed = trainflow("deploy", spec, *SHORT, "--pool", "main", "--interval", "30", env=server.environ)
+    deployed = trainflow("deploy", spec, *SHORT, "--pool", "main", "--interval", "15", env=server.environ)
     assert deployed.code == 0, deployed.err
-    assert "Deployed pipeline/toy to the work pool main: every 30 s." in deployed.out
+    assert "Deployed pipeline/toy to the work pool main: every 15 s." in deployed.out
     [run, *_] = wait_for("a scheduled run that completes", lambda: server.runs("toy", "COMPLETED"))
     assert run["auto_scheduled"] is True
     [commit] = trained(tmp_path / "project" / "store")

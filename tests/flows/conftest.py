@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +10,21 @@ import pytest
 
 from flows.spec.spec import load_spec
 from tasks.stage import manifest as _manifests
-from tests.support.prefect_home import make_home
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _server(shared_server: None) -> None:
+    """Keep the session's server up: commands, and flows inside of the test process, share it."""
+
+
 @pytest.fixture(scope="session")
-def prefect_server(prefect_database: Path) -> Iterator[str]:
+def prefect_server(shared_server: None) -> Iterator[str]:
     """The URL of Prefect's API, in place for the rest of the session."""
     from flows.server.api import prefect_api, quiet_environment
 
     quiet_environment()
-    make_home(Path(os.environ["PREFECT_HOME"]), prefect_database)
     with prefect_api() as url:
         from prefect import flow, task
 

@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support import toy
-from tests.support.command import TRAINFLOW, Done, engine, running, trainflow
+from tests.support.command import TRAINFLOW, Done, running, trainflow
 
 # The shortest chain that trains: two launches.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -149,13 +148,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(spec, done)
 
 
-@pytest.fixture(scope="module")
-def warm() -> Iterator[None]:
-    """An embedded server that is up already, so that the commands of a test need not start it."""
-    with engine(Path(os.environ["PREFECT_HOME"])):
-        yield
-
-
 def test_a_run_is_followed_and_summed_up(finished: Finished) -> None:
     out = finished.done.out
     assert finished.done.err == "", "nothing of the engines' noise reaches the user"
@@ -171,7 +163,6 @@ def test_a_run_is_followed_and_summed_up(finished: Finished) -> None:
     assert f"  browse it    trainflow ui {finished.spec} tracking.enabled=true" in out
 
 
-@pytest.mark.usefixtures("warm")
 def test_the_same_command_finds_everything_done(finished: Finished) -> None:
     again = trainflow("run", finished.spec, "tracking.enabled=true", "--json", cwd=finished.folder)
     assert again.code == 0, again.err
@@ -217,7 +208,6 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_pa
     assert "Traceback" not in command.output
 
 
-@pytest.mark.usefixtures("warm")
 def test_a_recipe_that_raises_ends_with_its_own_exit_code_and_the_users_line(tmp_path: Path) -> None:
     spec = toy.project(tmp_path, recipe=toy.RECIPE.replace('out.info["slope"] = 2.0', 'raise KeyError("slope")'))
     done = trainflow("run", spec, *SHORT)
@@ -229,7 +219,6 @@ def test_a_recipe_that_raises_ends_with_its_own_exit_code_and_the_users_line(tmp
 
 
 # ----------------------------------------------------------------------------------------------------- being stopped
-@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 19), (signal.SIGUSR2, 19)])
 def test_a_stopped_run_saves_ends_everything_and_says_how_to_go_on(tmp_path: Path, number: int, code: int) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
@@ -244,7 +233,6 @@ def test_a_stopped_run_saves_ends_everything_and_says_how_to_go_on(tmp_path: Pat
     assert list((tmp_path / "project" / "store").rglob("checkpoint-*/COMMIT.json")), "its work was saved"
 
 
-@pytest.mark.usefixtures("warm")
 def test_a_notice_of_preemption_saves_and_ends_the_run_without_a_retry(tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
     notice = tmp_path / "notice"
@@ -260,7 +248,6 @@ def test_a_notice_of_preemption_saves_and_ends_the_run_without_a_retry(tmp_path:
 
 
 # --------------------------------------------------------------------------------------------------------- a terminal
-@pytest.mark.usefixtures("warm")
 def test_on_a_terminal_the_progress_is_drawn_while_another_command_runs_beside_it(tmp_path: Path) -> None:
     drawn, beside = (toy.project(tmp_path / name) for name in ("drawn", "beside"))
     with running("run", beside, *SHORT, log=tmp_path / "beside.log") as other:

@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.command import engine
 from tests.support.once import once_per_run
 
 
@@ -17,6 +19,13 @@ from tests.support.once import once_per_run
 def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty database of Prefect as its server makes it; copy it into a new home."""
     return once_per_run(tmp_path_factory, "prefect-home", _make_database) / "prefect.db"
+
+
+@pytest.fixture(scope="session")
+def shared_server(prefect_database: Path, _private_tmp: None) -> Iterator[None]:
+    """One server for the commands of a test process, which start in half the time; some tests keep their own."""
+    with engine(make_home(Path(os.environ["PREFECT_HOME"]), prefect_database)):
+        yield
 
 
 def _make_database(folder: Path) -> None:
