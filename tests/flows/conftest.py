@@ -10,6 +10,7 @@ import pytest
 
 from flows.spec.spec import load_spec
 from tasks.stage import manifest as _manifests
+from tests.support.once import once_per_run
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 
@@ -45,11 +46,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> P
     """A project that has run once; tests work on copies of it."""
     from flows.pipeline import run_pipeline
 
-    folder = tmp_path_factory.mktemp("finished") / "project"
-    result = run_pipeline(load_spec(project(folder), (*IN_PROCESS, "tracking.enabled=true")))
-    result.raise_for_error()
-    assert ran(result) == ALL
-    return folder
+    def run(folder: Path) -> None:
+        result = run_pipeline(load_spec(project(folder / "project"), (*IN_PROCESS, "tracking.enabled=true")))
+        result.raise_for_error()
+        assert ran(result) == ALL
+
+    return once_per_run(tmp_path_factory, "finished", run) / "project"
 
 
 @pytest.fixture
