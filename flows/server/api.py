@@ -40,6 +40,7 @@ from flows.server import embedded
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.storage.outages import describe_outage
+from trainer_lib.storage.urls import checked_address
 
 if TYPE_CHECKING:
     from prefect.settings import Settings
@@ -186,11 +187,14 @@ def _reachable(api: str) -> Iterator[None]:
 def _require_answer(api: str) -> None:
     from prefect.client.orchestration import get_client
 
+    checked_address(api, field="PREFECT_API_URL", unset="a server of the command's own")
     with get_client(sync_client=True) as client:
         error = client.api_healthcheck()
     if error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        what = f"the answer is {status}" if status is not None else describe_outage(error) or type(error).__name__
         raise ConfigError(
-            f"No Prefect server answers there: {describe_outage(error) or type(error).__name__}.",
+            f"No Prefect server answers there: {what}.",
             field="PREFECT_API_URL",
             value=api,
             remedy="Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own.",

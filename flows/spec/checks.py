@@ -5,6 +5,7 @@ No engine and no torch is imported, and nothing is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -124,6 +125,7 @@ def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: 
 def _check_storage(spec: PipelineSpec) -> None:
     from trainer_lib.hub.transport import parse_target
     from trainer_lib.storage import Store
+    from trainer_lib.storage.urls import checked_address
 
     _refuse_read_only(spec.storage, "storage")
     store = Store.open(spec.storage, field="storage")
@@ -136,6 +138,8 @@ def _check_storage(spec: PipelineSpec) -> None:
     # Opening a store checks the form of its URL; nothing is read.
     if spec.publish.enabled and spec.publish.to:
         target = parse_target(spec.publish.to, revision=spec.publish.revision)
+        if target.repo is not None and (endpoint := os.environ.get("HF_ENDPOINT")):
+            checked_address(endpoint, field="HF_ENDPOINT", unset="huggingface.co")
         if target.repo is None:
             _refuse_read_only(target.url, "publish.to")
             Store.open(target.url, field="publish.to")
@@ -154,7 +158,7 @@ def _check_storage(spec: PipelineSpec) -> None:
 
 def _check_tracking(spec: PipelineSpec) -> None:
     """Refuse the address of a tracking server whose scheme MLflow does not know; nothing is asked over the network."""
-    uri = spec.tracking.uri or ""
+    uri = spec.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     scheme, separator, _ = uri.partition("://")
     if not spec.tracking.enabled or not separator:
         return
@@ -163,7 +167,7 @@ def _check_tracking(spec: PipelineSpec) -> None:
     if scheme.partition("+")[0] not in _TRACKING_SCHEMES | plugins:
         raise ConfigError(
             f"MLflow knows no scheme '{scheme}'.",
-            field="tracking.uri",
+            field="tracking.uri" if spec.tracking.uri else "MLFLOW_TRACKING_URI",
             value=uri,
             remedy="Give a server (http://host:5000), a database (sqlite:////path/mlflow.db) or a folder.",
         )

@@ -159,9 +159,18 @@ class _Source:
         line = next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), None)
         return str(self.path) if line is None else f"{self.path}, line {line}"
 
+    def _holds(self, field: str) -> bool:
+        """Whether a field is a key of the spec, and not a file or a variable of the environment."""
+        section = field.partition(".")[0]
+        return (
+            section in PipelineSpec.model_fields
+            or section in self.lines
+            or section in {name.partition(".")[0] for name in self.overridden}
+        )
+
     def locate(self, error: ConfigError) -> ConfigError:
         """The error, with the place of its key in the file added to the message."""
-        if error.field is not None and str(self.path) not in error.field:
+        if error.field is not None and self._holds(error.field):
             error.message = f"{error.message.rstrip('.')} ({self.where(error.field)})."
             error.args = (error.message,)
         return error

@@ -108,12 +108,24 @@ def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, w
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("url", "why", "do"),
+    [
+        (
+            "http://127.0.0.1:9/api",
+            "No Prefect server answers there: the connection is refused.",
+            "unset PREFECT_API_URL",
+        ),
+        ("nonsense", "This is not the address of a server.", "unset it for a server of the command's own"),
+    ],
+)
+def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, url: str, why: str, do: str) -> None:
     spec = project(tmp_path)
-    env = {"PREFECT_API_URL": "http://127.0.0.1:9/api", "PREFECT_HOME": str(tmp_path / "not" / "yet" / "there")}
+    env = {"PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "not" / "yet" / "there")}
     rows = told(trainflow("run", spec, env=env), 2, "bad input")
-    assert rows["where"] == "PREFECT_API_URL = http://127.0.0.1:9/api"
-    assert "unset PREFECT_API_URL" in rows["do"]
+    assert rows["where"] == f"PREFECT_API_URL = {url}"
+    assert rows["why"] == why
+    assert do in rows["do"]
 
 
 NOWHERE = "http://127.0.0.1:9"

@@ -235,9 +235,11 @@ class HuggingFaceHub:
         if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
             error = error.__cause__  # huggingface_hub wraps the error of a failed upload
         where: dict[str, Any] = {"field": self._field, "value": self.target}
-        reason = first_line(error)
+        reason = first_line(error).rstrip(".")
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
+            # The server's own words, without the client's sentence and URL around them.
+            reason = (error.server_message or error.response.reason_phrase or reason).strip()
             # The Hub answers 404 also for a private repository that the token may not see.
             if status in {401, 403, 404}:
                 may = "write there" if self._action == "upload" else "read it"

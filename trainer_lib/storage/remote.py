@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.storage.files import FileInfo
 from trainer_lib.storage.outages import vendor_code
 from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
+from trainer_lib.storage.urls import checked_address
 
 if TYPE_CHECKING:  # its import takes a tenth of a second, which a local disk does not need
     import fsspec
@@ -50,7 +50,11 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
     if scheme in ("s3", "s3a"):
         # Part of fsspec's instance key, so that a changed environment gives a fresh client.
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        options |= {"endpoint_url": _checked_endpoint(endpoint)} if endpoint else {}
+        options |= (
+            {"endpoint_url": checked_address(endpoint, field="AWS_ENDPOINT_URL", unset="Amazon's own S3")}
+            if endpoint
+            else {}
+        )
     try:
         return fsspec.filesystem(scheme, **options)
     except (TypeError, ValueError, OSError) as error:
@@ -59,19 +63,6 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
             field=field,
             remedy="Set its options in fsspec's configuration (FSSPEC_<SCHEME>_<OPTION> in the environment).",
         ) from error
-
-
-def _checked_endpoint(endpoint: str) -> str:
-    """The address of an S3 server. Raises ConfigError for another form, which the client refuses much later."""
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            "This is not the address of a server.",
-            field="AWS_ENDPOINT_URL",
-            value=endpoint,
-            remedy="Write http://host:port or https://host, or unset it for Amazon's own S3.",
-        )
-    return endpoint
 
 
 def _missing(scheme: str, field: str) -> MissingExtraError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import nearest
@@ -75,6 +76,27 @@ def _nearest(scheme: str) -> str:
     near = nearest(scheme, sorted(known_implementations))
     hint = f"Did you mean {near}://? " if near else ""
     return f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
+
+
+def checked_address(address: str, *, field: str, unset: str) -> str:
+    """Return the address of a server, such as ``http://host:9000``.
+
+    Args:
+        field: the environment variable that holds it.
+        unset: what is used without the variable, for the remedy.
+
+    Raises:
+        ConfigError: it is of another form, which a client would refuse much later and in its own words.
+    """
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            "This is not the address of a server.",
+            field=field,
+            value=address,
+            remedy=f"Write http://host:port or https://host, or unset it for {unset}.",
+        )
+    return address
 
 
 def relative_problem(rel: str) -> str | None:

@@ -147,6 +147,22 @@ def test_a_wrong_line_is_named(tmp_path: Path, old: str, new: str, field: str, w
     assert not RAW.search(str(error))
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "override", "why"),
+    [
+        ("HF_ENDPOINT", "nonsense", "publish.to=hf://me/x", "This is not the address of a server."),
+        ("AWS_ENDPOINT_URL", "host:9000", "storage=s3://bucket/x", "This is not the address of a server."),
+        ("MLFLOW_TRACKING_URI", "nonsense://x", "tracking.enabled=true", "MLflow knows no scheme 'nonsense'."),
+    ],
+)
+def test_a_variable_of_the_environment_is_named_and_no_file(
+    spec: Path, variable: str, value: str, override: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    error = refused(spec, override)
+    assert (error.field, error.value, error.message) == (variable, value, why)
+
+
 def test_an_override_that_is_refused_as_a_secret_is_not_repeated(spec: Path) -> None:
     error = refused(spec, "train.args.hub_token=hf_0123456789")
     assert "from the command line: train.args.hub_token=…" in error.message
