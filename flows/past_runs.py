@@ -9,7 +9,7 @@ the same run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,13 +128,16 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
     return run
 
 
-def newest_unfinished(storage: str) -> PastRun:
+def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun:
     """The newest run that did not finish, and that no later run of its pipeline has replaced.
+
+    Args:
+        at_work: ids of runs that a process works on now; they are left out.
 
     Raises:
         ConfigError: there is none.
     """
-    runs = list_runs(storage)
+    runs = [run for run in list_runs(storage) if run.id not in at_work]
     done: set[str] = set()
     for run in runs:
         if run.is_finished:
@@ -150,6 +153,11 @@ def newest_unfinished(storage: str) -> PastRun:
         )
     what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
     remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
+    if at_work:
+        what, remedy = (
+            "Every run that did not finish is at work now.",
+            "Wait for it; trainflow status shows where it is.",
+        )
     raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)
 
 

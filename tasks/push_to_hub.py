@@ -22,7 +22,7 @@ from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
-from trainer_lib.storage import FileEntry
+from trainer_lib.storage import FileEntry, Store
 
 STAGE = "push-to-hub"
 MODEL = "model/"
@@ -59,7 +59,9 @@ def push_to_hub(
     def work(attempt: StageAttempt) -> StageOutput:
         hub = open_hub(to, revision=config.revision, private=config.private)
         done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
-        facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created)
+        home = f"{Store.open(context.storage).url}/"
+        below = done.url.removeprefix(home) if done.url.startswith(home) else None
+        facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below)
         # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
         files = [attempt.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
         return StageOutput(files, facts=facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,7 +44,6 @@ def resume(
     """
     quiet_environment()
     place = storage or _storage_here()
-    past = _choose(place, run)
     from flows.plan import Plan
     from flows.recorded_spec import read_recorded_spec
     from tasks.stage.manifest import summary
@@ -53,6 +53,7 @@ def resume(
     def say(line: str) -> None:
         out.print(line, markup=False, highlight=False)
 
+    past = _choose(place, run, say)
     spec = read_recorded_spec(place, past, say)
     plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run)
     plan.require_committed()
@@ -85,17 +86,23 @@ def _storage_here() -> str:
     )
 
 
-def _choose(storage: str, run: str | None) -> PastRun:
+def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
+    from flows.run_status import find_statuses
+
+    if run is not None:
+        _refuse_other_words(run)
+    statuses = find_statuses(storage, lambda count: say(f"waiting half a minute for a sign of life of {count} runs"))
+    at_work = {each.run.id: each for each in statuses if each.state in ("running", "suspended")}
     if run is None:
-        return newest_unfinished(storage)
-    if run.endswith(_SPEC_ENDINGS) and Path(run).is_file():
+        return newest_unfinished(storage, at_work=at_work)
+    past = find_run(storage, run, field="RUN")
+    if past.id in at_work:
         raise ConfigError(
-            "This is a spec, not the id of a run.",
+            f"This run is at work: {at_work[past.id].where}.",
             field="RUN",
             value=run,
-            remedy=f"A spec goes on by the command that started it: trainflow run {run}.",
+            remedy="Wait for it, or stop it; trainflow status shows its process.",
         )
-    past = find_run(storage, run, field="RUN")
     if past.is_finished:
         raise ConfigError(
             "This run has finished: nothing of it is left to do.",
@@ -104,6 +111,24 @@ def _choose(storage: str, run: str | None) -> PastRun:
             remedy="To begin in its middle: trainflow run SPEC --from-run ID --from STAGE.",
         )
     return past
+
+
+def _refuse_other_words(run: str) -> None:
+    """Raises ConfigError for what people give in place of a run's id."""
+    if "=" in run:
+        raise ConfigError(
+            "A run goes on with the settings that it was recorded with.",
+            field="RUN",
+            value=run,
+            remedy=f"To go on with others: trainflow run SPEC {run} --from-run ID.",
+        )
+    if run.endswith(_SPEC_ENDINGS) and Path(run).is_file():
+        raise ConfigError(
+            "This is a spec, not the id of a run.",
+            field="RUN",
+            value=run,
+            remedy=f"A spec goes on by the command that started it: trainflow run {run}.",
+        )
 
 
 def _require_sources(plan: Plan) -> None:

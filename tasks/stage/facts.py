@@ -12,8 +12,10 @@ or, to stand in for one of ours, derived from its facts: ``class MyData(PrepareF
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from trainer_lib.records import from_record
 from trainer_lib.requests import PreparedSplit
@@ -43,6 +45,10 @@ class StageFacts:
         kind = StageFacts.by_stage.get(stage, StageFacts)
         known = {name: value for name, value in record.items() if value is not None}  # None is every optional default
         return from_record(kind, known, name=stage, ignore_unknown=True)
+
+    def located(self, storage: str) -> StageFacts:
+        """These facts as they are read from `storage`, which may have been moved or copied since."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class PublishFacts(StageFacts, stage="push-to-hub"):
         revision: commit of the publication on that hub.
         published_digest: content digest of the published files.
         created: whether this made a new revision, or the hub held the content already.
+        below: path of the publication below the storage; None: it lies elsewhere.
     """
 
     target: str
@@ -113,3 +120,8 @@ class PublishFacts(StageFacts, stage="push-to-hub"):
     revision: str
     published_digest: str
     created: bool = True
+    below: str | None = None
+
+    @override
+    def located(self, storage: str) -> StageFacts:
+        return self if self.below is None else replace(self, published_url=f"{storage}/{self.below}")

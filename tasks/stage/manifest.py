@@ -105,6 +105,7 @@ class StageManifest(Generic[F]):
     @classmethod
     def _from_record(cls, record: Mapping[str, Any], files: tuple[FileEntry, ...]) -> StageManifest:
         stage, meta = str(record["stage"]), dict(record[_FACTS])
+        storage = str(record["url"]).rpartition(f"/{STAGES}/{stage}/")[0]
         return cls(
             stage=stage,
             key=str(record["key"]),
@@ -112,7 +113,7 @@ class StageManifest(Generic[F]):
             content_digest=str(record["content_digest"]),
             files=files,
             metrics=dict(record["metrics"]),
-            facts=cast("F", StageFacts.of_stage(stage, meta)),
+            facts=cast("F", StageFacts.of_stage(stage, meta).located(storage)),
             reason=str(meta.get("reason", "")),
             attempt=int(meta.get("attempt", 1)),
             batch_halvings=int(meta.get(_HALVINGS, 0)),

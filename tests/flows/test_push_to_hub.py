@@ -120,6 +120,18 @@ def test_a_publication_that_is_gone_or_damaged_is_made_again(storage: str, harm:
     assert (Path(again.facts.published_url) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+def test_a_publication_below_a_storage_that_moved_is_found_and_shown_where_it_is_now(storage: str) -> None:
+    published = _push(storage, PublishConfig(), _inputs(storage)).facts.published_url
+    moved = f"{storage}-moved"
+    shutil.move(storage, moved)
+    again = _push(moved, PublishConfig(), _inputs(moved))
+    assert again.attempt == 1
+    assert again.facts.published_url == published.replace(storage, moved)
+    assert Path(again.facts.published_url).is_dir()
+    elsewhere = PublishConfig(to=f"{storage}-hub")
+    assert _push(moved, elsewhere, _inputs(moved)).facts.below is None
+
+
 def test_another_model_is_another_revision(storage: str) -> None:
     _push(storage, PublishConfig(), _inputs(storage))
     _push(storage, PublishConfig(), _inputs(storage, weights=b"other weights"))

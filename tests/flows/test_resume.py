@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.resume import _require_sources
+from flows.cli.resume import _choose, _require_sources
 from flows.past_runs import PastRun, describe_changes, list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan
@@ -44,20 +44,21 @@ def refused(done: Done) -> str:
     return done.err
 
 
-def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path) -> None:
+def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, prefect_server: str) -> None:
     storage, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
     spec = project(tmp_path / "project", storage)
     elsewhere.mkdir()
     env = {"HOME": str(elsewhere), "XDG_CACHE_HOME": str(elsewhere / "cache")}
-    first = trainflow("run", spec, "train.args.learning_rate=2e-2", "predict.enabled=false", cwd=elsewhere, env=env)
-    assert first.code == 10, first.out + first.err
+    overrides = ("train.args.learning_rate=2e-2", "predict.enabled=false")
+    assert "not yet" in str(run_pipeline(load_spec(spec, overrides)).error)
     (tmp_path / "project").rename(tmp_path / "gone")
     [failed] = list_runs(str(storage))
     kept = storage / "runs" / failed.id / "source" / "recipe.py"
     sound = kept.read_text()
 
     kept.write_text(sound + "# changed\n")
-    assert "recipe.py is not as it was kept" in refused(trainflow("resume", "--storage", storage, cwd=elsewhere))
+    with pytest.raises(ConfigError, match=r"recipe\.py is not as it was kept"):
+        read_recorded_spec(str(storage), failed, print)
     kept.write_text(sound)
     assert "neither pipeline.yaml nor .trainflow" in refused(trainflow("resume", cwd=elsewhere))
 
@@ -78,7 +79,15 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path) -
     assert finished.mlflow_run_id == failed.mlflow_run_id == answer["mlflow_run_id"]
     # Where the project is, the next run reads it, and not the copy.
     assert load_spec_text(storage, finished)["recipe"] == str(spec.parent / "recipe.py")
-    assert "has finished" in refused(trainflow("resume", finished.id[:7], "--storage", storage, cwd=elsewhere))
+    for word, answer in (
+        (finished.id[:7], "has finished"),
+        ("train.args.seed=1", "with the settings"),
+        ("x", "No run"),
+    ):
+        with pytest.raises(ConfigError, match=answer) as caught:
+            _choose(str(storage), word, print)
+        assert caught.value.field == "RUN"
+        assert caught.value.remedy
 
 
 def load_spec_text(storage: Path, past: PastRun) -> dict[str, object]:
