@@ -31,6 +31,11 @@ _STEPPED_BEFORE = "Detected call of `lr_scheduler.step"
 _METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor ``[...]`` waits for no device."""
+    return tensor.device.type == "cpu"
+
+
 def follows_metric(schedule: Any) -> bool:
     """Whether a schedule steps with the metric of an evaluation: our own, or one that the user made."""
     return any(each.__name__ in _METRIC_SCHEDULES for each in type(schedule).__mro__)
@@ -316,7 +321,7 @@ class Engine:
         the host does not wait. The others need it on the host, which then waits for the device once per step. On the
         CPU there is nothing to wait for, and reading the norm is cheaper.
         """
-        if norm.device.type != "cpu" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not is_on_host(norm) and getattr(optimizer, "_step_supports_amp_scaling", False):
             found = norm - norm  # 0, or NaN when the norm is NaN or infinite; only NaN differs from itself
             optimizer.found_inf = found.ne_(found).float()  # type: ignore[attr-defined]
             # None, since the gradients are unscaled already; torch reads both attributes in its fused step.

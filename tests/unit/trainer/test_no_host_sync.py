@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
@@ -57,6 +58,12 @@ class Between(TrainerCallback):
             self.end()
 
 
+@pytest.fixture(autouse=True)
+def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine take the path of an accelerator, where reading a number waits; on the CPU it reads the norm."""
+    monkeypatch.setattr("trainer_lib.trainer.engine.is_on_host", lambda tensor: False)
+
+
 def waits(folder: Path, name: str, base: type[Trainer] = Trainer, **given: Any) -> dict[str, int]:
     """The waiting calls of `STEPS` quiet steps."""
     counter, counted = CountingSyncs(), Counter[str]()
@@ -85,3 +92,22 @@ def test_a_loss_that_waits_is_counted(tmp_path: Path) -> None:
 
     found = waits(tmp_path, "classifier", Curious, gradient_accumulation_steps=2)
     assert found == {"aten._local_scalar_dense.default": 2 * STEPS}
+
+
+def test_a_step_that_is_not_finite_is_skipped_alike_on_the_device_and_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spoilt(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * float("nan") if self.state.global_step in (0, 3) else loss
+
+    ended = []
+    for on_host in (False, True):
+        monkeypatch.setattr("trainer_lib.trainer.engine.is_on_host", lambda tensor, on_host=on_host: on_host)
+        torch.manual_seed(0)
+        one = trainer(tmp_path / str(on_host), classification_rows(80), model=Classifier(), cls=Spoilt, max_steps=STEPS)
+        assert one.train().metrics["nonfinite_steps"] == 2
+        ended.append({name: value.tolist() for name, value in one.model.state_dict().items()})
+    assert ended[0] == ended[1]
+    assert all(value == value for values in ended[0].values() for value in torch.tensor(values).flatten().tolist())
