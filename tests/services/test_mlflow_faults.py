@@ -303,6 +303,25 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
     assert json.loads((spool / f"{run.handle.token}.run").read_text())["run_id"] == run.handle.run_id
 
 
+def test_a_model_that_is_gone_when_it_is_delivered_is_named_and_stops_nothing(
+    server: tuple[int, str],
+    proxy: Proxy,
+    storage: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    proxy.behave("refuse")
+    run = start(storage, "gone")
+    log_whole(run, storage, monkeypatch)
+    finish(run)
+    storage.child("model").delete_tree()
+    proxy.behave("ok")
+    deliver(storage)
+    assert "model is not logged to MLflow" in caplog.text
+    [found] = [each for each in runs(server[1]) if each.info.run_name == "gone"]
+    assert found.info.status == "FINISHED"
+
+
 def test_a_worker_on_another_machine_delivers_its_points_by_itself(
     server: tuple[int, str], proxy: Proxy, storage: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -304,7 +304,10 @@ class _RunDelivery:
     def _send_folder(self, run_id: str, store: Store, artifact_path: str) -> None:
         """Send the files that the run does not have in their size."""
         listed: dict[str, dict[str, int]] = {}
-        for info in store.list():
+        files = list(store.list())
+        if not files:
+            raise FileNotFoundError(f"{store.url} is empty or gone.")
+        for info in files:
             path = PurePosixPath(artifact_path) / info.path
             parent = str(path.parent)
             if parent not in listed:
