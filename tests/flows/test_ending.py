@@ -16,7 +16,7 @@ from flows.cli.signals import stoppable
 from flows.ending import expect_ending
 from flows.results import PipelineResult
 from flows.run_record import RunRecord
-from tests.support.runs import run
+from tests.support.runs import newest_state, run
 from trainer_lib.errors import Interrupted
 
 
@@ -39,7 +39,7 @@ def test_a_signal_after_the_last_commit_does_not_undo_the_run(
         os.kill(os.getpid(), number)  # while the summary is shown
     assert result.ok
     assert signal.getsignal(number) is before
-    assert _newest_state() == "Completed"
+    assert newest_state() == "Completed"
 
 
 def test_a_signal_before_the_last_commit_stops_the_run() -> None:
@@ -84,15 +84,6 @@ def test_secrets_are_masked_before_prefects_api_receives_a_log(prefect_server: s
     assert "https://***@host/data" in text
     assert "ValueError: Authorization: Bearer ***" in text
     assert "hunter22x" not in text
-
-
-def _newest_state() -> str:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.sorting import FlowRunSort
-
-    with get_client(sync_client=True) as client:
-        [newest] = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
-    return str(newest.state_name)
 
 
 def _logs(flow: str) -> str:

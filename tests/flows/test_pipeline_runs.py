@@ -20,7 +20,7 @@ from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
-from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of
+from tests.support.runs import ALL, IN_PROCESS, broken, newest_state, ran, reason, run, spec_of
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
 
 
@@ -74,7 +74,9 @@ def test_ctrl_c_passes_through_and_the_next_run_continues(folder: Path) -> None:
 
     with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
         run(folder)
+    assert newest_state() == "Cancelled"
     assert ran(run(folder)) == {"evaluate"}
+    assert newest_state() == "Completed"
 
 
 @pytest.mark.parametrize("kind", ["memory", "s3"])

@@ -42,3 +42,13 @@ def broken(folder: Path, old: str, new: str) -> None:
     text = recipe.read_text()
     assert old in text
     recipe.write_text(text.replace(old, new))
+
+
+def newest_state() -> str:
+    """Return the name of the state of the flow run that started last."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.sorting import FlowRunSort
+
+    with get_client(sync_client=True) as client:
+        [newest] = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+    return str(newest.state_name)
