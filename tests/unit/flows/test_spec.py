@@ -56,7 +56,7 @@ def test_every_path_of_a_section_starts_from_the_folder_of_the_file() -> None:
     paths = [
         f"{name}.{path}" for name in ("prepare", "train", "evaluate", "predict") for path in _SECTION_PATHS.values()
     ]
-    assert _section_paths() == paths
+    assert _section_paths() == [*paths, "publish.recipe"]
 
 
 def test_urls_and_named_sources_are_left_as_they_are(spec_file: Path) -> None:
