@@ -32,8 +32,10 @@ def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
 
 # Classes of torch.distributed by name (no torch is imported here), and what gloo and NCCL write into a RuntimeError.
 _LOST_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_TIMEOUT_TEXTS = ("timed out waiting", "application timeout caused pair closure", "collective operation timeout")
 _LOST_TEXTS = (
-    *("connection closed by peer", "connection reset by peer", "broken pipe", "timed out waiting", "socket timeout"),
+    *_TIMEOUT_TEXTS,
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout"),
     *("gloo/transport", "gloo/rendezvous", "nccl error"),
 )
 
@@ -51,6 +53,14 @@ def is_lost_peer(error: BaseException) -> bool:
     names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error).lower()
     return bool(names & _LOST_CLASSES) or ("RuntimeError" in names and any(sign in text for sign in _LOST_TEXTS))
+
+
+def is_collective_timeout(error: BaseException) -> bool:
+    """Return whether a collective waited in vain for a rank that is still there, as far as its error says."""
+    if isinstance(error, TrainflowError):
+        cause = error.__cause__
+        return is_lost_peer(error) and cause is not None and is_collective_timeout(cause)
+    return is_lost_peer(error) and any(sign in str(error).lower() for sign in _TIMEOUT_TEXTS)
 
 
 def lost_peer_error(error: BaseException, *, rank: int) -> InfrastructureError | None:

@@ -19,6 +19,7 @@ from tests.support.repository import ROOT
 from trainer_lib.errors import (
     CodeError,
     DataError,
+    HangError,
     InfrastructureError,
     OutOfMemoryError,
     StorageFullError,
@@ -155,6 +156,21 @@ def test_a_hang_leaves_the_collective_trace_of_every_rank(tmp_path: Path) -> Non
         entered = [json.loads((folder / f"trace-{rank}.json").read_text())["recorders"]["gloo"] for rank in (0, 1)]
         assert [len(recorder["entries"]) for recorder in entered] == [2, 1]
         assert "all_reduce" in (folder / "stack-0.txt").read_text()
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:
+    """Without `timeout_s`, `ddp_timeout` ends the wait, and torch's words for it do not say who is missing."""
+    data = tiny.prepared(tmp_path / "prepared")
+    asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"), ddp_timeout=6)
+    stuck = 'time.sleep(300 if self.training and os.environ["RANK"] == "1" else 0)'
+    (tmp_path / "recipe.py").write_text(tiny.RECIPE.replace('time.sleep(float(os.environ.get("STEP_S", "0")))', stuck))
+    with pytest.raises(HangError, match="A rank did not come to a collective within ddp_timeout") as caught:
+        tiny.run(asked, processes=2, grace_s=2.0)
+    assert "Rank 1 did not enter collective" in caught.value.message
+    assert caught.value.retryable
+    with kept_files(caught.value) as folder:
+        assert {path.name for path in folder.glob("trace-*")} == {"trace-0.json", "trace-1.json"}
+        assert "in forward" in (folder / "stack-1.txt").read_text()
 
 
 @pytest.mark.needs("cgroup")

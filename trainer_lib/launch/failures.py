@@ -49,7 +49,9 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
     # A rank without a record explains more than the others' secondary ones.
-    dead = _died_without_record(run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct)
+    dead = _waited_in_vain(run_dir, ending, records) or _died_without_record(
+        run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct
+    )
     if dead is not None:
         return dead
     if agent.get("lost"):
@@ -64,14 +66,27 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
 
 
 def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
+    return _stood_still(run_dir, ending, f"There was no progress for {ending.hung_s:.0f} s", "train.launch.timeout_s")
+
+
+def _waited_in_vain(run_dir: RunDir, ending: Ending, records: list[dict[str, Any]]) -> TrainflowError | None:
+    """Return the failure of a collective to which a living rank did not come; None when no rank reported that."""
+    lost = (run_dir.read_json("agent.json") or {}).get("lost")
+    if lost or not any(record.get("timed_out") for record in records):
+        return None
+    what = "A rank did not come to a collective within ddp_timeout"
+    return _stood_still(run_dir, ending, what, "train.args.ddp_timeout")
+
+
+def _stood_still(run_dir: RunDir, ending: Ending, what: str, field: str) -> TrainflowError:
     run_dir.keep()  # for its stacks and traces, which a message has no room for
     after = "" if ending.step is None else f" after step {ending.step}"
     lag = describe_lag({int(rank): _parsed(text) for rank, text in run_dir.read_traces().items()})
     places = describe_places(run_dir.read_stacks())
     stood = "" if places is None else f" They stood still: {places}."
     return HangError(
-        f"There was no progress for {ending.hung_s:.0f} s{after}, so all workers were ended.{stood}{lag and ' '}{lag}",
-        field="train.launch.timeout_s",
+        f"{what}{after}, so all workers were ended.{stood}{lag and ' '}{lag}",
+        field=field,
         step=ending.step,
         remedy=f"The stack and the collective trace of every rank are in {run_dir.path}. "
         "Raise the limit if the work is just slow.",

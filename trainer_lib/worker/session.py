@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TextIO, TypeVar
 
 from trainer_lib import recipes
-from trainer_lib.agreement import is_lost_peer
+from trainer_lib.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import descendants, send_signal
-from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.recipe_failures import user_error
 from trainer_lib.records import to_record
@@ -33,6 +33,8 @@ from trainer_lib.worker.collective_trace import TraceWatch
 # How long exit handlers may take, after a failure and after success.
 FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
+# How long the ranks have to write their stacks and traces.
+STACKS_S = 1.0
 
 
 class Events:
@@ -288,8 +290,25 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
         typed = user_error(error, root)
     if world_size > 1 and typed.rank is None:
         typed.rank = rank
+    timed_out = secondary and is_collective_timeout(error)
+    if timed_out:
+        with suppress(OSError):
+            _show_stacks(run_dir)
     with suppress(OSError):  # the owner may be gone, and the run directory with it
-        run_dir.write_json(f"error-rank{rank}.json", {**typed.to_record(), "time": time.time(), "secondary": secondary})
+        run_dir.write_json(
+            f"error-rank{rank}.json",
+            {**typed.to_record(), "time": time.time(), "secondary": secondary, "timed_out": timed_out},
+        )
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send_signal(process, signal.SIGKILL)
     return typed.exit_code
+
+
+def _show_stacks(run_dir: RunDir) -> None:
+    """Have every rank of this machine write its stacks and its collective trace: one of them stands still."""
+    run_dir.request_stacks()
+    for path in run_dir.path.glob("worker-*.pid"):
+        process = read_process(path)
+        if process is not None:
+            send_signal(process, signal.SIGUSR1)
+    time.sleep(STACKS_S)
