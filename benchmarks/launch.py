@@ -87,7 +87,7 @@ def start(processes: int, way: str) -> None:
 
 
 def start_parent() -> dict[str, float]:
-    """Start a warm parent anew; return its processor seconds until it can fork, and the MB that it alone holds."""
+    """Start a new warm parent; return its processor seconds until it can fork, and the MB that it alone holds."""
     warm.close()
     before = cpu_seconds()
     start(2, "1")
