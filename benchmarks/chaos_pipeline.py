@@ -304,6 +304,7 @@ def main() -> int:
     found = {
         "recipe": chosen.recipe,
         "seed": chosen.seed,
+        "versions": sorted({line["version"] for line in lines}),
         "cases": len(lines),
         "held": sum(line["held"] for line in lines),
         "fault_came_too_late": sum(not line["injected"] for line in lines),
@@ -311,6 +312,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - begun, 1),
         "not_held": {line["case"]: line["problems"] for line in lines if not line["held"]},
         "reasons": reasons(lines),
+        "held_after_sync": sum(line["held"] and line.get("synced", False) for line in lines),
     }
     publish("chaos_pipeline", f"{chosen.recipe}-{len(lines)}-cases", found, chosen.save)
     print(table(lines))
