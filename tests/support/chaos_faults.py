@@ -89,7 +89,8 @@ class Scene:
             self.place.take(reference, but=None if self.at_rest else case.moment.stage or "push-to-hub")
         self._track(f"http://127.0.0.1:{self.services.mlflow.port}")
         code = _PLAYS[case.family](self)
-        if case.family in ("mlflow", "twice"):  # what waits for a server is delivered by the next command
+        # What waits for a server is delivered, and what could not be recorded is corrected, by the next command.
+        if case.family in ("mlflow", "twice") or case.target == "home":
             code = self.finish(self.place.start())
         if case.family == "mlflow" and self.place.is_waiting():  # the summary names this command
             self.synced = self.finish(self.place.start("sync")) == 0
