@@ -33,7 +33,7 @@ from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
-from trainer_lib.errors import Interrupted, Preempted, StorageError, TrainflowError
+from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
@@ -232,7 +232,7 @@ class RunRecord:
             if self._is_unchanged and self.folder.exists(MODEL_FILE):
                 return
             write_description(self.plan.spec.publish_config(), self.plan.context, self._data, manifest, self.folder)
-        except StorageError as unwritten:  # the model is committed all the same
+        except (StorageError, CodeError) as unwritten:  # the model is committed all the same
             _log.warning("The model could not be described: %s", unwritten)
 
     def _write_record(self, status: str) -> None:

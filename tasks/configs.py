@@ -288,6 +288,12 @@ class PublishConfig(StageSettings):
         default_factory=dict,
         description="TrainingArguments that the published model predicts with; what is unset comes from predict.args.",
     )
+    code: bool | None = setting(
+        affects="result",
+        default=None,
+        description="Publish the recipe and the project files that it imports, so that load_model works; unset: yes, "
+        "unless a module is named only at run time, because every Python file of the project would go along.",
+    )
 
 
 class TrackingConfig(Settings):

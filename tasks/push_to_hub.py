@@ -11,9 +11,9 @@ from typing import Any
 from tasks.configs import PublishConfig
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import publish_key, versions
+from tasks.stage.keys import publish_key, publishes_code, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest
-from tasks.stage.portable_model import TrainedModel, asset_sources, code_texts, describe_model
+from tasks.stage.portable_model import TrainedModel, asset_sources, code_texts, describe_model, refuse_tokens
 from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
@@ -52,7 +52,10 @@ def push_to_hub(
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     trained = describe_model(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
-    content = _content(config, name, inputs, trained)
+    with_code = publishes_code(config, context)
+    if with_code:
+        refuse_tokens(trained.code)
+    content = _content(config, name, inputs, trained, with_code=with_code)
     to = publication_target(config, context)
     key = publish_key(config, context, data, model, evaluation)
 
@@ -76,7 +79,9 @@ def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest
     return [data, model, *([] if evaluation is None else [evaluation])]
 
 
-def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel) -> Content:
+def _content(
+    config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel, *, with_code: bool
+) -> Content:
     data, model, *rest = inputs
     files = {
         entry.path.removeprefix(MODEL): Source(model.store(), entry)
@@ -106,16 +111,17 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
         arguments=_arguments(model),
         facts=_facts(model.facts),
         versions=versions(),
-        code_digest=trained.description.code_digest,
+        code_digest=trained.description.code_digest if with_code else None,
         columns=[name for name in trained.description.columns if name != "row_id"],
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
     )
     texts = {"README.md": render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
-    weights = tuple(entry for entry in trained.description.weights if entry.path in files)
-    files |= asset_sources(trained.description, data)
-    texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
+    if with_code:
+        weights = tuple(entry for entry in trained.description.weights if entry.path in files)
+        files |= asset_sources(trained.description, data)
+        texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)
 
 

@@ -115,6 +115,14 @@ def holds_secret(text: str) -> bool:
     return found or _mask_parts(text) != text
 
 
+def holds_token(text: str) -> bool:
+    """Return whether `text`, a line of code, holds a well-known token, a private key, or a password in a URL.
+
+    `holds_secret` would also take ``login(password=read_password())`` for one.
+    """
+    return any(pattern.search(text) for pattern in (_KNOWN_TOKENS, _PRIVATE_KEY, _PASSWORD_IN_URL))
+
+
 def holds_password_in_url(text: str) -> bool:
     """Return whether a URL anywhere in `text` carries a password."""
     return bool(_PASSWORD_IN_URL.search(text))

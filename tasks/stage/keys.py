@@ -229,6 +229,7 @@ def publish_key(
         config,
         recipe=reached.digests,
         args=_prediction_arguments("publish", config, context),
+        code=publishes_code(config, context),
         # A folder below the storage goes by its name: no absolute path, which may move.
         to=target.url if target else f"hub/{context.name}",
         revision=target.revision if target else config.revision,
@@ -246,6 +247,15 @@ def publish_key(
         schema=3,
         places=reached.places,
     )
+
+
+def publishes_code(config: PublishConfig, context: StageContext) -> bool:
+    """Whether the code goes along: as the settings say, else where reading it shows which files belong to it."""
+    if config.code is not None:
+        return config.code
+    own = {config.recipe or context.recipe, context.recipe}
+    closures = [context.resolver.closure(recipe, context.root) for recipe in own]
+    return not any(each.unseen or each.unattributed for each in closures)
 
 
 def settings_fields(config: KeyedSettings, *, selects: bool = False, **resolved: Any) -> dict[str, Any]:

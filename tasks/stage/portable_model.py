@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from tasks.stage.closure import Closure
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.keys import versions
-from tasks.stage.manifest import StageManifest
+from tasks.stage.manifest import KEY_FILE, StageManifest
+from tasks.stage.stage_code import code_of
 from tasks.stage.worker import sent_arguments
+from trainer_lib.errors import CodeError, ConfigError, TrainflowError
 from trainer_lib.hub.base import Source
-from trainer_lib.model_folder.description import ASSETS, CODE, FILE, ModelDescription, Places
+from trainer_lib.model_folder.description import ASSETS, CODE, FILE, SOURCE, ModelDescription, Places
+from trainer_lib.secrets import holds_token
 from trainer_lib.storage import FileEntry, Store
 
 MODEL = "model/"
-SOURCE = "source"
+_KEY_BYTES = 16 << 20
 _ASSETS = f"{ASSETS}/"
 
 
@@ -48,6 +52,7 @@ def describe_model(
     closure = context.resolver.closure(recipe, context.root)
     if fallback is not None:
         closure = closure.joined(context.resolver.closure(fallback, context.root))
+    _require_same_model(config, context, model)
     code = {name: path.read_bytes() for name, path in closure.paths.items()}
     columns: dict[str, str] = {}
     for split in data.facts.splits.values():  # splits may have columns of their own, such as labels
@@ -76,6 +81,37 @@ def describe_model(
         versions=versions(),
     )
     return TrainedModel(description, code)
+
+
+def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
+    """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
+    try:
+        trained = json.loads(model.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"]["recipe"]
+        known = dict(trained)
+    except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
+        return
+    now = code_of(config, context).reach(("build_model",)).digests
+    changed = sorted(label for label, digest in now.items() if known.get(label, digest) != digest)
+    if changed:
+        raise CodeError(
+            f"Code that builds the model changed after it was trained: {', '.join(changed)}.",
+            field="recipe",
+            value=config.recipe or context.recipe,
+            remedy="Run the same command again: it trains the changed model. Or put the code back.",
+        )
+
+
+def refuse_tokens(code: Mapping[str, bytes]) -> None:
+    """Raise ConfigError for code that is about to be published with a token in it."""
+    for name, content in sorted(code.items()):
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+            if holds_token(line):
+                raise ConfigError(
+                    "The code would be published with the model, and this line holds a token or a password.",
+                    field="publish.code",
+                    value=f"{name}:{number}",
+                    remedy="Read it from an environment variable, or set publish.code=false.",
+                )
 
 
 def asset_sources(description: ModelDescription, data: StageManifest[PrepareFacts]) -> dict[str, Source]:

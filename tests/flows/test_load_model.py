@@ -14,7 +14,7 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.runs import broken
 from trainer_lib import LoadedModel, load_model
-from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder.description import FILE, read_description
 
@@ -173,3 +173,84 @@ def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.Monk
 
 def _text(hub: HubServer, path: str) -> str:
     return hub.repos["org/toy"].commits[-1].files[path].data.decode()
+
+
+def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tmp_path: Path) -> None:
+    revision = _only(_only(_store(folder) / "hub") / "revisions")
+    run = _only(_store(folder) / "runs")
+    for number, place in enumerate(("elsewhere", "runs/stolen")):
+        published = tmp_path / str(number) / place
+        shutil.copytree(revision, published)
+        shutil.copy(run / "run.json", published)
+        with pytest.raises(ConfigError, match="not trusted"):
+            load_model(str(published))
+    # A run's own description, away from its storage: it leads to no committed stage.
+    alone = tmp_path / "runs" / "alone"
+    shutil.copytree(run, alone)
+    with pytest.raises(ConfigError, match="not trusted"):
+        load_model(str(alone))
+
+
+def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path) -> None:
+    record = json.loads((_only(_only(_store(folder) / "hub") / "revisions") / FILE).read_text())
+
+    def digest(**changed: object) -> str:
+        return read_description(json.dumps(record | changed).encode(), FILE).code_digest
+
+    assert digest(name="other", info={"slope": 3}) == digest()
+    for changed in (
+        {"fallback": "recipe.py"},
+        {"paths": [".", "src"]},
+        {"model": {"backbone": "x"}},
+        {"options": {"a": 1}},
+    ):
+        assert digest(**changed) != digest(), changed
+
+
+def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path) -> None:
+    import random
+
+    import torch
+
+    torch.manual_seed(3)
+    random.seed(3)
+    expected = torch.rand(1).item(), random.random()
+    torch.manual_seed(3)
+    random.seed(3)
+    loaded = load_model(str(_only(_store(folder) / "runs")))
+    usual = loaded._args.per_device_eval_batch_size
+    loaded.predict(ROWS, batch_size=1)
+    assert (torch.rand(1).item(), random.random()) == expected
+    assert loaded._args.per_device_eval_batch_size == usual
+
+
+def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folder: Path) -> None:
+    from flows.plan import Plan
+    from tasks.stage.portable_model import describe_model
+    from tests.support.runs import spec_of
+
+    plan = Plan.of(spec_of(folder))
+    data, model = plan.reasons["prepare-data"].manifest, plan.reasons["train"].manifest
+    assert data is not None and model is not None
+    config = plan.stages["push-to-hub"].config
+    describe_model(config, plan.context, data, model)
+    broken(folder, "y = self.linear(x.float())", "y = 2 * self.linear(x.float())")
+    with pytest.raises(CodeError, match="build_model"):
+        describe_model(config, plan.context, data, model)
+
+
+def test_code_with_a_token_is_not_published_and_code_can_stay_at_home(folder: Path, tmp_path: Path) -> None:
+    from tests.support.runs import ran, run
+
+    assert ran(run(folder, "publish.code=false", f"publish.to={tmp_path / 'bare'}")) == {"push-to-hub"}
+    bare = _only(tmp_path / "bare" / "revisions")
+    assert not (bare / "code").exists()
+    assert "load_model" not in (bare / "README.md").read_text()
+    token = "hf_" + "a" * 30
+    broken(folder, "def compute_metrics(p):", f"TOKEN = '{token}'\n\n\ndef compute_metrics(p):")
+    result = run(folder, f"publish.to={tmp_path / 'whole'}")
+    assert isinstance(result.error, ConfigError)
+    assert result.error.field == "publish.code"
+    assert "recipe.py:" in str(result.error.value)
+    assert token not in str(result.error)
+    assert not (tmp_path / "whole").exists()

@@ -13,6 +13,7 @@ is copied. Every file has its size and SHA-256: a reader uses no byte that diffe
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ FILE = "trainflow_model.json"
 FORMAT = 1
 CODE = "code"
 ASSETS = "assets"
+SOURCE = "source"  # a run's folder of the code
 LIMIT = 64 * 2**20
 """The largest description that is read, in bytes."""
 
@@ -88,8 +90,16 @@ class ModelDescription:
 
     @property
     def code_digest(self) -> str:
-        """SHA-256 over paths, sizes and digests of the code, 64 hex digits: what a reader may trust by name."""
-        return content_digest(self.code)
+        """SHA-256 of all that decides what is executed, 64 hex digits: what a reader may trust by name.
+
+        These are the files, where they begin, and the settings that they are given.
+        """
+        decides = {
+            "files": content_digest(self.code),
+            "begins": [self.recipe, self.fallback, *self.paths],
+            "settings": [self.model, self.options, self.args],
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> bytes:
         """The contents of the file; equal descriptions have equal bytes."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer_lib import recipes
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
@@ -49,7 +50,8 @@ class LoadedModel:
         self._work = work
         self._data = recipes.DataInfo(to_record(work.request.data))
         self._args = arguments(work, "predict", work.request.output)
-        self.model: nn.Module = build_model(work, self._args, self._data)
+        with keep_generators():  # building draws the initial weights, which the trained ones replace
+            self.model: nn.Module = build_model(work, self._args, self._data)
         self._trainer: Any = None
 
     def predict(self, rows: Iterable[Mapping[str, Any]], *, batch_size: int | None = None) -> dict[str, Sequence[Any]]:
@@ -67,17 +69,20 @@ class LoadedModel:
         """
         given = GivenRows(rows, self.description.columns)
         if self._trainer is None:
-            self._trainer = build_trainer(self._work, self._args, self.model, [])
-        if batch_size is not None:
-            if batch_size < 1:
-                raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
-            self._trainer.args.per_device_eval_batch_size = batch_size
+            with keep_generators():  # a Trainer seeds them
+                self._trainer = build_trainer(self._work, self._args, self.model, [])
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
+        args = self._trainer.args
+        usual = args.per_device_eval_batch_size
+        args.per_device_eval_batch_size = usual if batch_size is None else batch_size
         spool = PredictionSpool(None)
         try:
             for _, outputs in stream_predictions(self._trainer, given, start=0, stop=len(given)):
                 spool.append(outputs)
             return self._work.recipe.prediction_columns(single_output(spool.tree()), self._data)
         finally:
+            args.per_device_eval_batch_size = usual
             spool.close()
 
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from trainer_lib.commit import Commit, read_commit
-from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.hub.transport import parse_target
-from trainer_lib.model_folder.description import FILE, LIMIT, ModelDescription, read_description
+from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
 from trainer_lib.storage import Store
 
 FIELD = "model"
 _RUN_FILE = "run.json"
 _RUNS = "runs"
-_CHECKPOINTS = "checkpoints"
+FOLDER_CHARS = 16
+"""A stage's folder is named by as many characters of its key."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class FoundModel:
         url: the address of the description's folder.
         weights, code, data: the folders of the files.
         checkpoint: name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
-        is_run: whether the folder is a run's: its code is what that run executed.
+        is_run: whether the address is a run of a storage, whose committed train stage has this model: its code is what
+            that run executed. A published folder never is, whatever files it holds.
     """
 
     description: ModelDescription
@@ -58,10 +60,11 @@ def find_model(address: str) -> FoundModel:
     """
     if address.startswith("hf://"):
         target = parse_target(address, field=FIELD)
-        return _read(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
+        return _read_published(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
     store = Store.open(address, field=FIELD)
     if store.exists(FILE):
-        return _read(store, address)
+        found = _read(store, address)
+        return replace(found, is_run=_is_run(store, found))
     commit = read_commit(store)
     if commit is not None and commit.kind == "stage":
         return _find_in_runs(store, commit)
@@ -78,13 +81,21 @@ def find_model(address: str) -> FoundModel:
         )
     newest = FolderHub(address, field=FIELD).newest()
     if newest is not None:
-        return _read(newest.store, address)
+        return _read_published(newest.store, address)
     raise ConfigError(
         f"There is no model: neither a {FILE}, nor a run, a train stage, a checkpoint or a publication.",
         field=FIELD,
         value=address,
         remedy="Give <storage>/runs/<run>, <storage>/stages/train/<key>, <storage>/hub/<name> or hf://organisation/name.",
     )
+
+
+def _read_published(store: Store, address: str) -> FoundModel:
+    """The model of a publication, whose files all lie below it."""
+    found = _read(store, address)
+    if found.description.places != Places():
+        raise DamagedError("A publication's description names other folders than its own.", field=store.url)
+    return found
 
 
 def _read(store: Store, address: str) -> FoundModel:
@@ -105,8 +116,19 @@ def _read(store: Store, address: str) -> FoundModel:
         weights=_go(store, places.weights),
         code=_go(store, places.code),
         data=_go(store, places.data),
-        is_run=store.exists(_RUN_FILE),
     )
+
+
+def _is_run(store: Store, found: FoundModel) -> bool:
+    """Whether a description lies in ``<storage>/runs/<run>`` and leads to the train stage of that storage."""
+    parts = store.url.rstrip("/").split("/")
+    key = found.description.stages.get("train", "")
+    places = found.description.places
+    expected = Places(f"../../stages/train/{key[:FOLDER_CHARS]}/model", SOURCE, places.data)
+    if parts[-2:-1] != [_RUNS] or not store.exists(_RUN_FILE) or places != expected:
+        return False
+    commit = read_commit(_above(found.weights, 1))
+    return commit is not None and commit.kind == "stage" and commit.meta.get("key") == key
 
 
 def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
@@ -125,7 +147,8 @@ def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
     for run in runs.children():
         try:
             if runs.child(run).exists(FILE):
-                found.append(_read(runs.child(run), stage.url))
+                each = _read(runs.child(run), stage.url)
+                found.append(replace(each, is_run=_is_run(runs.child(run), each)))
         except (ConfigError, StorageError):  # another run's description does not matter here
             continue
     mine = [each for each in found if each.description.stages.get("train") == key]

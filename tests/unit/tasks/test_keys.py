@@ -105,6 +105,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "recipe": "OTHER",
         "options": {"x": 1},
         "args": {"bf16_full_eval": True},
+        "code": False,
         "retries": 0,
     },
 }
