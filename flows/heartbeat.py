@@ -5,7 +5,8 @@
 
 Both are removed when the command ends, whatever its end; a sign that stays belongs to a process that died, or lives on
 another machine. On the same machine that is known at once. A process of another machine is silent once its beat has
-stood still for `SILENT_S` seconds of the reader's own clock: no two clocks are ever compared.
+stood still for `SILENT_S` seconds of the reader's own clock. It counts as dead once its last beat is `PAUSE_S` old as
+well, by the two clocks: a storage is away for minutes, a laptop sleeps. A process that wakes up writes its sign again.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from trainer_lib.storage import Store
 ALIVE = "alive"
 BEAT_S = 10.0
 SILENT_S = 30.0
+PAUSE_S = 300.0
 _LIMIT = 16_384
 _log = logging.getLogger(__name__)
 
@@ -106,7 +108,8 @@ def find_silent(suspects: Sequence[tuple[Store, Sign]], seconds: float = SILENT_
         for folder in {folder.url: folder for folder, _ in suspects}.values()
         for sign in read_signs(folder)
     }
-    return {sign.id for _, sign in suspects if beats.get(sign.id, sign.beat) == sign.beat}
+    # A sign that is gone was removed by its own process at its end.
+    return {sign.id for _, sign in suspects if beats.get(sign.id) == sign.beat}
 
 
 def remove_sign(folder: Store, sign: Sign) -> None:
@@ -121,10 +124,9 @@ class _Heart:
     def __init__(self, folder: Store) -> None:
         self._folder = folder
         self._id = uuid.uuid4().hex
-        self._flow_run_id = _flow_run_id()
+        self._about = {"holder": asdict(Holder.this_process(SILENT_S)), "flow_run_id": _flow_run_id()}
         self._state: Event = {}
         self._wake, self._done = threading.Event(), False
-        self._is_written = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -167,10 +169,9 @@ class _Heart:
         state = self._state
         beat = {"beat": uuid.uuid4().hex, "at": now(), "stage": state.get("stage"), "progress": state.get("text")}
         try:
-            if not self._is_written:
-                about = {"holder": asdict(Holder.this_process(SILENT_S)), "flow_run_id": self._flow_run_id}
-                self._folder.write_bytes(f"{self._id}.json", json.dumps(about).encode())
-                self._is_written = True
+            # After a long pause of this machine another one may have removed it.
+            if not self._folder.exists(f"{self._id}.json"):
+                self._folder.write_bytes(f"{self._id}.json", json.dumps(self._about).encode())
             self._folder.write_bytes(f"{self._id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it
             _log.debug("The sign of life was not written: %s", error)

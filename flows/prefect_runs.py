@@ -12,16 +12,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
 
 from tasks.prefect_client import LIMIT_S, quick_client
 from trainer_lib.locks.lease import Holder
 
 if TYPE_CHECKING:
-    from uuid import UUID
-
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
@@ -30,11 +30,17 @@ _PREFIX = "trainflow."
 _TAG = "trainflow-process="
 # A run that is retried has the labels of its last process until the new one has written its own.
 _SETTLE_S = 2.0
+# Seconds after which a run that was taken up again has its new labels, if its process lives.
+_START_S = 300.0
+# Seconds between two tries to label a run, at most.
+_PAUSE_S = 10.0
 # Seconds that the end of a flow waits for the sweep.
 _CLOSE_S = 10.0
 _PAGE = 200
 _OPEN = ["PENDING", "RUNNING", "CANCELLING"]
 _log = logging.getLogger(__name__)
+
+Left = Literal["unknown", "starting"]
 
 
 @dataclass(frozen=True)
@@ -85,9 +91,9 @@ def own_flow_run() -> Iterator[None]:
     kept = {tag for tag in tags if not tag.startswith(_TAG)}
     # Without the mark another process has created the run, or ran it before: its labels stand there until ours do.
     is_marked = kept != tags
-    introduce = threading.Thread(
-        target=_introduce, args=(run.id, kept if is_marked else None), name="trainflow-sweep", daemon=True
-    )
+    ended = threading.Event()
+    arguments = run.id, kept if is_marked else None, ended
+    introduce = threading.Thread(target=_introduce, args=arguments, name="trainflow-sweep", daemon=True)
     introduce.start()
     if not is_marked:
         introduce.join(LIMIT_S)
@@ -96,21 +102,37 @@ def own_flow_run() -> Iterator[None]:
         try:
             yield
         finally:
+            ended.set()
             introduce.join(_CLOSE_S)
 
 
-def _introduce(flow_run_id: UUID, tags: set[str] | None) -> None:
-    """Label a run, replace its tags unless they are None, and sweep."""
+def _introduce(flow_run_id: UUID, tags: set[str] | None, ended: threading.Event) -> None:
+    """Label a run, until it succeeds or the run has ended; replace its tags unless they are None; then sweep."""
+    pause_s = 1.0
+    while not _is_labelled(flow_run_id, tags):
+        if ended.wait(pause_s):
+            return
+        pause_s = min(2 * pause_s, _PAUSE_S)
+    try:
+        with quick_client() as client:
+            for run in _sweep(client):
+                _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
+    except Exception as error:  # the next command sweeps, too
+        _log.debug("Dead runs were not looked for: %s", error)
+
+
+def _is_labelled(flow_run_id: UUID, tags: set[str] | None) -> bool:
     try:
         with quick_client() as client:
             holder = asdict(Holder.this_process())
             client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
             if tags is not None:
                 client.update_flow_run(flow_run_id, tags=tags)
-            for run in _sweep(client):
-                _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
-    except Exception as error:  # the next command sweeps, too
-        _log.debug("Dead runs were not looked for: %s", error)
+    except Exception as error:
+        # With the labels of its last process every sweep would take a run that is retried for dead.
+        _log.debug("The flow run is not labelled yet: %s", error)
+        return False
+    return True
 
 
 def sweep_dead_runs() -> list[DeadRun]:
@@ -125,15 +147,66 @@ def sweep_dead_runs() -> list[DeadRun]:
         return _sweep(client)
 
 
-def end_flow_run(client: SyncPrefectClient, flow_run_id: UUID, why: str, cancelling: bool = False) -> None:
+def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
+    """Set the flow runs of processes that have ended to Crashed, unless another process works on them by now.
+
+    Takes two looks, two seconds apart, as the sweep does.
+
+    Args:
+        gone: id of a flow run, and its process as the sign of life names it.
+
+    Returns:
+        The ids that nothing can be said about now: "unknown" to this server, or "starting" again.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    left: dict[str, Left] = {}
+    dead: list[tuple[str, Holder, DeadRun]] = []
+    with quick_client() as client:
+        for run_id, holder in gone:
+            found = _judge(client, run_id, holder)
+            if isinstance(found, DeadRun):
+                dead.append((run_id, holder, found))
+            elif found is not None:
+                left[run_id] = found
+        if dead:
+            time.sleep(_SETTLE_S)
+        for run_id, holder, run in dead:
+            if _judge(client, run_id, holder) == run:
+                _end_dead_run(client, run)
+    return left
+
+
+def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | Left | None:
+    """What is known of a flow run whose process has ended; None: it has ended, or is another process's by now."""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        run = client.read_flow_run(UUID(run_id))
+    except (ObjectNotFound, ValueError):
+        return "unknown"
+    if run.state is None or run.state.type.value not in _OPEN:
+        return None
+    known = _holder_of(run)
+    if known is not None and (known.machine, known.pid, known.started) != (
+        holder.machine,
+        holder.pid,
+        holder.started,
+    ):
+        return None
+    return "starting" if _is_starting_again(run) else _dead(run, holder)
+
+
+def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
     """Set a flow run and its task runs that have not ended to Crashed, or to Cancelled."""
     from prefect.states import Cancelled, Crashed
 
-    make = Cancelled if cancelling else Crashed
+    make, why = Cancelled if run.cancelling else Crashed, f"Its process ended without a word ({run.holder})."
     # The tasks first: a sweep that is killed in between finds the flow run again.
-    for task_run_id in _open_task_runs(client, flow_run_id):
+    for task_run_id in _open_task_runs(client, run.flow_run_id):
         client.set_task_run_state(task_run_id, make(message=why), force=True)
-    client.set_flow_run_state(flow_run_id, make(message=why), force=True)
+    client.set_flow_run_state(run.flow_run_id, make(message=why), force=True)
 
 
 def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
@@ -144,13 +217,21 @@ def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
     still = {run.flow_run_id: run for run in _dead_runs(client)}
     dead = [run for run in found if still.get(run.flow_run_id) == run]
     for run in dead:
-        end_flow_run(client, run.flow_run_id, f"Its process ended without a word ({run.holder}).", run.cancelling)
+        _end_dead_run(client, run)
     return dead
 
 
 def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:
-    runs = ((run, _holder_of(run)) for run in _open_flow_runs(client))
+    runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
     return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
+
+
+def _is_starting_again(run: FlowRun) -> bool:
+    """Whether a process that takes the run up again may not have labelled it yet: its labels are the ended one's."""
+    if run.state is None or run.state.is_pending():
+        return run.run_count > 0
+    age_s = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+    return run.run_count > 1 and 0 <= age_s < _START_S
 
 
 def _dead(run: FlowRun, holder: Holder) -> DeadRun:

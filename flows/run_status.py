@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from flows.heartbeat import BEAT_S, Sign, find_silent, read_signs, remove_sign
+from flows.heartbeat import BEAT_S, PAUSE_S, Sign, find_silent, read_signs, remove_sign
 from flows.past_runs import RUN_FILE, PastRun, list_runs, read_record, run_folder
-from flows.prefect_runs import end_flow_run, sweep_dead_runs
-from tasks.prefect_client import quick_client
+from flows.prefect_runs import end_runs_of, sweep_dead_runs
 from tasks.stage.retry import now
 from trainer_lib.storage import Store
 
-State = Literal["running", "suspended", "finished", "failed", "stopped", "died"]
+State = Literal["running", "suspended", "silent", "finished", "failed", "stopped", "died"]
+_LIVING: dict[str, State] = {"running": "running", "suspended": "suspended"}
 _ENDED: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _log = logging.getLogger(__name__)
 
@@ -27,8 +26,9 @@ class RunStatus:
     """How one run is.
 
     Attributes:
-        state: running; suspended (its process is stopped by a signal); finished, failed, stopped (by a signal or a
-            cancel); died (its process ended without a word).
+        state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
+            no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel);
+            died (its process ended without a word).
         sign: the process at work on it, or the one that died; None: the run has ended, or died before it began.
         unswept: signs of dead processes, which `sweep` removes.
     """
@@ -81,15 +81,14 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
     Raises:
         StorageError: the storage cannot be read.
     """
-    # The record before the signs: a command writes its sign first, and removes it last.
-    runs = list_runs(storage)
-    folders = {run.id: run_folder(storage, run.id) for run in runs}
-    signs = {run.id: read_signs(folders[run.id]) for run in runs}
-    suspects = [(folders[run.id], sign) for run in runs for sign in signs[run.id] if _seems_silent(sign)]
-    if suspects:
-        on_wait(len(suspects))
+    found = _look(storage)
+    suspects = [(run_folder(storage, run.id), sign) for run, signs in found for sign in signs if _seems_silent(sign)]
+    if not suspects:
+        return [_status(run, signs, set()) for run, signs in found]
+    on_wait(len(suspects))
     silent = find_silent(suspects)
-    return [_status(run, signs[run.id], silent) for run in runs]
+    # Half a minute later a run may have ended as it should.
+    return [_status(run, signs, silent) for run, signs in _look(storage)]
 
 
 def sweep(storage: str, statuses: list[RunStatus]) -> None:
@@ -100,23 +99,35 @@ def sweep(storage: str, statuses: list[RunStatus]) -> None:
         StorageError: the storage cannot be written.
     """
     sweep_dead_runs()
-    with quick_client() as client:
-        for status in statuses:
-            for sign in status.unswept:
-                _end_in_prefect(client, sign)
+    folders = {status.run.id: run_folder(storage, status.run.id) for status in statuses}
+    # Read again: a process may have given a sign of life since.
+    signs = {run_id: read_signs(folder) for run_id, folder in folders.items()}
+    dead = {status.run.id: [sign for sign in status.unswept if sign in signs[status.run.id]] for status in statuses}
+    # A run that is retried has its id again: the sign of the ended process says nothing about the one at work.
+    at_work = {sign.flow_run_id for run_id, found in signs.items() for sign in found if sign not in dead[run_id]}
+    gone = [(sign.flow_run_id, sign.holder) for found in dead.values() for sign in found]
+    left = end_runs_of([(run_id, holder) for run_id, holder in gone if run_id is not None and run_id not in at_work])
     for status in statuses:
-        folder = run_folder(storage, status.run.id)
         if status.state == "died":
-            _record_death(folder, status)
-        for sign in status.unswept:
-            remove_sign(folder, sign)
+            _record_death(folders[status.run.id], status)
+        for sign in dead[status.run.id]:
+            # A run that is just being retried may still have to be marked.
+            if left.get(sign.flow_run_id or "") != "starting":
+                remove_sign(folders[status.run.id], sign)
+
+
+def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:
+    # The record before the signs: a command writes its sign first, and removes it last.
+    runs = list_runs(storage)
+    return [(run, read_signs(run_folder(storage, run.id))) for run in runs]
 
 
 def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
-    dead = tuple(sign for sign in signs if sign.life() == "dead" or sign.id in silent)
-    for sign in signs:
+    dead = tuple(sign for sign in signs if sign.life() == "dead" or (sign.id in silent and _is_long_ago(sign)))
+    for sign in sorted(signs, key=lambda sign: sign.id in silent):
         if sign not in dead:
-            return RunStatus(run, "suspended" if sign.life() == "suspended" else "running", sign, dead)
+            state = _LIVING.get(sign.life(), "running")
+            return RunStatus(run, "silent" if sign.id in silent else state, sign, dead)
     if run.status == "RUNNING" or run.record.get("died"):
         return RunStatus(run, "died", dead[0] if dead else None, dead)
     return RunStatus(run, _ENDED.get(run.status, "stopped"), None, dead)
@@ -126,26 +137,22 @@ def _seems_silent(sign: Sign) -> bool:
     """Whether a process of another machine has to be watched: by its clock the last beat is long ago, or unknown."""
     if sign.life() != "unknown":
         return False
+    age_s = _age_s(sign)
+    # Where the clocks are obviously different they say nothing.
+    return age_s is None or not 0 <= age_s < 3 * BEAT_S
+
+
+def _is_long_ago(sign: Sign) -> bool:
+    """Whether a beat that stands still is older than an outage of the storage, or a pause of the machine."""
+    age_s = _age_s(sign)
+    return age_s is None or not 0 <= age_s < PAUSE_S
+
+
+def _age_s(sign: Sign) -> float | None:
     try:
-        age_s = (datetime.now(UTC) - datetime.fromisoformat(sign.at or "")).total_seconds()
+        return (datetime.now(UTC) - datetime.fromisoformat(sign.at or "")).total_seconds()
     except (ValueError, TypeError):
-        return True
-    # Only whether to look longer depends on the two clocks, never the verdict.
-    return not 0 <= age_s < 3 * BEAT_S
-
-
-def _end_in_prefect(client: Any, sign: Sign) -> None:
-    from prefect.exceptions import ObjectNotFound
-
-    if sign.flow_run_id is None:
-        return
-    try:
-        run = client.read_flow_run(uuid.UUID(sign.flow_run_id))
-    except (ObjectNotFound, ValueError):  # of another Prefect server
-        return
-    if run.state is None or not run.state.is_final():
-        cancelling = run.state is not None and run.state.is_cancelling()
-        end_flow_run(client, run.id, f"Its process ended without a word ({sign.holder}).", cancelling)
+        return None
 
 
 def _record_death(folder: Store, status: RunStatus) -> None:

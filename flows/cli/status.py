@@ -22,7 +22,14 @@ from trainer_lib.storage import Store
 if TYPE_CHECKING:
     from flows.run_status import RunStatus
 
-_COLOURS = {"running": "green", "suspended": "yellow", "failed": "bold red", "died": "bold red", "stopped": "yellow"}
+_COLOURS = {
+    "running": "green",
+    "suspended": "yellow",
+    "silent": "yellow",
+    "failed": "bold red",
+    "died": "bold red",
+    "stopped": "yellow",
+}
 _SHORT_ID = 8
 # Seconds that MLflow's server gets.
 _PATIENCE_S = 10

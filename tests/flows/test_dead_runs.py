@@ -9,11 +9,19 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from flows import prefect_runs
+from flows.run_status import find_statuses, sweep
 from trainer_lib.locks.lease import Holder
+
+HERE = Holder.this_process(30.0)
+GONE = replace(HERE, started="1")
 
 # A flow as `flows.pipeline` has it, that stays in its second task until it is killed or its standard input ends.
 PROGRAM = """
@@ -129,3 +137,108 @@ def test_a_run_of_another_machine_or_of_no_known_process_is_not_judged() -> None
     assert prefect_runs._decode(prefect_runs._encode(here)) == Holder(
         "", here.machine, os.getpid(), here.started, here.since, 0.0
     )
+
+
+def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
+    """A run of a flow `pipeline` that carries the labels of a process and went through states."""
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.states import Running
+
+    @flow(name="pipeline")
+    def pipeline() -> None: ...
+
+    labels = {f"trainflow.{name}": value for name, value in asdict(holder).items()}
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(pipeline)
+        for state in (Running(), *states):
+            client.set_flow_run_state(run.id, state, force=True)
+        client.update_flow_run_labels(run.id, labels)
+    return run.id
+
+
+def state_of(run_id: uuid.UUID) -> str:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(run_id).state
+    return "" if state is None else state.type.value
+
+
+def storage_with(folder: Path, flow_run_id: uuid.UUID, **signs: Holder) -> Path:
+    """A storage with one run that is recorded as running, and signs of life in it; returns their folder."""
+    alive = folder / "runs" / "a" / "alive"
+    alive.mkdir(parents=True)
+    (alive.parent / "run.json").write_text(json.dumps({"name": "toy", "status": "RUNNING", "started": "2026"}))
+    for name, holder in signs.items():
+        about = {"holder": asdict(holder), "flow_run_id": str(flow_run_id)}
+        (alive / f"{name}.json").write_text(json.dumps(about))
+    return alive
+
+
+@pytest.mark.usefixtures("prefect_server")
+class TestRetried:
+    """A run that is retried in Prefect's UI has the id, and for a moment the labels, of the process that ended."""
+
+    def test_the_sign_of_the_ended_process_does_not_end_the_one_at_work(self, tmp_path: Path) -> None:
+        run_id = flow_run(HERE)
+        alive = storage_with(tmp_path, run_id, before=GONE, now=HERE)
+        sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert state_of(run_id) == "RUNNING"
+        assert [path.name for path in alive.iterdir()] == ["now.json"]
+
+    def test_the_labels_of_another_process_count_where_its_sign_is_not_written_yet(self, tmp_path: Path) -> None:
+        run_id = flow_run(HERE)
+        storage_with(tmp_path, run_id, before=GONE)
+        sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert state_of(run_id) == "RUNNING"
+
+    def test_while_it_waits_for_a_worker_nothing_of_it_is_ended(self, tmp_path: Path) -> None:
+        from prefect.states import AwaitingRetry, Crashed
+
+        run_id = flow_run(GONE, Crashed(), AwaitingRetry())
+        storage_with(tmp_path, run_id, before=GONE)
+        sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert state_of(run_id) == "SCHEDULED"
+
+    @pytest.mark.parametrize("is_begun", [False, True])
+    def test_while_it_starts_its_old_labels_say_nothing(
+        self, tmp_path: Path, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from prefect.states import Crashed, Pending, Running
+
+        run_id = flow_run(GONE, Crashed(), Pending(), *([Running()] if is_begun else []))
+        alive = storage_with(tmp_path, run_id, before=GONE)
+        assert prefect_runs.sweep_dead_runs() == []
+        sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert state_of(run_id) == ("RUNNING" if is_begun else "PENDING")
+        assert list(alive.iterdir()), "it may have to be marked later"
+        if is_begun:
+            monkeypatch.setattr(prefect_runs, "_START_S", 0.0)
+            sweep(str(tmp_path), find_statuses(str(tmp_path)))
+            assert state_of(run_id) == "CRASHED"
+            assert not list(alive.iterdir())
+
+    def test_its_labels_are_written_again_until_they_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from prefect import flow
+        from prefect.client.orchestration import SyncPrefectClient
+
+        write, tries = SyncPrefectClient.update_flow_run_labels, []
+
+        def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, labels: Any) -> None:
+            tries.append(run_id)
+            if len(tries) == 1:
+                raise httpx.ReadTimeout("too slow")
+            write(client, run_id, labels)
+
+        monkeypatch.setattr(SyncPrefectClient, "update_flow_run_labels", fails_once)
+
+        @flow(name="pipeline")
+        def pipeline() -> None:
+            with prefect_runs.own_flow_run():
+                deadline = time.monotonic() + 20
+                while len(tries) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+
+        pipeline()
+        assert len(tries) == 2

@@ -17,6 +17,7 @@ from flows import heartbeat
 from flows.run_status import RunStatus, find_statuses
 from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
+from trainer_lib.storage import Store
 
 HERE = Holder.this_process(30.0)
 GONE = replace(HERE, started="1")
@@ -99,3 +100,36 @@ def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
         assert only(tmp_path).state == "running"
         monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
     assert waits == [heartbeat.SILENT_S] * 2
+
+
+def test_a_short_silence_of_another_machine_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, "a", "RUNNING")
+    sign(tmp_path, "a", ELSEWHERE, seconds_ago=60.0)
+    monkeypatch.setattr("flows.heartbeat.time.sleep", lambda _: None)
+    found = only(tmp_path)
+    assert (found.state, found.unswept, found.is_swept) == ("silent", (), True)
+    assert found.where.startswith("train: step 3/8, process ")
+
+
+def test_a_run_that_ends_while_it_is_watched_has_not_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path, "a", "RUNNING")
+    beat = sign(tmp_path, "a", ELSEWHERE, seconds_ago=600.0)
+
+    def end(_: float) -> None:
+        plain = {"name": "toy", "status": "FINISHED", "started": "2026-11-22T10:00:00Z"}
+        (tmp_path / "runs" / "a" / "run.json").write_text(json.dumps(plain))
+        beat.with_suffix(".json").unlink()
+        beat.unlink()
+
+    monkeypatch.setattr("flows.heartbeat.time.sleep", end)
+    assert (only(tmp_path).state, only(tmp_path).is_swept) == ("finished", True)
+
+
+def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) -> None:
+    heart = heartbeat._Heart(Store.open(str(tmp_path / "runs" / "a")).child("alive"))
+    heart._write()
+    [before] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
+    heartbeat.remove_sign(Store.open(str(tmp_path / "runs" / "a")), before)
+    heart._write()
+    [after] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
+    assert (after.id, after.holder) == (before.id, before.holder)
