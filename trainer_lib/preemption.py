@@ -1,24 +1,29 @@
 """Notice that this machine is about to be taken away: a file that appears, a command that exits with 0, a URL.
 
 Clouds give such notice 30 s to two minutes ahead, through their metadata servers; batch systems run a command or make a
-file. A thread asks every few seconds, each question with a time limit, so the work itself never waits for an answer.
+file. Threads ask every few seconds, so the work itself never waits for an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import socket
 import subprocess
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
 
 from typing_extensions import override
 
 _ANSWER_BYTES = 1 << 16
 _DELIVER_S = 0.2  # between two tries to deliver a notice
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,13 @@ class Preemption:
 
 
 def find_notice(asked: Preemption) -> str | None:
-    """Look once. Returns what gave the notice, as a clause; None when nothing did."""
+    """Look once. Returns what gave the notice, as a clause; None when nothing did.
+
+    Raises:
+        OSError: the file's folder cannot be read.
+        http.client.HTTPException: what the URL answers is not HTTP.
+        ValueError: the URL is malformed.
+    """
     if asked.file is not None and Path(asked.file).exists():
         return f"the file {asked.file} is there"
     if asked.command and _succeeds(asked.command, asked.timeout_s):
@@ -72,26 +83,54 @@ def _succeeds(command: tuple[str, ...], timeout_s: float) -> bool:
 
 
 def _answers(asked: Preemption, url: str) -> bool:
-    import urllib.request  # every command imports this module with the requests
+    import http.client  # every command imports this module with the requests
 
-    class NoRedirect(urllib.request.HTTPRedirectHandler):
-        @override
-        def redirect_request(self, *args: object, **kwargs: object) -> None:
-            return None
-
-    request = urllib.request.Request(url, headers=asked.headers)  # noqa: S310 (http or https, as the spec checks)
+    where = urlsplit(url)
+    secure = where.scheme == "https"
+    kind, port = (http.client.HTTPSConnection, 443) if secure else (http.client.HTTPConnection, 80)
     # Metadata servers are on the machine itself: never through a proxy, and a redirect is not an answer.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect)
+    connection = kind(where.hostname or "", where.port or port, timeout=asked.timeout_s)
+    target = urlunsplit(("", "", where.path or "/", where.query, ""))
+    late, deadline = threading.Event(), time.monotonic() + asked.timeout_s
     try:
-        with opener.open(request, timeout=asked.timeout_s) as answer:
-            text = answer.read(_ANSWER_BYTES).decode(errors="replace")
-            return answer.status == 200 and (asked.contains is None or asked.contains in text)
-    except (OSError, ValueError):  # HTTPError is an OSError
+        connection.connect()
+        with _cut_off(connection.sock, deadline - time.monotonic(), late):
+            connection.request("GET", target, headers={"Connection": "close", **asked.headers})
+            with connection.getresponse() as answer:
+                text = answer.read(_ANSWER_BYTES).decode(errors="replace")
+        return not late.is_set() and answer.status == 200 and (asked.contains is None or asked.contains in text)
+    except OSError:
         return False
+    except http.client.HTTPException:
+        if late.is_set():  # cut off within its first lines
+            return False
+        raise
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _cut_off(sock: socket.socket, seconds: float, late: threading.Event) -> Iterator[None]:
+    """End the connection after `seconds`: a time limit of sockets starts again with each byte that comes."""
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own would change what the reader uses
+
+    timer = threading.Timer(max(seconds, 0.0), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class NoticeWatch(threading.Thread):
     """Looks for a notice until one is given, and delivers it.
+
+    Each place has a thread of its own: a file on a mount that hangs does not hold up the others.
 
     Args:
         asked: where to look.
@@ -105,18 +144,50 @@ class NoticeWatch(threading.Thread):
         super().__init__(name="trainflow-preemption", daemon=True)
         self._asked = asked
         self._deliver = deliver
+        self._woken = threading.Event()
         self._done = threading.Event()
         self.notice: str | None = None
 
     @override
     def run(self) -> None:
-        while (notice := find_notice(self._asked)) is None:
-            if self._done.wait(self._asked.every_s):
-                return
-        self.notice = notice
-        while not self._deliver() and not self._done.wait(_DELIVER_S):
+        for place in _places(self._asked):
+            threading.Thread(target=self._look, args=(place,), name=f"{self.name}-look", daemon=True).start()
+        self._woken.wait()
+        while self.notice is not None and not self._deliver() and not self._done.wait(_DELIVER_S):
             pass
 
     def close(self) -> None:
         """Stop looking."""
         self._done.set()
+        self._woken.set()
+
+    def _look(self, place: Preemption) -> None:
+        warned = False
+        while True:
+            notice = None
+            try:
+                notice = find_notice(place)
+            except Exception as error:
+                # The next look may succeed; without the watch, the machine would go without a save.
+                if not warned:
+                    _log.warning("train.preemption: a look at %s failed, and is repeated: %r", _name(place), error)
+                    warned = True
+            if notice is not None:
+                self.notice = notice
+                self._woken.set()
+            if notice is not None or self._done.wait(self._asked.every_s):
+                return
+
+
+def _places(asked: Preemption) -> list[Preemption]:
+    nowhere = replace(asked, file=None, command=(), url=None)
+    places = [
+        replace(nowhere, file=asked.file),
+        replace(nowhere, command=asked.command),
+        replace(nowhere, url=asked.url),
+    ]
+    return [place for place in places if place != nowhere]
+
+
+def _name(place: Preemption) -> str:
+    return str(place.file or place.url or place.command[0])

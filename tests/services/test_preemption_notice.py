@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import logging
+import os
+import socketserver
 import sys
 import threading
 import time
@@ -72,6 +75,84 @@ def test_a_url_has_a_time_limit(server: str) -> None:
     begun = time.monotonic()
     assert find_notice(Preemption(url=f"{server}/slow", timeout_s=0.2)) is None
     assert time.monotonic() - begun < 1.5
+
+
+class _Odd(socketserver.StreamRequestHandler):
+    """Answers the first request with what is not HTTP, trickles over the second one, and gives notice in the third."""
+
+    asked = 0
+
+    def handle(self) -> None:
+        self.rfile.readline()
+        type(self).asked += 1
+        if self.asked == 1:
+            self.wfile.write(b"what?\r\n\r\n")
+        elif self.asked == 2:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n")
+            for _ in range(100):
+                self.wfile.write(b"x: y\r\n")
+                time.sleep(0.1)
+        else:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+
+
+def test_an_odd_answer_and_a_slow_one_do_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Odd) as listening:
+        listening.daemon_threads, listening.block_on_close = True, False
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{listening.server_address[1]}/"
+        with caplog.at_level(logging.WARNING):
+            watch = NoticeWatch(Preemption(url=url, every_s=0.01, timeout_s=2.0), lambda: True)
+            watch.start()
+            watch.join(20)
+        watch.close()
+        listening.shutdown()
+    assert watch.notice == f"{url} answered"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["train.preemption"]
+    assert f"{url} failed, and is repeated: BadStatusLine" in caplog.text
+
+
+def test_a_file_that_cannot_be_looked_at_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice = tmp_path / "notice"
+    notice.touch()
+    real, failures = os.stat, [116, 13, 5]  # ESTALE, EACCES, EIO
+
+    def stat(path: Any, **given: Any) -> os.stat_result:
+        if os.fspath(path) == str(notice) and failures:
+            raise OSError(failures[0], os.strerror(failures.pop(0)), path)
+        return real(path, **given)
+
+    monkeypatch.setattr(os, "stat", stat)
+    watch = NoticeWatch(Preemption(file=str(notice), every_s=0.01), lambda: True)
+    watch.start()
+    watch.join(20)
+    watch.close()
+    assert watch.notice == f"the file {notice} is there"
+    assert failures == []
+    assert caplog.text.count("failed, and is repeated") == 1
+
+
+def test_a_file_on_a_mount_that_hangs_does_not_hold_up_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, released = tmp_path / "hung", threading.Event()
+    real = os.stat
+
+    def stat(path: Any, **given: Any) -> os.stat_result:
+        if isinstance(path, Path) and path == hung:
+            released.wait(40)
+        return real(path, **given)
+
+    monkeypatch.setattr(os, "stat", stat)
+    watch = NoticeWatch(Preemption(file=str(hung), command=("true",), every_s=0.05, timeout_s=10), lambda: True)
+    watch.start()
+    watch.join(20)
+    ended = not watch.is_alive()
+    released.set()
+    watch.close()
+    assert (ended, watch.notice) == (True, "true exited with 0")
 
 
 def test_a_command() -> None:
