@@ -15,7 +15,7 @@ import trainer_lib
 WITH_TORCH = {
     *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator"),
     *(name for name in trainer_lib.__all__ if "DataCollator" in name),
-    *("Seq2SeqTrainer", "TFTrainer"),
+    *("LoadedModel", "Seq2SeqTrainer", "TFTrainer", "load_model"),
 }
 
 

@@ -87,7 +87,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         # First: it needs nothing, and what follows may join a process group.
         refuse_uncalled(type(self))
         functions = (data_collator, model_init, compute_loss_func, compute_metrics, preprocess_logits_for_metrics)
-        trainer_checks.refuse_wrong_kinds(functions, callbacks, optimizers, optimizer_cls_and_kwargs)
+        own_loss = type(self).compute_loss is not Trainer.compute_loss
+        trainer_checks.refuse_wrong_kinds(functions, callbacks, optimizers, optimizer_cls_and_kwargs, own_loss=own_loss)
         self._trainflow = internals = Internals(self._trainflow_hooks())
         given = self._trainflow_arguments_class(output_dir="tmp_trainer") if args is None else adopt_arguments(args)
         self._trainflow_set_up(given)

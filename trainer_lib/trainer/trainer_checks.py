@@ -79,15 +79,21 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
 _FUNCTIONS = ("data_collator", "model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 
 
-def refuse_wrong_kinds(functions: Sequence[object], callbacks: object, optimizers: object, optimizer: object) -> None:
+def refuse_wrong_kinds(
+    functions: Sequence[object], callbacks: object, optimizers: object, optimizer: object, *, own_loss: bool
+) -> None:
     """Raise ConfigError for an argument of the constructor that is of another kind, which would fail far from here.
 
     Args:
         functions: the values of `_FUNCTIONS`.
         optimizer: `optimizer_cls_and_kwargs`.
+        own_loss: the Trainer's class overrides `compute_loss`.
     """
     for name, value in zip(_FUNCTIONS, functions, strict=True):
-        if value is not None and not callable(value) and not (name == "compute_metrics" and is_metric_object(value)):
+        # Libraries that compute the loss themselves pass a text for it, so that the loss counts as their own.
+        stands_for_own_loss = own_loss and name == "compute_loss_func" and isinstance(value, str)
+        is_metric = name == "compute_metrics" and is_metric_object(value)
+        if value is not None and not callable(value) and not is_metric and not stands_for_own_loss:
             raise _wrong_kind(
                 name, value, "This is not a function.", "Give a function, or an object that can be called."
             )

@@ -25,7 +25,8 @@ def test_a_failure_while_a_stage_runs_names_that_stages_launch(monkeypatch: pyte
 
     monkeypatch.setattr(worker, "launch", hang)
     attempt: Any = SimpleNamespace(
-        progress=SimpleNamespace(line=lambda line: None, event=lambda event: None), is_lost=lambda: False
+        progress=SimpleNamespace(line=lambda line: None, event=lambda event: None, is_cancelled=lambda: False),
+        is_lost=lambda: False,
     )
     settings = LaunchSettings(kind="process", processes=1)
     with pytest.raises(InfrastructureError) as caught:
