@@ -79,6 +79,23 @@ def is_alive(process: Process) -> bool:
     return start_time(process.pid) == process.start
 
 
+def is_gone(process: Process) -> bool:
+    """Whether this process has certainly ended; False where the system hides the processes of other users (hidepid)."""
+    row = _read_stat(process.pid) if Path("/proc/self/stat").exists() else _table_from_ps().get(process.pid)
+    if row is not None:
+        return row[2] in "ZX" or row[1] != process.start
+    if process.pid <= 0:  # to a kill these are groups of processes
+        return True
+    try:
+        os.kill(process.pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # another user's
+        return False
+    # It is there, and was not read: no descriptor is free.
+    return False
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped this process (SIGSTOP), on systems with /proc."""
     row = _read_stat(pid)

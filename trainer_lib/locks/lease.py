@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
-from trainer_lib.guard import start_time
+from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.storage import Store
 
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
@@ -91,7 +91,7 @@ class Holder:
     def is_gone(self) -> bool:
         """Whether the process has certainly ended: it ran on this machine and is gone. False when unknown."""
         # The start time too, because pids are used again.
-        return bool(self.started) and self.machine == _machine() and start_time(self.pid) != self.started
+        return bool(self.started) and self.machine == _machine() and is_gone(Process(self.pid, self.started))
 
     def is_alive(self) -> bool:
         """Whether the process certainly runs: it is on this machine and there. False when unknown."""

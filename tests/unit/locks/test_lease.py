@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from tests.support.faulty import Faults
 from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import StorageError
+from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.storage import Store
 
@@ -139,3 +143,37 @@ def test_when_the_store_cannot_be_asked_nothing_may_be_committed(faulty_url: str
             write_commit(store, "stage", [], {}, guard=lease.ensure_held)
         faults.plan(None)
         assert read_commit(store) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_gone"), [(PermissionError(), False), (ProcessLookupError(), True), (None, False)]
+)
+def test_a_process_that_the_system_hides_is_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch, answer: OSError | None, is_gone: bool
+) -> None:
+    """With hidepid, /proc shows no process of another user; a kill is refused where there is one."""
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (4321, 0)
+        if answer is not None:
+            raise answer
+
+    holder = replace(Holder.this_process(), pid=4321)
+    monkeypatch.setattr("trainer_lib.guard._read_stat", lambda pid: None)
+    monkeypatch.setattr("trainer_lib.guard.os.kill", kill)
+    assert holder.is_gone() is is_gone
+    assert not holder.is_alive()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**70])
+def test_what_is_not_the_number_of_a_process_is_gone(pid: int) -> None:
+    assert replace(Holder.this_process(), pid=pid).is_gone()
+
+
+def test_a_process_that_has_ended_and_was_not_waited_for_is_gone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        holder = replace(Holder.this_process(), pid=process.pid, started=start_time(process.pid) or "")
+        assert not holder.is_gone()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert holder.is_gone()
