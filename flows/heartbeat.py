@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from flows.past_runs import run_folder
 from flows.plan import Plan
+from flows.prefect_runs import configured_api
 from flows.results import RUN_ID_CHARS
 from tasks.stage.progress import Event, describe, subscribe
 from tasks.stage.retry import now
@@ -49,6 +50,7 @@ class Sign:
         id: the name of its files.
         holder: the process.
         flow_run_id: its Prefect flow run; None: none.
+        api: the address of the Prefect server that knows it; None: an embedded server.
         stage: where it was at the last beat; None: before the first stage.
         progress: how far that stage was, for people.
         at: when the last beat was written, by the writer's clock.
@@ -58,10 +60,16 @@ class Sign:
     id: str
     holder: Holder
     flow_run_id: str | None
+    api: str | None
     stage: str | None
     progress: str
     at: str | None
     beat: bytes
+
+    @property
+    def file(self) -> str:
+        """Its path in the run's folder."""
+        return f"{ALIVE}/{self.id}.json"
 
     def life(self) -> Life:
         """What is certain at one look; "unknown" of a process on another machine."""
@@ -124,7 +132,11 @@ class _Heart:
     def __init__(self, folder: Store) -> None:
         self._folder = folder
         self._id = uuid.uuid4().hex
-        self._about = {"holder": asdict(Holder.this_process(SILENT_S)), "flow_run_id": _flow_run_id()}
+        self._about = {
+            "holder": asdict(Holder.this_process(SILENT_S)),
+            "flow_run_id": _flow_run_id(),
+            "api": configured_api(),
+        }
         self._state: Event = {}
         self._wake, self._done = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -194,6 +206,7 @@ def _read(alive: Store, name: str) -> Sign | None:
         id=name,
         holder=holder,
         flow_run_id=str(flow_run_id) if flow_run_id else None,
+        api=str(about["api"]) if about.get("api") else None,
         stage=str(stage) if stage else None,
         progress=str(beat.get("progress") or ""),
         at=str(beat["at"]) if beat.get("at") else None,

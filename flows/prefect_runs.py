@@ -20,6 +20,7 @@ from uuid import UUID
 
 from tasks.prefect_client import LIMIT_S, quick_client
 from trainer_lib.locks.lease import Holder
+from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -145,6 +146,15 @@ def sweep_dead_runs() -> list[DeadRun]:
     """
     with quick_client() as client:
         return _sweep(client)
+
+
+def configured_api() -> str | None:
+    """The address of the Prefect server that this process is set to use, without secrets; None: an embedded one."""
+    from prefect.settings import Settings
+
+    # Read anew: the address of an embedded server is in the current settings, too.
+    url = Settings().api.url
+    return mask(url) if url else None
 
 
 def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:

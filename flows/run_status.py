@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flows.heartbeat import BEAT_S, PAUSE_S, Sign, find_silent, read_signs, remove_sign
 from flows.past_runs import RUN_FILE, PastRun, list_runs, read_record, run_folder
-from flows.prefect_runs import end_runs_of, sweep_dead_runs
+from flows.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
 from tasks.stage.retry import now
 from trainer_lib.storage import Store
 
@@ -91,8 +91,11 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
     return [_status(run, signs, silent) for run, signs in _look(storage)]
 
 
-def sweep(storage: str, statuses: list[RunStatus]) -> None:
+def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
     """Record for each dead process how it ended: in Prefect, which must have an API here, and on the storage.
+
+    Returns:
+        What could not be recorded, and what to do.
 
     Raises:
         httpx.HTTPError: Prefect's server does not answer; what it must learn is then not forgotten.
@@ -107,13 +110,26 @@ def sweep(storage: str, statuses: list[RunStatus]) -> None:
     at_work = {sign.flow_run_id for run_id, found in signs.items() for sign in found if sign not in dead[run_id]}
     gone = [(sign.flow_run_id, sign.holder) for found in dead.values() for sign in found]
     left = end_runs_of([(run_id, holder) for run_id, holder in gone if run_id is not None and run_id not in at_work])
+    warnings = []
     for status in statuses:
+        folder = folders[status.run.id]
         if status.state == "died":
-            _record_death(folders[status.run.id], status)
+            _record_death(folder, status)
         for sign in dead[status.run.id]:
+            why = left.get(sign.flow_run_id or "")
+            if why == "unknown" and sign.api not in (None, configured_api()):
+                warnings.append(_belongs_elsewhere(status.run, folder, sign))
             # A run that is just being retried may still have to be marked.
-            if left.get(sign.flow_run_id or "") != "starting":
-                remove_sign(folders[status.run.id], sign)
+            elif why != "starting":
+                remove_sign(folder, sign)
+    return warnings
+
+
+def _belongs_elsewhere(run: PastRun, folder: Store, sign: Sign) -> str:
+    return (
+        f"{run.id} is not marked in Prefect: its flow run belongs to the server {sign.api}. Set PREFECT_API_URL to it, "
+        f"and run trainflow status again; where that server is gone for good, delete {folder.url}/{sign.file}."
+    )
 
 
 def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:

@@ -69,18 +69,17 @@ def _waits_for(count: int) -> str:
 
 
 def _mark(root: str, found: Sequence[RunStatus]) -> list[str]:
-    """Mark what died, in Prefect and on the storage; returns why it could not be done."""
+    """Mark what died, in Prefect and on the storage; returns what could not be done, and why."""
     import httpx
 
     from flows.run_status import sweep
 
     try:
         with prefect_api():
-            sweep(root, list(found))
+            return sweep(root, list(found))
     except (TrainflowError, httpx.HTTPError) as error:
         why = error.message if isinstance(error, TrainflowError) else f"its server does not answer ({error})."
         return [f"Prefect's runs of dead processes are not marked: {why}"]
-    return []
 
 
 def _deliver(tracking: TrackingConfig, place: Store) -> list[str]:

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from flows import prefect_runs
+from flows import heartbeat, prefect_runs
 from flows.run_status import find_statuses, sweep
 from trainer_lib.locks.lease import Holder
+from trainer_lib.storage import Store
 
 HERE = Holder.this_process(30.0)
 GONE = replace(HERE, started="1")
@@ -174,6 +175,36 @@ def storage_with(folder: Path, flow_run_id: uuid.UUID, **signs: Holder) -> Path:
         about = {"holder": asdict(holder), "flow_run_id": str(flow_run_id)}
         (alive / f"{name}.json").write_text(json.dumps(about))
     return alive
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_death_is_kept_until_the_server_that_knows_the_run_learns_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = storage_with(tmp_path, uuid.uuid4(), before=GONE)
+    about = json.loads((alive / "before.json").read_text())
+    (alive / "before.json").write_text(json.dumps({**about, "api": "http://team:4200/api"}))
+    for _ in range(2):
+        [warning] = sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert "belongs to the server http://team:4200/api. Set PREFECT_API_URL to it" in warning
+        assert warning.endswith(f"delete {alive.parent}/alive/before.json.")
+    assert json.loads((alive.parent / "run.json").read_text())["status"] == "KILLED"
+    # On that server it was deleted.
+    monkeypatch.setattr("flows.run_status.configured_api", lambda: "http://team:4200/api")
+    assert sweep(str(tmp_path), find_statuses(str(tmp_path))) == []
+    assert not list(alive.iterdir())
+
+
+def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Store.open(tmp_path)
+    for url, api in ((None, None), ("https://me:secret-1@team/api", "https://***@team/api")):
+        if url is not None:
+            monkeypatch.setenv("PREFECT_API_URL", url)
+        heart = heartbeat._Heart(run.child("alive"))
+        heart._write()
+        [sign] = heartbeat.read_signs(run)
+        assert sign.api == api
+        heartbeat.remove_sign(run, sign)
 
 
 @pytest.mark.usefixtures("prefect_server")
