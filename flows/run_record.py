@@ -162,18 +162,22 @@ class RunRecord:
         if not spec.tracking.enabled:
             return
         storage = Store.open(spec.storage)
-        waiting = tracking.find_waiting(storage)
-        self.result.mlflow_waiting = None if waiting is None else f"{waiting} in {waiting.root}"
+        try:
+            waiting = tracking.find_waiting(storage)
+            self.result.mlflow_waiting = None if waiting is None else f"{waiting} in {waiting.root}"
+        except OSError as error:  # the run has ended: what waits is a line of its summary
+            _log.warning("What waits for MLflow cannot be counted: %s", error)
         self._note_run_id(storage)
 
     def _note_run_id(self, storage: Store) -> None:
         """Complete the record with the MLflow run's id, once the server has given it one."""
         token = self._record.get("tracked_run")
-        if token is None or self._record.get("mlflow_run_id") is not None:
+        if token is None:
             return
         uri = tracking.tracking_uri(self.plan.spec.tracking, storage)
         handle = tracking.RunHandle(str(token), "", uri, str(tracking.spool_dir(storage)))
-        if handle.run_id is not None:
+        # A run that was deleted in MLflow has got another one under the same token.
+        if handle.run_id not in (None, self._record.get("mlflow_run_id")):
             found = {"mlflow_run_id": handle.run_id, "run_url": handle.ui_url()}
             self.result.mlflow_run_id, self.result.run_url = found["mlflow_run_id"], found["run_url"]
             with contextlib.suppress(StorageError):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.errors import StorageError, first_line
 from trainer_lib.secrets import MASK, mask
 from trainer_lib.storage import Store
+from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers import mlflow_client as calls
 from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
 from trainer_lib.trackers.shipper import Clock
@@ -32,6 +33,10 @@ _log = logging.getLogger(__name__)
 
 class UnknownRunError(Exception):
     """The run of a worker's session is not on the server yet; the session of its flow creates it."""
+
+
+class _UnsentFilesError(Exception):
+    """Files of a run cannot be read or sent now; everything else of the run has arrived."""
 
 
 class Delivery:
@@ -64,7 +69,8 @@ class Delivery:
         """Send what is there, and return whether all that is over has arrived.
 
         Raises:
-            Exception: what mlflow raises; of several servers' failures one. The other servers were tried, too.
+            Exception: what mlflow raises; of several failures the first one. The other runs were tried, too, except
+            those of a server that does not answer.
         """
         with sole_delivery(self.root) as ours:
             self.is_elsewhere, self.obstacle = not ours and self.root.is_dir(), None
@@ -85,19 +91,32 @@ class Delivery:
         groups: dict[tuple[str, str], list[Session]] = {}
         for session in sessions:
             groups.setdefault(_run_of(session), []).append(session)
-        failed: dict[str, Exception] = {}
+        try:
+            return self._deliver_runs(groups)
+        finally:
+            self.is_loaded.set()  # also when nothing needed it, for lack of credentials
+
+    def _deliver_runs(self, groups: Mapping[tuple[str, str], Sequence[Session]]) -> bool:
+        failed: list[Exception] = []
+        away: set[str] = set()
         is_whole = True
         # The server of this process first: another one may be gone for ever.
         for (server, _), group in sorted(groups.items(), key=lambda each: each[0][0] != mask(self._own_uri())):
+            if server in away:
+                continue
             try:
-                if server not in failed:
-                    is_whole &= self._deliver_run(server, group)
+                is_whole &= self._deliver_run(server, group)
             except GoneError as error:
                 self._set_aside(group, error)
+            except _UnsentFilesError as error:  # of this run alone: the server took the rest
+                failed.append(error)
             except Exception as error:
-                failed[server] = error
+                failed.append(error)
+                # A server that refuses one run may take the next one.
+                if server not in self._clients or describe_outage(error) is not None:
+                    away.add(server)
         if failed:
-            raise next(iter(failed.values()))
+            raise failed[0]
         return is_whole
 
     def _own_uri(self) -> str:
@@ -111,12 +130,12 @@ class Delivery:
                 self.obstacle = f"The credentials for {server} are not in the environment; set MLFLOW_TRACKING_URI."
                 self._warn(self.obstacle)
                 return False
-        if uri not in self._clients:
+        if server not in self._clients:
             calls.load()
             self.is_loaded.set()
-            self._clients[uri] = calls.connect_timed(uri, self.clock)
+            self._clients[server] = calls.connect_timed(uri, self.clock)
         try:
-            return _RunDelivery(self._clients[uri], self.root, group, self._warn).deliver()
+            return _RunDelivery(self._clients[server], self.root, group, self._warn).deliver()
         except UnknownRunError:
             self.obstacle = f"The run of {group[-1].path} is not on the server."
             return False
@@ -159,7 +178,7 @@ class _RunDelivery:
         if flows:
             self._end(flows[-1], run_id)
         if failure is not None:
-            raise failure
+            raise _UnsentFilesError(first_line(failure)) from failure
         for session in self._group:
             if session.over:
                 session.remove()
@@ -181,7 +200,9 @@ class _RunDelivery:
 
     def _find(self, session: Session) -> str:
         token = session.head["token"]
-        if known := known_run(self._root, token):
+        known = known_run(self._root, token)
+        # If a person has deleted the run, the token gets another one from the session of its flow.
+        if known and (not _is_flow(session) or calls.is_active(self._client, known["run_id"])):
             return known["run_id"]
         run = calls.find_run(self._client, session.head)
         if run is None:
@@ -286,10 +307,11 @@ class _RunDelivery:
                     calls.send_changed_params(self._client, run_id, record["params"], record["when"])
             except RefusedError as error:
                 self._warn(f"MLflow refuses {record.get('path', 'a file')}: {error}")
-            except (FileNotFoundError, TrainflowError) as error:
-                if not isinstance(error, FileNotFoundError | StorageError):
+            except (FileNotFoundError, StorageError) as error:
+                # A storage that does not answer, or refuses us today, still has it.
+                if not isinstance(error, FileNotFoundError) and not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self._warn(f"{record.get('path')} is not logged to MLflow; it cannot be read any more: {error}")
+                self._warn(f"{record.get('path')} is not logged to MLflow; it is not there any more: {error}")
             session.state.files_offset = behind
             session.save_state()
         session.state.files_offset = behind

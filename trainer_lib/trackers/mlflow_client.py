@@ -194,6 +194,19 @@ def make_run(client: MlflowClient, head: Mapping[str, Any]) -> Run:
     return Run(str(run.info.run_id), experiment)
 
 
+def is_active(client: MlflowClient, run_id: str) -> bool:
+    """Whether the server has the run, and no person has deleted it."""
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage != "deleted")
+    except GoneError:  # removed for good
+        return False
+
+
+def _require_active(client: MlflowClient, run_id: str, error: RefusedError) -> None:
+    if not is_active(client, run_id):
+        raise GoneError(f"its run {run_id} is deleted there.") from error
+
+
 def _search(client: MlflowClient, experiment: str, tag: str, value: str, order: str) -> Run | None:
     query, ordered = f"tags.`{tag}` = '{value}'", [f"attributes.start_time {order}"]
     found = client.search_runs([experiment], query, order_by=ordered, max_results=1)
@@ -262,11 +275,10 @@ def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> N
         try:
             client.log_batch(run_id, metrics=[Metric(*point) for point in batch])
         except RefusedError as error:
+            _require_active(client, run_id, error)
             if len(batch) == 1:
                 _log.warning("MLflow refuses the metric %r: %s", batch[0].key, error)
                 continue
-            if client.get_run(run_id).info.lifecycle_stage == "deleted":
-                raise GoneError(f"its run {run_id} is deleted there.") from error
             # One point makes the server refuse the whole batch: find it.
             half = len(batch) // 2
             send_points(client, run_id, batch[:half])
@@ -320,10 +332,19 @@ def list_sizes(client: MlflowClient, run_id: str, folder: str) -> dict[str, int]
 
 
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:
-    """End the run, unless it has ended since, on another machine that took it up; safe to repeat."""
+    """End the run, unless it has ended since, on another machine that took it up; safe to repeat.
+
+    Raises:
+        GoneError: the server does not know the run, or it was deleted.
+        Exception: whatever mlflow raises.
+    """
     info = client.get_run(run_id).info
     if info.status == "RUNNING" or (info.end_time or 0) <= (end_ms or 0):
-        client.set_terminated(run_id, status, end_ms)
+        try:
+            client.set_terminated(run_id, status, end_ms)
+        except RefusedError as error:
+            _require_active(client, run_id, error)
+            raise
 
 
 def reopen_run(client: MlflowClient, run_id: str, start_ms: int) -> None:

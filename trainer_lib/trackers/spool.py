@@ -22,6 +22,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -44,6 +45,8 @@ _KEPT_S = 30 * 86400.0  # damaged sessions, and tokens, are removed after a mont
 # fcntl locks exclude other processes only, so this set keeps the threads of this one apart.
 _HELD: set[Path] = set()
 _held = threading.Lock()
+_UNREADABLE: set[Path] = set()  # sessions that were named in a warning
+_log = logging.getLogger(__name__)
 
 
 def spool_root(output_dir: str | None) -> Path:
@@ -202,6 +205,11 @@ class Session:
             except (ValueError, TypeError):
                 if session.is_over():
                     session.set_aside("damaged")
+                continue
+            except OSError as error:  # another user's, or of a store that fails now
+                if path not in _UNREADABLE:
+                    _log.warning("What %s holds for MLflow is left there; it cannot be read: %s", path, error.strerror)
+                _UNREADABLE.add(path)
                 continue
             found.append(session)
         return found
