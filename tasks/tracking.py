@@ -24,6 +24,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -214,24 +215,33 @@ class TrackedRun:
 
 
 class Background:
-    """The thread that delivers a spool while the flow's process works; it starts when it is made."""
+    """The thread that delivers a spool while the flow's process works; it starts when it is made.
 
-    def __init__(self, root: Path, tracking_uri: str) -> None:
+    Args:
+        root: the spool.
+        tracking_uri: the server of this process.
+        has_run: whether a run of this process is delivered, and not only what earlier ones left.
+    """
+
+    def __init__(self, root: Path, tracking_uri: str, *, has_run: bool = True) -> None:
         self._is_local = is_local_database(tracking_uri)
+        # A process that waits for its own run must not give up in the middle of a request for another one.
+        self._foreign_s = None if has_run else ANSWER_S
         self._shipper = Shipper(Delivery(root, tracking_uri))
         self._shipper.start()
 
     def close(self, *, stages: int) -> bool:
         """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
         if self._is_local and stages:
-            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
+            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S, foreign_s=self._foreign_s)
         return self._shipper.close(float(stages), stages / 2)
 
     def complete(self) -> bool:
         """Wait while the server answers, at most half a minute: for a command that has nothing else to do."""
         answer_s = LOCAL_CLOSE_S if self._is_local else ANSWER_S
         words = "MLflow gets what earlier runs left: this takes at most %.0f s."
-        return self._shipper.close(COMPLETE_S, answer_s, lambda: _log.warning(words, COMPLETE_S))
+        say = partial(_log.warning, words, COMPLETE_S)
+        return self._shipper.close(COMPLETE_S, answer_s, say, foreign_s=self._foreign_s)
 
 
 def default_tracking_uri(storage: Store) -> str:
@@ -284,7 +294,7 @@ def deliver_waiting(config: TrackingConfig, storage: Store) -> Background | None
     """Begin to deliver what earlier commands left for their server; None when nothing waits."""
     if not config.enabled or find_waiting(storage) is None:
         return None
-    return Background(spool_dir(storage), tracking_uri(config, storage))
+    return Background(spool_dir(storage), tracking_uri(config, storage), has_run=False)
 
 
 def open_run(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasks.configs import TrackingConfig
-from tasks.tracking import RunHandle, TrackedRun, find_waiting, open_run
+from tasks.tracking import RunHandle, TrackedRun, deliver_waiting, find_waiting, open_run
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from trainer_lib.errors import StorageError, StoreUnreachableError
 from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client
 from trainer_lib.trackers.delivery import Delivery
+from trainer_lib.trackers.shipper import Shipper
 
 KEY = "k" * 64
 
@@ -175,7 +178,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_set_aside(
     assert "is deleted there" in caplog.text
 
 
-# -- what cannot be read ----------------------------------------------------------------------------------------------
+# -- what cannot be delivered from here -------------------------------------------------------------------------------
 
 
 def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
@@ -198,3 +201,32 @@ def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
         f"What {blocked} holds for MLflow is left there; it cannot be read: Permission denied"
     ) == 1
     assert blocked.is_dir()
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://me:s3cret@127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("has_password", [True, False])
+def test_what_another_server_never_took_costs_a_later_command_a_few_seconds(
+    storage: Store, monkeypatch: pytest.MonkeyPatch, silent_server: str, *, has_password: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", silent_server if has_password else silent_server.replace("me:s3cret@", ""))
+        start(storage, "old").finish("FINISHED")
+    monkeypatch.setattr("tasks.tracking.Shipper", Shipper)
+    mlflow_client.load()  # what is measured below is the server's time
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "8")
+    background = deliver_waiting(TrackingConfig(), storage)
+    assert background is not None
+    began = time.monotonic()
+    assert not background.complete()
+    assert time.monotonic() - began < 3 + 3  # one answer is waited for, and a busy machine
+    run = start(storage, "new")
+    run.log_metrics({"loss": 1.0}, 1)
+    run.finish("FINISHED")
+    assert statuses(run.handle) == {"new": "FINISHED"}
+    assert str(find_waiting(storage)) == "the end of 1 run"

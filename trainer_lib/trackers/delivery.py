@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delive
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +66,8 @@ class Delivery:
         self._uri = tracking_uri
         self._clients: dict[str, MlflowClient] = {}
         self._warned: set[str] = set()
+        # Servers that do not answer: until when they are left alone, on the monotonic clock, and what they raised.
+        self._away: dict[str, tuple[float, Exception]] = {}
 
     def deliver(self) -> bool:
         """Send what is there, and return whether all that is over has arrived.
@@ -97,13 +101,16 @@ class Delivery:
             self.is_loaded.set()  # also when nothing needed it, for lack of credentials
 
     def _deliver_runs(self, groups: Mapping[tuple[str, str], Sequence[Session]]) -> bool:
+        own = mask(self._own_uri())
         failed: list[Exception] = []
-        away: set[str] = set()
+        self._away = {server: each for server, each in self._away.items() if time.monotonic() < each[0]}
         is_whole = True
         # The server of this process first: another one may be gone for ever.
-        for (server, _), group in sorted(groups.items(), key=lambda each: each[0][0] != mask(self._own_uri())):
-            if server in away:
+        for (server, _), group in sorted(groups.items(), key=lambda each: each[0][0] != own):
+            if server in self._away:
+                failed.append(self._away[server][1])
                 continue
+            self.clock.is_foreign = server != own
             try:
                 is_whole &= self._deliver_run(server, group)
             except GoneError as error:
@@ -114,7 +121,7 @@ class Delivery:
                 failed.append(error)
                 # A server that refuses one run may take the next one.
                 if server not in self._clients or describe_outage(error) is not None:
-                    away.add(server)
+                    self._away[server] = (time.monotonic() + (REST_S if server != own else 0.0), error)
         if failed:
             raise failed[0]
         return is_whole

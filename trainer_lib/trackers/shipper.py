@@ -22,6 +22,7 @@ SAY_S = 2.0  # a longer wait is announced
 LOAD_S = 30.0  # how long `close` waits for the server's client to be imported
 UPLOAD_BYTES_S = 10e6  # an upload slower than this counts as one that hangs
 _CLOSING_POLL_S = 0.05  # between two looks while another process delivers the same spool
+_OBSTACLE_S = 1.0  # how long `close` waits for what only another process can bring, such as the run of a worker
 _REASON_CHARS = 160
 _log = logging.getLogger(__name__)
 
@@ -31,10 +32,12 @@ class Clock:
 
     Attributes:
         granted_s: seconds granted to the bytes of all uploads so far.
+        is_foreign: whether the requests go to another server than that of this process.
     """
 
     def __init__(self) -> None:
         self.granted_s = 0.0
+        self.is_foreign = False
         self._due: float | None = None
 
     @contextlib.contextmanager
@@ -60,6 +63,7 @@ class Delivery(Protocol):
     root: Path
     clock: Clock
     is_loaded: threading.Event
+    obstacle: str | None
 
     def deliver(self) -> bool:
         """Send what is in the spool, and return whether all that is over has arrived."""
@@ -84,7 +88,7 @@ class Shipper(threading.Thread):
 
     @override
     def run(self) -> None:
-        delay = POLL_S
+        delay, stuck_s = POLL_S, 0.0
         while not self._stopping:
             # Read before delivering: only a pass that begins after `close` delivers everything.
             closing = self._closing.is_set()
@@ -100,17 +104,28 @@ class Shipper(threading.Thread):
                 if closing:
                     return
             if closing:
+                if stuck_s > _OBSTACLE_S:
+                    return
+                stuck_s += _CLOSING_POLL_S if self._delivery.obstacle is not None else 0.0
                 time.sleep(_CLOSING_POLL_S)
             else:
                 self._wake.wait(delay)
 
-    def close(self, patience_s: float, request_s: float, on_wait: Callable[[], None] | None = None) -> bool:
+    def close(
+        self,
+        patience_s: float,
+        request_s: float,
+        on_wait: Callable[[], None] | None = None,
+        *,
+        foreign_s: float | None = None,
+    ) -> bool:
         """Let the thread deliver the rest, and end; return whether everything has arrived.
 
         Args:
             patience_s: how long to wait for a server that answers, in seconds, beside the time that uploads take.
             request_s: how long to wait for one answer, in seconds. A failure ends the waiting at once.
             on_wait: called once when it takes longer than two seconds.
+            foreign_s: how long to wait for one answer of another server than that of this process; None: `request_s`.
         """
         self._closing.set()
         self._wake.set()
@@ -120,7 +135,9 @@ class Shipper(threading.Thread):
         clock = self._delivery.clock
         began = time.monotonic()
         deadline = began + patience_s - clock.granted_s
-        while self.is_alive() and time.monotonic() < deadline + clock.granted_s and not clock.is_overdue(request_s):
+        while self.is_alive() and time.monotonic() < deadline + clock.granted_s:
+            if clock.is_overdue(foreign_s if clock.is_foreign and foreign_s is not None else request_s):
+                break
             self.join(0.02)
             if on_wait is not None and time.monotonic() > began + SAY_S:
                 on_wait()
