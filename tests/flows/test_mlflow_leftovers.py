@@ -136,9 +136,10 @@ def test_a_model_whose_storage_is_away_is_sent_later(
 
 def purge(uri: str, run_id: str) -> None:
     """Remove a deleted run from the database, as `mlflow gc` does."""
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.store.tracking import sqlalchemy_store
 
-    SqlAlchemyStore(uri, str(Path(uri.removeprefix("sqlite:///")).parent))._hard_delete_run(run_id)
+    module: Any = sqlalchemy_store
+    module.SqlAlchemyStore(uri, str(Path(uri.removeprefix("sqlite:///")).parent))._hard_delete_run(run_id)
 
 
 @pytest.mark.parametrize("is_purged", [False, True])
