@@ -97,7 +97,8 @@ MANY = str((os.cpu_count() or 1) + 1)
 def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, where: str, why: str, do: str) -> None:
     folder = plain.parent
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    env = {"PYTHONPATH": str(folder / "hidden"), "PREFECT_HOME": "/proc/prefect"}  # an engine that starts would fail
+    # An engine that starts would fail.
+    env = {"PYTHONPATH": str(folder / "hidden"), "PREFECT_HOME": "/proc/prefect", "PYTHONDONTWRITEBYTECODE": "1"}
     done = trainflow("run", plain, override, cwd=folder, env=env)
     rows = told(done, 2, "bad input")
     assert done.out == ""

@@ -42,6 +42,8 @@ THREADS_ALLOWED = {
     "AnyIO worker thread": "idle workers of anyio, ended with their event loop",
     "GlobalEventLoopThread": "Prefect's background loop, one for the process",
     "RunSyncEventLoopThread": "Prefect's loop for calls from synchronous code, one for the process",
+    "APILogWorkerThread": "Prefect's sender of logs, one for the process and its settings",
+    "EventsWorkerThread": "Prefect's sender of events, one for the process and its settings",
     "QueueingSpanExporter": "Prefect's and MLflow's tracing",
     "OtelBatchSpanRecordProcessor": "MLflow's tracing",
     "tqdm_monitor": "tqdm's monitor, one for the process",
