@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tests.support.distributed import RemoteFailure, run_distributed
 from tests.support.spikes import checkpoints, make, spiky_rows, train_in_group, train_sharded
 from tests.support.training import assert_equal
+from trainer_lib import Trainer
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.data.collators import default_data_collator
 from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, from_record
 from trainer_lib.storage import Store
 
@@ -156,6 +159,52 @@ def test_a_stream_reads_on_past_the_skipped_samples(tmp_path: Path) -> None:
     one = make(str(tmp_path), Rows(), max_steps=10)
     assert one.train().metrics["loss_spikes"] == 1
     assert one.model.trained == [*range(32), *range(28, 40)]
+
+
+class Continuing:
+    """A loader with a state that goes on where the last reader stopped."""
+
+    batch_size = 4
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.at = rows, 0
+
+    def __len__(self) -> int:
+        return len(self.rows) // 4
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.rows):
+            self.at += 4
+            yield default_data_collator(self.rows[self.at - 4 : self.at])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def shuffling(rows: list[Any]) -> Any:
+    return DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [shuffling, Continuing])
+def test_a_loader_of_the_users_own_gives_the_same_samples_again(kind: Callable[[Any], Any], tmp_path: Path) -> None:
+    """An override may return the same loader for every attempt; back at the start, the order is that of the spike."""
+    order = list(range(40))
+    if kind is shuffling:
+        order = list(RandomSampler(order, generator=torch.Generator().manual_seed(42)))
+
+    class Own(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return loader
+
+    rows = spiky_rows(order[24])
+    loader = kind(rows)
+    one = make(str(tmp_path), rows, cls=Own, save_steps=50, num_train_epochs=1)
+    assert one.train().metrics["loss_spikes"] == 1
+    assert one.model.trained == [*order[:36], *order[28:]]
 
 
 def test_the_key_has_the_settings_only_when_a_spike_goes_back() -> None:

@@ -65,11 +65,11 @@ def spiky_rows(*spikes: int, count: int = 40, scale: float = 1000.0) -> list[dic
     ]
 
 
-def make(folder: str, rows: Any, *callbacks: TrainerCallback, **given: Any) -> Trainer:
+def make(folder: str, rows: Any, *callbacks: TrainerCallback, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
     """A Trainer around `Scaled`, always with the same initial weights; dropout is on."""
     torch.manual_seed(0)
     args = arguments(folder, **{**SETTINGS, **given})
-    return Trainer(Scaled(), args, train_dataset=rows, callbacks=list(callbacks))
+    return cls(Scaled(), args, train_dataset=rows, callbacks=list(callbacks))
 
 
 def train_in_group(folder: str, spikes: tuple[int, ...], at: int, number: int, given: dict[str, Any]) -> dict[str, Any]:

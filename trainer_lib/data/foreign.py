@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler
 
-from trainer_lib.data.generators import LoaderGenerators, keep_generators, parts_of_loader, seed_generators
+from trainer_lib.data.generators import (
+    LoaderGenerators,
+    generators_seeded,
+    keep_generators,
+    parts_of_loader,
+    seed_generators,
+)
 from trainer_lib.data.items import count_samples
 from trainer_lib.data.loader import Micro, has_length, refuse_change
 from trainer_lib.data.skipping import Skip
@@ -29,10 +36,21 @@ class ForeignLoader:
 
     A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored when training resumes.
     Any other is read and discarded up to the position.
+
+    Args:
+        keeps_start: note the state that such a loader starts with, for `rewind`.
     """
 
     def __init__(
-        self, loader: Any, *, accumulation: int, data_parallel_size: int, rank: int, seed: int, drop_last: bool
+        self,
+        loader: Any,
+        *,
+        accumulation: int,
+        data_parallel_size: int,
+        rank: int,
+        seed: int,
+        drop_last: bool,
+        keeps_start: bool = False,
     ) -> None:
         self.loader = loader
         self._accumulation = accumulation
@@ -43,6 +61,8 @@ class ForeignLoader:
         self._generator = torch.Generator()
         self._generators = LoaderGenerators(loader)
         self._restored: dict[str, Any] | None = None
+        self._keeps_start = keeps_start and callable(getattr(loader, "state_dict", None))
+        self._start: dict[str, Any] | None = None
         batches = len(loader) if has_length(loader) else None
         self.steps_per_epoch = None if batches is None else self._steps(batches)
         self.micros_per_epoch = None if batches is None else -(-batches // data_parallel_size)
@@ -74,6 +94,7 @@ class ForeignLoader:
         self._set_epoch(epoch)
         with keep_generators():  # discarding batches must not change the restored generators
             seed_generators(self._seed + epoch)
+            self._keep_start()
             batches = iter(self.loader)
             self._create_skip(start_step).discard_from(batches)
         # Batches go to the ranks in turn, so every rank has to read all of them.
@@ -83,8 +104,21 @@ class ForeignLoader:
             yield Micro(batch, real, count_samples_of(self.loader, batch))
 
     def close(self) -> None:
-        """Put back the user's generators; the user owns the loader's workers."""
+        """Put back the user's generators, and take away ours; the user owns the loader's workers."""
         self._generators.put_back()
+        for part in parts_of_loader(self.loader):
+            # The next training would take it for the user's own.
+            if isinstance(part, RandomSampler) and part.generator is self._generator:
+                part.generator = None
+
+    def rewind(self) -> None:
+        """Put a loader with a state back to where training found it."""
+        if self._start is not None and callable(getattr(self.loader, "load_state_dict", None)):
+            self.loader.load_state_dict(copy.deepcopy(self._start))
+
+    def _keep_start(self) -> None:
+        if self._keeps_start and self._start is None:
+            self._start = copy.deepcopy(self.loader.state_dict())
 
     def _set_epoch(self, epoch: int) -> None:
         self._generators.set_epoch(epoch)
@@ -106,6 +140,8 @@ class ForeignLoader:
         """Restore the loader, or log that it will be read up to the position."""
         refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
         if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
+            with generators_seeded(self._seed):  # a loader may begin to read in order to have a state
+                self._keep_start()
             self._restored = state["loader"]
         else:
             self._create_skip(step).announce()

@@ -232,6 +232,7 @@ class Loaders:
             rank=world.comm.data_parallel.rank,
             seed=args.seed,
             drop_last=args.dataloader_drop_last,
+            keeps_start=args.loss_spike_sigma is not None,
         )
 
     def _options(self, *, training: bool = True) -> LoaderOptions:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainer_lib.checkpoint.layout import parse_step
+from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.errors import LossSpikeError
 from trainer_lib.outputs import TrainOutput
 from trainer_lib.state import TrainerControl
@@ -70,6 +71,9 @@ class Rollbacks:
                     raise _nothing_to_go_back_to(*found)
                 self._record(run, first_step if good is None else _step_of(good), *found)
                 newest = url if good is None else good
+                run.source.close()  # before the next attempt makes a source of the same loader
+                if isinstance(run.source, ForeignLoader):
+                    run.source.rewind()
                 internals.micro_batches.release_attempt()
                 if backup is None:
                     internals.events.use_control(TrainerControl())

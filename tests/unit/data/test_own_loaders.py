@@ -40,6 +40,18 @@ def test_an_epoch_of_a_loader_with_a_generator_depends_on_no_earlier_epoch() -> 
     assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
 
 
+def test_a_closed_source_leaves_the_loader_as_it_was() -> None:
+    """Another source of the same loader gives the same epochs, as after a rollback to the start."""
+    generator = torch.Generator().manual_seed(7)
+    seeded = DataLoader(ROWS, batch_size=2, shuffle=True, generator=generator, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    for loader in (shuffled(), seeded):
+        first = foreign(loader)
+        epochs = [read(first, epoch=epoch) for epoch in (0, 1)]
+        next(first.micros(1, 0))
+        first.close()
+        assert [read(foreign(loader), epoch=epoch) for epoch in (0, 1)] == epochs
+
+
 def test_a_batch_sampler_says_how_large_a_step_is() -> None:
     batches = BatchSampler(SequentialSampler(ROWS), batch_size=2, drop_last=False)
     loader: DataLoader[Any] = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
