@@ -14,19 +14,23 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tests.support.distributed import RemoteFailure, run_distributed
-from tests.support.spikes import checkpoints, make, spiky_rows, train_in_group, train_sharded
-from tests.support.training import assert_equal
-from trainer_lib import Trainer
+from tests.support.spikes import SignalAt, checkpoints, make, spiky_rows, train_in_group, train_sharded
+from tests.support.training import assert_equal, final_state
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.collators import default_data_collator
-from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, from_record
+from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Preempted, from_record
 from trainer_lib.storage import Store
 
 ROW = 25  # of step 7: the checkpoint before is step 4, and the log at step 9 shows the loss
 
 
 def in_group(folder: Path, world: int, *spikes: int, at: int = 0, number: int = 0, **given: Any) -> list[Any]:
+    """What `train_in_group` returns on each rank; one rank that is not killed runs in this process."""
+    if world == 1 and number != signal.SIGKILL:
+        torch.set_num_threads(1)  # as in a group
+        return [train_in_group(str(folder), spikes or (ROW,), at, number, given)]
     return run_distributed(train_in_group, world, str(folder), spikes or (ROW,), at, number, given)
 
 
@@ -159,6 +163,50 @@ def test_a_stream_reads_on_past_the_skipped_samples(tmp_path: Path) -> None:
     one = make(str(tmp_path), Rows(), max_steps=10)
     assert one.train().metrics["loss_spikes"] == 1
     assert one.model.trained == [*range(32), *range(28, 40)]
+
+
+def test_a_run_stopped_before_its_first_save_goes_back_to_the_start(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"save_steps": 50, "num_train_epochs": 1}
+    whole = make(str(tmp_path / "whole"), spiky_rows(ROW), **given)
+    whole.train()
+    with pytest.raises(Preempted):
+        make(str(tmp_path / "cut"), spiky_rows(ROW), SignalAt(3, signal.SIGTERM), **given).train()
+    resumed = make(str(tmp_path / "cut"), spiky_rows(ROW), **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(final_state(resumed), final_state(whole))
+    assert checkpoints(tmp_path / "cut") == [10]
+
+
+def test_a_rollback_goes_to_the_position_also_where_a_resume_does_not(tmp_path: Path) -> None:
+    one = make(str(tmp_path), spiky_rows(ROW), num_train_epochs=1, ignore_data_skip=True)
+    assert one.train().metrics["loss_spikes"] == 1
+    assert one.model.trained == [*range(32), *range(28, 40)]
+
+
+def test_checkpoints_that_a_rollback_takes_back_are_removed(tmp_path: Path) -> None:
+    """Saves at 6 and 8 lie among steps that are not finite; a kill after the rollback must not resume from them."""
+
+    class Killed(Exception):
+        pass
+
+    class KillAt(TrainerCallback):
+        taken = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.taken += 1
+            if self.taken == 12:  # 9 steps, and 5 to 7 once more
+                raise Killed
+
+    given: dict[str, Any] = {"num_train_epochs": 1, "save_steps": 2, "max_nonfinite_steps": 5, "save_total_limit": 1}
+    rows = spiky_rows(*range(16, 36), scale=math.nan)
+    whole = make(str(tmp_path / "whole"), rows, **given)
+    assert whole.train().metrics["loss_spikes"] == 1
+    with pytest.raises(Killed):
+        make(str(tmp_path / "cut"), rows, KillAt(), **given).train()
+    assert checkpoints(tmp_path / "cut") == [6]
+    resumed = make(str(tmp_path / "cut"), rows, **given)
+    resumed.train(resume_from_checkpoint="auto")
+    assert_equal(final_state(resumed), final_state(whole))
 
 
 class Continuing:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.checkpoint.added_files import WriteFiles
 from trainer_lib.checkpoint.background import BackgroundSaver
-from trainer_lib.checkpoint.catalogue import rotate_checkpoints
+from trainer_lib.checkpoint.catalogue import list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
+from trainer_lib.locks.readers import withdraw_if_unread
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trainer.output_dir import Occupied, SavePlan, claim_output_dir
@@ -70,11 +71,27 @@ class Checkpoints:
         """
         args, world = self._trainer.args, self._internals.world
         recorded = None if resumed is None else resumed.earlier_runs
+        if self._internals.rollbacks.is_pending:  # back at the start of a resumed run, nothing of it names them
+            recorded = self.occupied.names
         found = world.run_on_main_process(
             lambda: claim_output_dir(self.root(), args, plan, recorded=recorded, is_own=lambda url: url in self._own)
         )
         names, newest, foreign = world.comm.broadcast_json(None if found is None else list(astuple(found)))
         self.occupied = Occupied(tuple(names), newest, tuple(foreign))
+
+    def withdraw(self, *, after: int, until: int) -> None:
+        """Remove this run's checkpoints of the steps after `after` up to `until`. Collective."""
+        spared = {*self.occupied.names, *self._internals.publisher.checkpoints_being_pushed}
+
+        def remove() -> None:
+            for info in list_checkpoints(self.root()):
+                if after < info.step <= until and info.name not in spared:
+                    withdraw_if_unread(self.root().child(info.name))
+
+        try:
+            self._internals.world.run_on_main_process(remove)
+        except StorageError as error:
+            _log.warning("A checkpoint from before the rollback could not be removed: %s", error)
 
     def newest_committed(self) -> Store | None:
         """The newest checkpoint that the training under way has committed or resumed from; None without one."""

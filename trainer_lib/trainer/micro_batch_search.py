@@ -97,7 +97,7 @@ class MicroBatchSearch:
                     reason = str(error)  # the error itself would keep the attempt's tensors alive
                 self._internals.checkpoints.finish()  # a save under way may become the one to continue from
                 self._halve(reason)
-                url = self._newest_checkpoint() or url
+                url = self._newest_checkpoint() or self._internals.rollbacks.began_at
                 self.release_attempt()
                 backup.restore(trainer, self._internals)
 

@@ -50,6 +50,7 @@ class Restore:
         self._internals = internals
         self._held = contextlib.ExitStack()
         self._preloaded: PreloadedCheckpoint | None = None
+        self._asked: str | None = None
 
     # -- which checkpoint ---------------------------------------------------------------------------------------------
 
@@ -60,7 +61,7 @@ class Restore:
             given: True = the newest good checkpoint in output_dir, ConfigError if it has none; "auto" = that one, or a
                 new start; a URL = that checkpoint; None = as the arguments ask.
         """
-        trainer = self._trainer
+        trainer, self._asked = self._trainer, None
         given = trainer.args.resume_from_checkpoint if given is None else given
         if not given:
             return None
@@ -70,6 +71,7 @@ class Restore:
             self._internals.world.comm.agree(self._preload(url))
         else:
             url = self._newest_intact()
+        self._asked = url
         if url is None and given is True:
             foreign = list_foreign(self._internals.checkpoints.root())
             but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
@@ -224,8 +226,10 @@ class Restore:
             self._internals.engine.outside.load(loaded.read_extra(0), loaded.url)
         trainer._load_optimizer_and_scheduler(loaded.url)
         trainer._load_scaler(loaded.url)
+        # A return of the Trainer's own is to the position: only a resume that was asked for may leave it.
+        from_position = not trainer.args.ignore_data_skip or loaded.url != self._asked
         with loaded.treat_errors_as_damage(DATA):
-            run.load_position(loaded.data, from_position=not trainer.args.ignore_data_skip)
+            run.load_position(loaded.data, from_position=from_position)
         run.saved_step = run.first_step = saved.global_step  # `saved_step`: this step needs no second save
         run.first_tokens = saved.num_input_tokens_seen
         with loaded.treat_errors_as_damage(DATA):

@@ -9,8 +9,9 @@
                                     schedule, logs, evaluations and saves go on, so every later step has its own samples
     again                        -> at most `max_loss_spikes` times; then the run fails
 
-Nothing is written at the moment of a rollback. A run that is killed before its next save resumes from a checkpoint
-without the record, trains to the same spike, and goes back again: it ends bit for bit like one that was not killed.
+A rollback removes the checkpoints of the steps that it takes back, and writes nothing. A run that is killed before its
+next save resumes from a checkpoint without the record, trains to the same spike, and goes back again: it ends bit for
+bit like one that was not killed.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ _log = logging.getLogger(__name__)
 
 
 class Rollbacks:
-    """Owns the record of the newest rollback until a training has taken it over."""
+    """Owns the record of the newest rollback until a training has taken it over.
+
+    Attributes:
+        began_at: URL of the checkpoint that the newest attempt continues; None at the start.
+    """
 
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._pending: list[Spike] = []
+        self.began_at: str | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the training that begins now follows a rollback."""
+        return bool(self._pending)
 
     def train(self, url: str | None, attempt: Callable[[str | None], TrainOutput]) -> TrainOutput:
         """Call `attempt(checkpoint's URL)` until no step spikes.
@@ -50,27 +61,32 @@ class Rollbacks:
             LossSpikeError: more steps spiked than `max_loss_spikes` allows, or there is nothing to go back to.
         """
         trainer, internals, args = self._trainer, self._internals, self._trainer.args
+        self._pending, self.began_at = [], url
         if args.loss_spike_sigma is None:
             return attempt(url)
-        self._pending = []
         # A sharded model cannot take its first values back; its checkpoints hold all that it needs.
         backup = None if args.fsdp or args.deepspeed else Backup.of(trainer, internals)
         first_step: int | None = None
-        newest = url
         with internals.engine.outside.first_values_kept():
             while True:
                 try:
-                    return attempt(newest)
+                    return attempt(self.began_at)
                 except SpikeFound as error:
                     found = error.step, error.reason  # the error itself would keep the attempt's tensors alive
                 internals.checkpoints.finish()  # a save under way may become the one to go back to
                 run = internals.loop.current_run()
                 first_step = run.first_step if first_step is None else first_step
-                good = internals.restore.newest_good(run.rollback_step)
-                if good is None and url is None and backup is None:
+                self.began_at = internals.restore.newest_good(run.rollback_step)
+                after = _step_of(self.began_at)
+                if self.began_at is None and self._starts_at_url(run, url, has_backup=backup is not None):
+                    self.began_at, after = url, first_step
+                elif self.began_at is None and backup is None:
                     raise _nothing_to_go_back_to(*found)
-                self._record(run, first_step if good is None else _step_of(good), *found)
-                newest = url if good is None else good
+                self._record(run, after, *found)
+                # A later resume would find those of the steps that are taken back, and not the one of this rollback.
+                internals.checkpoints.withdraw(after=after, until=trainer.state.global_step)
+                if after < first_step:
+                    url, first_step = None, 0  # among them
                 run.source.close()  # before the next attempt makes a source of the same loader
                 if isinstance(run.source, ForeignLoader):
                     run.source.rewind()
@@ -79,6 +95,19 @@ class Rollbacks:
                     internals.events.use_control(TrainerControl())
                 else:
                     backup.restore(trainer, internals)
+
+    def _starts_at_url(self, run: TrainingRun, url: str | None, *, has_backup: bool) -> bool:
+        """Whether a rollback without a checkpoint of its own goes to the one that the user resumed from."""
+        if url is None or run.rollback_step > 0:
+            return url is not None
+        # A stop made it before the first save: a run that was not stopped goes back to its start.
+        if not has_backup and self._trainer.is_world_process_zero():
+            _log.warning(
+                "No checkpoint was due before the spike: training goes back to %s, which a stop made. "
+                "A sharded model that was not stopped has nothing to go back to, and fails here.",
+                url,
+            )
+        return not has_backup
 
     def _record(self, run: TrainingRun, after: int, step: int, reason: str) -> None:
         limit = self._trainer.args.max_loss_spikes
@@ -107,8 +136,8 @@ class Rollbacks:
         self._pending = []
 
 
-def _step_of(url: str) -> int:
-    return parse_step(url.rpartition("/")[2]) or 0
+def _step_of(url: str | None) -> int:
+    return 0 if url is None else parse_step(url.rpartition("/")[2]) or 0
 
 
 def _nothing_to_go_back_to(step: int, reason: str) -> LossSpikeError:
