@@ -41,7 +41,7 @@ class PastRun:
         stages: stage -> content key of the result that this run made or found committed.
         failed: the stage that failed or was stopped; None: none did, or the process died.
         mlflow_run_id: its MLflow run; None: there is none.
-        only, start, from_run: what its command had chosen.
+        only, start, from_run, force: what its command had chosen.
         sources: the recipe's files, which lie below `source/` -> SHA-256.
         record: the whole record.
     """
@@ -56,6 +56,7 @@ class PastRun:
     only: str | None = None
     start: str | None = None
     from_run: str | None = None
+    force: Sequence[str] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -205,7 +206,7 @@ def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
 
 
 def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
-    stages, sources = record.get("stages"), record.get("sources")
+    stages, sources, force = (record.get(key) for key in ("stages", "sources", "force"))
     if not isinstance(record.get("name"), str):
         return None
 
@@ -224,6 +225,7 @@ def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
         only=text("only"),
         start=text("start"),
         from_run=text("from_run"),
+        force=tuple(map(str, force)) if isinstance(force, list) else (),
         sources=dict(sources) if isinstance(sources, dict) else {},
         record=record,
     )

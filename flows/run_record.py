@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,16 +100,22 @@ class RunRecord:
                 stages = 0
 
     def _close(self, status: str, *, stages: int) -> None:
-        """Write the report and the record, and end the MLflow run; what MLflow cannot take now waits on the disk."""
+        """Write the record and the report, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
-            self._write_report()
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             if self.tracked is not None or self._record.get("status") == "RUNNING":
-                self._write_record(status)
-        except StorageError as unwritten:
-            _log.warning("The run's report could not be written: %s", unwritten)
+                self._write("record", lambda: self._write_record(status))
+            self._write("report", self._write_report)
         finally:
             self._finish_tracking(status, stages=stages)
+
+    @staticmethod
+    def _write(what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except Exception as unwritten:  # how the run ended must not depend on it
+            _log.warning("The run's %s could not be written: %s", what, unwritten)
+            _log.debug("The %s", what, exc_info=True)
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
 
@@ -259,6 +265,7 @@ class RunRecord:
                 "failed": failed[0] if failed else None,
                 "only": plan.only,
                 "start": plan.start,
+                "force": sorted(plan.context.force),
                 "from_run": None if plan.past is None else plan.past.id,
                 "sources": self._sources,
             }

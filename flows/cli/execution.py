@@ -45,7 +45,8 @@ def execute(
 
     Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
     out = terminal.console(stderr=as_json)
-    with stoppable(out.print, remedy=f"The same command continues: {shlex.join(again)}") as stop:
+    which = "This" if choice.get("force") else "The same"
+    with stoppable(out.print, remedy=f"{which} command continues: {shlex.join(again)}") as stop:
         out.print(title)
         with _engine(out):
             result = _run_and_show(spec, out, debug=debug, **choice)

@@ -120,6 +120,9 @@ def run(
     given = [str(spec), *(overrides or [])]
     chosen = {"--only": only, "--from": start, "--from-run": from_run}
     again = ["trainflow", "run", *given, *(word for name, value in chosen.items() if value for word in (name, value))]
+    if forced:
+        # Given again, --force would discard the checkpoints of the forced stage; without it the stage may be cached.
+        again = ["trainflow", "resume", "--storage", parsed.storage]
     execute(
         parsed,
         title=f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}",

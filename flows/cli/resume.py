@@ -70,8 +70,22 @@ def resume(
         as_json=as_json,
         only=past.only,
         start=past.start,
+        force=_still_forced(past, plan),
         from_run=past.from_run,
     )
+
+
+def _still_forced(past: PastRun, plan: Plan) -> list[str]:
+    """The forced stages that had not begun when the run ended; one that had goes on from its checkpoints."""
+    forced = []
+    is_next = True
+    for name, reason in plan.reasons.items():
+        # Its first act is to discard its result, so with a result it had not begun.
+        has_begun = name in past.stages or (is_next and not reason.hit)
+        if name in past.force and plan.is_wanted(name) and not has_begun:
+            forced.append(name)
+        is_next = is_next and (name in past.stages or not plan.is_wanted(name))
+    return forced
 
 
 def _storage_here() -> str:

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
@@ -37,10 +36,9 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from flows.server import embedded
+from flows.server.answers import reachable, require_answer
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
-from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
-from trainer_lib.storage.outages import describe_outage
-from trainer_lib.storage.urls import checked_address
+from trainer_lib.errors import InfrastructureError, StorageError
 
 if TYPE_CHECKING:
     from prefect.settings import Settings
@@ -110,8 +108,8 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
     if settings.api.url:
         if meanwhile is not None:
             meanwhile()
-        _require_answer(settings.api.url)
-        with _flushed(), _reachable(settings.api.url):
+        require_answer(settings.api.url)
+        with _flushed(), reachable(settings.api.url):
             yield settings.api.url
         return
     membership = _Membership(settings)
@@ -120,7 +118,7 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
             meanwhile()
         url, password = membership.wait()
         membership.look_after()
-        with _settings_of(f"{url}/api", password), _flushed(), _reachable(f"{url}/api"):
+        with _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):
             yield f"{url}/api"
     finally:
         membership.leave()
@@ -165,41 +163,6 @@ def _flushed() -> Iterator[None]:
             yield
         finally:
             send_queued(_FLUSH_S)
-
-
-@contextlib.contextmanager
-def _reachable(api: str) -> Iterator[None]:
-    """Turn a lost connection into an error that names the server."""
-    import httpx
-
-    try:
-        yield
-    except httpx.TransportError as error:
-        raise InfrastructureError(
-            f"The connection to Prefect's server was lost ({type(error).__name__}).",
-            field="prefect",
-            value=api,
-            remedy="What is committed stays: run the same command again.",
-            details="".join(traceback.format_exception(error)),
-        ) from error
-
-
-def _require_answer(api: str) -> None:
-    from prefect.client.orchestration import get_client
-
-    checked_address(api, field="PREFECT_API_URL", unset="a server of the command's own")
-    with get_client(sync_client=True) as client:
-        error = client.api_healthcheck()
-    if error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        what = f"the answer is {status}" if status is not None else describe_outage(error) or type(error).__name__
-        raise ConfigError(
-            f"No Prefect server answers there: {what}.",
-            field="PREFECT_API_URL",
-            value=api,
-            remedy="Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own.",
-            details=repr(error),
-        )
 
 
 class _Membership:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,21 @@ def test_a_server_that_is_gone_at_the_end_does_not_undo_the_run(
     assert isinstance(result, PipelineResult)
     assert result.ok
     assert "did not learn how the run ended" in caplog.text
+
+
+def test_a_report_that_cannot_be_made_changes_nothing_about_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(record: RunRecord) -> None:
+        raise ValueError("no such template")
+
+    monkeypatch.setattr(RunRecord, "_write_report", broken)
+    shutil.rmtree(folder / "store" / "stages" / "predict")
+    with caplog.at_level(logging.WARNING):
+        assert run(folder, "tracking.enabled=true").ok
+    assert "The run's report could not be written: no such template" in caplog.text
+    [record] = folder.glob("store/runs/*/run.json")
+    assert json.loads(record.read_bytes())["status"] == "FINISHED"
 
 
 def test_secrets_are_masked_before_prefects_api_receives_a_log(prefect_server: str) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flows.cli.resume import _choose, _require_sources
+from flows.cli.resume import _choose, _require_sources, _still_forced
 from flows.past_runs import PastRun, describe_changes, list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan
@@ -152,3 +153,21 @@ def test_a_record_without_a_spec_is_refused_with_another_way(folder: Path) -> No
     with pytest.raises(ConfigError, match="gone from the storage") as gone:
         read_recorded_spec(storage, past, print)
     assert "trainflow run SPEC" in str(gone.value.remedy)
+
+
+def test_a_forced_stage_that_had_not_begun_is_still_forced(folder: Path) -> None:
+    done = run(folder, "tracking.enabled=true", force=["evaluate"])
+    assert ran(done) == {"evaluate"}
+    [path] = folder.glob("store/runs/*/run.json")
+    record = json.loads(path.read_bytes())
+    assert record["force"] == ["evaluate"]
+    del record["stages"]["evaluate"]
+    path.write_text(json.dumps({**record, "status": "KILLED"}))
+    past, spec, _ = recorded(folder)
+    assert _still_forced(past, Plan.of(spec)) == ["evaluate"], "its result is the one to discard"
+    shutil.rmtree(folder / "store" / "stages" / "evaluate")
+    assert _still_forced(past, Plan.of(spec)) == [], "it had begun: it goes on"
+    both = replace(past, force=("prepare-data", "train"), stages={})
+    assert _still_forced(both, Plan.of(spec)) == ["prepare-data", "train"]
+    begun = replace(both, stages={"prepare-data": "1", "train": "2"})
+    assert _still_forced(begun, Plan.of(spec)) == []
