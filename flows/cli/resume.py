@@ -43,7 +43,6 @@ def resume(
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
     quiet_environment()
-    place = storage or _storage_here()
     from flows.plan import Plan
     from flows.recorded_spec import read_recorded_spec
     from tasks.stage.manifest import summary
@@ -53,7 +52,7 @@ def resume(
     def say(line: str) -> None:
         out.print(line, markup=False, highlight=False)
 
-    past = _choose(place, run, say)
+    past = _choose(place := storage or _storage_here(), run, say)
     spec = read_recorded_spec(place, past, say)
     plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run)
     plan.require_committed()
