@@ -19,8 +19,10 @@ from tests.support import tiny
 from tests.support.launched import request
 from tests.support.repository import ROOT
 from trainer_lib.errors import InfrastructureError
+from trainer_lib.guard import Process
 from trainer_lib.launch import LaunchConfig, conditions, gpu_selection, launch, warm
 from trainer_lib.launch.conditions import SWITCH
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.requests import PreparedData
 from trainer_lib.worker import warm_parent
 
@@ -202,6 +204,40 @@ def test_a_launch_goes_on_without_its_parent(guard_too: bool, tmp_path: Path) ->
             start(tmp_path, waits + ROWS, on_line=on_line)
     else:
         assert start(tmp_path, waits + ROWS, on_line=on_line).splits["train"].rows == 1
+
+
+def test_a_launch_ends_while_its_parent_is_stopped(tmp_path: Path) -> None:
+    waits = "import time\nfrom pathlib import Path\nprint('waits', flush=True)\n"
+    waits += "while not Path(__file__).with_name('go').exists(): time.sleep(0.02)\n"
+
+    def on_line(line: str) -> None:
+        [parent] = parents()
+        parent.suspend()
+        (tmp_path / "go").touch()
+
+    warm.expect([ONE, ONE])
+    assert start(tmp_path, waits + ROWS, on_line=on_line).splits["train"].rows == 1
+    assert [parent.status() != psutil.STATUS_STOPPED for parent in parents()] == [True]
+
+
+@pytest.mark.parametrize(("written", "code"), [(0, 0), (7, 7), (-15, 143), (None, -9)])
+def test_a_guard_that_has_ended_needs_no_answer_of_its_parent(written: int | None, code: int, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    (control, stdin), (stdout, output) = os.pipe(), os.pipe()
+    parent = subprocess.Popen(["sleep", "60"])
+    if written is not None:
+        (tmp_path / "guard.json").write_text(json.dumps({"code": written}))
+    guard = warm.ForkedGuard(Process(parent.pid, "0"), parent, ours, stdin, stdout, RunDir(tmp_path))
+    try:
+        assert guard.wait(20) == code
+    finally:
+        parent.kill()
+        parent.wait()
+        theirs.close()
+        guard.stdin.close()
+        guard.stdout.close()
+        os.close(control)
+        os.close(output)
 
 
 def test_each_number_of_threads_has_a_parent_of_its_own_and_there_are_two_at_most(tmp_path: Path) -> None:

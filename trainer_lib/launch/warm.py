@@ -42,6 +42,7 @@ ROOM_BYTES = 64 * 1024
 TITLE_BYTES = 4096
 START_S = 60.0  # for the parent's imports on a busy machine
 POLL_S = 0.05
+ANSWER_S = 1.0  # for a parent's report of a guard that has ended
 MOST = 2  # parents of one process: one for the stages with one worker, one for those with several
 
 
@@ -75,26 +76,37 @@ class GuardProcess(Protocol):
 class ForkedGuard:
     """A guard that a warm parent has forked: its parent reports how it ended."""
 
-    def __init__(self, process: Process, answer: socket.socket, stdin: int, stdout: int, run_dir: RunDir) -> None:
+    def __init__(
+        self,
+        process: Process,
+        parent: subprocess.Popen[bytes],
+        answer: socket.socket,
+        stdin: int,
+        stdout: int,
+        run_dir: RunDir,
+    ) -> None:
         self.pid = process.pid
         self.returncode: int | None = None
         self.stdin = os.fdopen(stdin, "wb", buffering=0)
         self.stdout = os.fdopen(stdout, "rb", buffering=0)
         self._process = process
+        self._parent = parent
         self._answer = answer
         self._run_dir = run_dir
 
     def poll(self) -> int | None:
         """Return how it ended; None while it lives."""
-        if self.returncode is None and select.select([self._answer], [], [], 0)[0]:
-            told = _receive(self._answer)
+        if self.returncode is None:
+            ended = not is_alive(self._process)
+            if ended and not self._has_answer(0.0):
+                # Its parent answers at once, unless a signal has stopped it.
+                self._parent.send_signal(signal.SIGCONT)
+                self._has_answer(ANSWER_S)
+            told = _receive(self._answer) if self._has_answer(0.0) else None
             if told is not None:
                 self._end(int(told["code"]))
-            elif not is_alive(self._process):
-                # Its parent was killed: what the guard itself wrote last is left.
-                ended = self._run_dir.read_json("guard.json")
-                code = -signal.SIGKILL if ended is None else int(ended["code"])
-                self._end(code if ended is None or code >= 0 else 128 - code)
+            elif ended:
+                self._end(self._read_code())
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -109,6 +121,15 @@ class ForkedGuard:
     def kill(self) -> None:
         """Send SIGKILL."""
         send_signal(self._process, signal.SIGKILL)
+
+    def _has_answer(self, timeout: float) -> bool:
+        return bool(select.select([self._answer], [], [], timeout)[0])
+
+    def _read_code(self) -> int:
+        """Return its code without its parent: what the guard itself wrote last is left."""
+        ended = self._run_dir.read_json("guard.json")
+        code = -signal.SIGKILL if ended is None else int(ended["code"])
+        return code if ended is None or code >= 0 else 128 - code
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -297,7 +318,7 @@ def _start(
         process = _await_guard(parent, answer)
         if process is not None:
             taken = True
-            return ForkedGuard(process, answer, stdin, stdout, run_dir)
+            return ForkedGuard(process, parent.process, answer, stdin, stdout, run_dir)
         _parents.refuse(parent)
         return None
     finally:
