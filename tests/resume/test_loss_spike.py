@@ -14,7 +14,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from tests.support.distributed import RemoteFailure, run_distributed
-from tests.support.spikes import SignalAt, checkpoints, make, spiky_rows, train_in_group, train_sharded
+from tests.support.spikes import (
+    SignalAt,
+    checkpoints,
+    make,
+    spiky_rows,
+    stop_and_resume,
+    train_in_group,
+    train_sharded,
+)
 from tests.support.training import assert_equal, final_state
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments, numeric_fields
@@ -32,6 +40,13 @@ def in_group(folder: Path, world: int, *spikes: int, at: int = 0, number: int = 
         torch.set_num_threads(1)  # as in a group
         return [train_in_group(str(folder), spikes or (ROW,), at, number, given)]
     return run_distributed(train_in_group, world, str(folder), spikes or (ROW,), at, number, given)
+
+
+def stopped_and_resumed(folder: Path, world: int, at: int, **given: Any) -> list[tuple[int, list[int], Any]]:
+    """What `stop_and_resume` returns on each rank."""
+    if world == 1:
+        return [stop_and_resume(str(folder), (ROW,), at, given)]
+    return run_distributed(stop_and_resume, world, str(folder), (ROW,), at, given)
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -68,18 +83,18 @@ def test_killed_and_resumed_it_ends_the_same(at: int, whole: tuple[int, list[Any
 def test_stopped_and_resumed_it_ends_the_same(at: int, whole: tuple[int, list[Any]], tmp_path: Path) -> None:
     """A stop's checkpoint is not one to go back to: an uninterrupted run does not have it."""
     world, ranks = whole
-    stopped = in_group(tmp_path, world, at=at, number=signal.SIGTERM)
-    assert len({each["stopped"] for each in stopped}) == 1
-    assert stopped[0]["stopped"] in checkpoints(tmp_path)
-    for one, other in zip(ranks, in_group(tmp_path, world), strict=True):
+    cut = stopped_and_resumed(tmp_path, world, at)
+    assert len({step for step, _, _ in cut}) == 1
+    for one, (step, saved, other) in zip(ranks, cut, strict=True):
+        assert step in saved
         assert_equal(one["end"], other["end"])
 
 
 def test_the_checkpoint_to_go_back_to_outlives_rotation(whole: tuple[int, list[Any]], tmp_path: Path) -> None:
     world, ranks = whole
-    [stopped, *_] = in_group(tmp_path, world, at=5, number=signal.SIGTERM, save_total_limit=1)
-    assert checkpoints(tmp_path) == [4, stopped["stopped"]]
-    for one, other in zip(ranks, in_group(tmp_path, world, save_total_limit=1), strict=True):
+    cut = stopped_and_resumed(tmp_path, world, 5, save_total_limit=1)
+    for one, (step, saved, other) in zip(ranks, cut, strict=True):
+        assert saved == [4, step]
         assert_equal(one["end"], other["end"])
     assert checkpoints(tmp_path) == [20]
 

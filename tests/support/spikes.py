@@ -89,8 +89,6 @@ def train_in_group(folder: str, spikes: tuple[int, ...], at: int, number: int, g
         done = trainer.train(resume_from_checkpoint="auto")
     except Preempted as stopped:
         return {"stopped": stopped.step}
-    finally:
-        distributed.shutdown()
     spiked = [(each["step"], each["loss_spikes"]) for each in trainer.state.log_history if "loss_spikes" in each]
     model: Any = trainer.model
     return {
@@ -100,6 +98,20 @@ def train_in_group(folder: str, spikes: tuple[int, ...], at: int, number: int, g
         "samples": trainer.state.num_samples_seen,
         "spikes": done.metrics.get("loss_spikes"),
     }
+
+
+def stop_and_resume(
+    folder: str, spikes: tuple[int, ...], at: int, given: dict[str, Any]
+) -> tuple[int, list[int], dict[str, Any]]:
+    """On each rank: stop the training in `folder` at step `at`, and continue it with another Trainer.
+
+    Returns:
+        The step at which it stopped, the steps of the checkpoints then, and what it ended with.
+    """
+    stopped = train_in_group(folder, spikes, at, signal.SIGTERM, given)["stopped"]
+    found = checkpoints(Path(folder))
+    distributed.init(arguments(folder)).barrier()  # before another rank saves
+    return stopped, found, train_in_group(folder, spikes, 0, 0, given)
 
 
 def train_sharded(folder: str, at: int, given: dict[str, Any]) -> tuple[Any, int]:
