@@ -166,7 +166,7 @@ def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
         gone: id of a flow run, and its process as the sign of life names it.
 
     Returns:
-        The ids that nothing can be said about now: "unknown" to this server, or "starting" again.
+        The ids that stay open: "unknown" to this server, or "starting" again.
 
     Raises:
         httpx.HTTPError: the server does not answer.

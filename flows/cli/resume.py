@@ -75,11 +75,11 @@ def resume(
 
 
 def _still_forced(past: PastRun, plan: Plan) -> list[str]:
-    """The forced stages that had not begun when the run ended; one that had goes on from its checkpoints."""
+    """The forced stages that had not started when the run ended; one that had goes on from its checkpoints."""
     forced = []
     is_next = True
     for name, reason in plan.reasons.items():
-        # Its first act is to discard its result, so with a result it had not begun.
+        # Its first act is to discard its result, so with a result it had not started.
         has_begun = name in past.stages or (is_next and not reason.hit)
         if name in past.force and plan.is_wanted(name) and not has_begun:
             forced.append(name)
