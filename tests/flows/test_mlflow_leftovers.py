@@ -18,6 +18,7 @@ from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import Shipper
+from trainer_lib.trackers.spool import Session
 
 KEY = "k" * 64
 
@@ -177,6 +178,37 @@ def test_what_is_left_of_a_run_that_was_deleted_is_set_aside(
     assert find_waiting(storage) is None
     assert [path.suffix for path in Path(run.handle.spool_dir).glob("*-*")] == [".orphan"]
     assert "is deleted there" in caplog.text
+
+
+# -- two machines train one run, the first one's points arrive last ---------------------------------------------------
+
+
+def log(session: Session, steps: range) -> None:
+    for step in steps:
+        session.append({"loss": 1 / step}, step)
+    time.sleep(0.01)  # what another machine logs next is later
+
+
+@pytest.mark.parametrize("delivered", [0, 50])
+def test_points_that_arrive_after_those_of_the_machine_that_went_on_are_there_once(
+    tmp_path: Path, delivered: int
+) -> None:
+    """The first machine is preempted at step 100 with a checkpoint at 90; the second one trains from there to 200."""
+    uri = fresh_store(tmp_path)
+    run_id = client(uri).create_run("0").info.run_id
+    head = {"tracking_uri": uri, "run_id": run_id, "dedupe": True}
+    first, second = (Session.create(tmp_path / name, head) for name in ("first", "second"))
+    log(first, range(1, delivered + 1))
+    if delivered:
+        assert Delivery(first.path.parent).deliver()
+    log(first, range(delivered + 1, 101))
+    first.close()
+    log(second, range(91, 201))
+    second.close()
+    assert Delivery(second.path.parent).deliver()
+    assert Delivery(first.path.parent).deliver()
+    assert points(uri, run_id, "loss") == [(step, 1 / step) for step in range(1, 201)]
+    assert not list(tmp_path.glob("*/*-*"))
 
 
 # -- what cannot be delivered from here -------------------------------------------------------------------------------

@@ -232,15 +232,22 @@ def _experiment_id(client: MlflowClient, name: str, artifact_location: str | Non
 
 
 # ------------------------------------------------------------------------------------------------------------- records
-def latest_points(client: MlflowClient, run_id: str) -> dict[str, tuple[int, float]]:
-    """Return the last step and its value of every metric of a run."""
+def latest_points(client: MlflowClient, run_id: str) -> dict[str, Point]:
+    """Return the point of the last step of every metric of a run."""
     metrics = client.get_run(run_id).data.to_proto().metrics  # the only public way to the steps of all keys at once
-    return {metric.key: (int(metric.step), float(metric.value)) for metric in metrics}
+    return {each.key: Point(each.key, float(each.value), int(each.timestamp), int(each.step)) for each in metrics}
+
+
+def known_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:
+    """Return the steps at which a run has a point of a metric."""
+    with contextlib.suppress(GoneError):  # a file store does not know a metric without points
+        return {int(each.step) for each in client.get_metric_history(run_id, key)}
+    return set()
 
 
 def leave_out_latest(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
     """Return the points whose value at that step is not the last one that the run has, whenever it was measured."""
-    latest = {key: (step, _comparable(value)) for key, (step, value) in latest_points(client, run_id).items()}
+    latest = {key: (each.step, _comparable(each.value)) for key, each in latest_points(client, run_id).items()}
     return [point for point in points if latest.get(point.key) != (point.step, _comparable(point.value))]
 
 

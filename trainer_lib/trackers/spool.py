@@ -81,7 +81,7 @@ class State:
         files_offset: bytes of points.jsonl whose files the server has.
         is_uncertain: whether points behind `offset` may be there as well: they were sent, and no answer was recorded.
         floor: per key, the last step that the server had when sending started; a resumed run repeats the points up to
-            it, and they are not sent again. None: nothing was sent yet.
+            it, and they are not sent again. None: nothing was sent yet. It says nothing of points that arrive late.
         run_id: the server's run, once the session was attached to it.
         closed: "FINISHED", "FAILED" or "KILLED"; None while the run goes on, and when its process died.
         end_ms: the end of the run, in milliseconds since 1970.
