@@ -268,11 +268,31 @@ def _set_up_signals(run_dir: RunDir, rank: int) -> None:
         raise Preempted("Asked to stop.", remedy="The same command continues with what is already committed.")
 
     signal.signal(signal.SIGTERM, stop)
-    own = os.getpid()  # a data worker that is forked later inherits the handler
-    signal.signal(signal.SIGUSR2, lambda *_: os.kill(own, signal.SIGTERM) if os.getpid() == own else None)
+    _take_slurms_notice()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, (run_dir.path / f"stack-{rank}.txt").open("w"), all_threads=True)
+
+
+def _take_slurms_notice() -> None:
+    """Take SIGUSR2 for SIGTERM. Slurm sends it to every process of a step; those that this one starts outlive it.
+
+    A program that is executed, as a spawned data worker is, loses a handler and keeps what is blocked. So the signal is
+    blocked before there is a thread, and one thread waits for it. The handler serves threads of earlier imports.
+    """
+    own = os.getpid()  # a data worker that is forked later inherits the handler
+    main_thread = threading.get_ident()
+
+    def wait() -> None:
+        while True:
+            signal.sigwait({signal.SIGUSR2})
+            signal.pthread_kill(
+                main_thread, signal.SIGTERM
+            )  # by os.kill, another thread may get it, and main sleeps on
+
+    signal.signal(signal.SIGUSR2, lambda *_: os.kill(own, signal.SIGTERM) if os.getpid() == own else None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    threading.Thread(target=wait, name="trainflow-notice", daemon=True).start()
 
 
 def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, work: Work[Any] | None) -> int:
