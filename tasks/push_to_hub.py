@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.configs import PublishConfig
+from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, publishes_code, versions
@@ -17,7 +18,7 @@ from tasks.stage.portable_model import TrainedModel, asset_sources, code_texts, 
 from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
-from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.errors import CodeError, ConfigError, TrainflowError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
@@ -51,11 +52,8 @@ def push_to_hub(
         The stage's manifest; its facts say where the publication is.
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
-    trained = describe_model(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
-    with_code = publishes_code(config, context)
-    if with_code:
-        refuse_tokens(trained.code)
-    content = _content(config, name, inputs, trained, with_code=with_code)
+    trained = _model_with_code(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
+    content = _content(config, name, inputs, trained)
     to = publication_target(config, context)
     key = publish_key(config, context, data, model, evaluation)
 
@@ -79,9 +77,26 @@ def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest
     return [data, model, *([] if evaluation is None else [evaluation])]
 
 
-def _content(
-    config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel, *, with_code: bool
-) -> Content:
+def _model_with_code(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+) -> TrainedModel | None:
+    """The description of the model with its code; None where the weights are published alone."""
+    if not publishes_code(config, context):
+        return None
+    try:
+        trained = describe_model(config, context, data, model)
+    except CodeError as changed:  # a run may take the model of an earlier one, whose code was another
+        message = f"The weights are published without code: {changed.message}"
+        _progress.publish({"event": "warning", "stage": STAGE, "message": message})
+        return None
+    refuse_tokens(trained.code)
+    return trained
+
+
+def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel | None) -> Content:
     data, model, *rest = inputs
     files = {
         entry.path.removeprefix(MODEL): Source(model.store(), entry)
@@ -111,14 +126,14 @@ def _content(
         arguments=_arguments(model),
         facts=_facts(model.facts),
         versions=versions(),
-        code_digest=trained.description.code_digest if with_code else None,
-        columns=[name for name in trained.description.columns if name != "row_id"],
+        code_digest=None if trained is None else trained.description.code_digest,
+        columns=[] if trained is None else [name for name in trained.description.columns if name != "row_id"],
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
     )
     texts = {"README.md": render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
-    if with_code:
+    if trained is not None:
         weights = tuple(entry for entry in trained.description.weights if entry.path in files)
         files |= asset_sources(trained.description, data)
         texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
