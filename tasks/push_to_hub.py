@@ -13,12 +13,19 @@ from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, publishes_code, versions
-from tasks.stage.manifest import KEY_FILE, StageManifest
-from tasks.stage.portable_model import TrainedModel, asset_sources, code_texts, describe_model, refuse_tokens
+from tasks.stage.manifest import StageManifest
+from tasks.stage.portable_model import (
+    TrainedModel,
+    asset_sources,
+    code_texts,
+    describe_model,
+    read_key_field,
+    refuse_tokens,
+)
 from tasks.stage.publication import find_publication_problem, publication_target
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
-from trainer_lib.errors import CodeError, ConfigError, TrainflowError
+from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
@@ -29,7 +36,6 @@ STAGE = "push-to-hub"
 MODEL = "model/"
 # A file of the model with such a name would take the place of what the publication writes itself.
 _MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json", FILE}
-_KEY_BYTES = 16 << 20
 
 
 @stage_task(STAGE)
@@ -153,11 +159,8 @@ def _arguments(model: StageManifest) -> dict[str, Any]:
     """The arguments the model was trained with, from the key of its stage: those that differ from the defaults."""
     from trainer_lib.arguments import TrainingArguments, numeric_fields
 
-    try:
-        record = json.loads(model.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))
-        # The key holds what the training resolved to; the spec may hold less.
-        used = dict(record["fields"]["args"])
-    except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
+    # The key holds what the training resolved to; the spec may hold less.
+    if not (used := read_key_field(model, "args")):
         return {}
     defaults = numeric_fields(TrainingArguments(), data_parallel_size=1)
     always = ("global_batch_size", "learning_rate", "num_train_epochs", "max_steps", "optim", "seed")

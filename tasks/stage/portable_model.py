@@ -85,11 +85,7 @@ def describe_model(
 
 def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
     """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
-    try:
-        trained = json.loads(model.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"]["recipe"]
-        known = dict(trained)
-    except (TrainflowError, ValueError, KeyError, TypeError):  # a stage of the user's own may have no such key
-        return
+    known = read_key_field(model, "recipe")
     now = code_of(config, context).reach(("build_model",)).digests
     changed = sorted(label for label, digest in now.items() if known.get(label, digest) != digest)
     if changed:
@@ -99,6 +95,14 @@ def _require_same_model(config: PublishConfig, context: StageContext, model: Sta
             value=config.recipe or context.recipe,
             remedy="Run the same command again: it trains the changed model. Or put the code back.",
         )
+
+
+def read_key_field(manifest: StageManifest, name: str) -> dict[str, Any]:
+    """A mapping in the key that a stage was committed under; empty where a stage of your own has no such field."""
+    try:
+        return dict(json.loads(manifest.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"][name])
+    except (TrainflowError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def refuse_tokens(code: Mapping[str, bytes]) -> None:

@@ -12,6 +12,7 @@ An address is one of these::
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from trainer_lib.commit import Commit, read_commit
@@ -25,8 +26,8 @@ from trainer_lib.storage import Store
 FIELD = "model"
 _RUN_FILE = "run.json"
 _RUNS = "runs"
-FOLDER_CHARS = 16
-"""A stage's folder is named by as many characters of its key."""
+_TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")
+"""Where a run's description finds the weights."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ def _is_run(store: Store, found: FoundModel) -> bool:
     parts = store.url.rstrip("/").split("/")
     key = found.description.stages.get("train", "")
     places = found.description.places
-    expected = Places(f"../../stages/train/{key[:FOLDER_CHARS]}/model", SOURCE, places.data)
-    if parts[-2:-1] != [_RUNS] or not store.exists(_RUN_FILE) or places != expected:
+    if parts[-2:-1] != [_RUNS] or places.code != SOURCE or not _TRAINED.fullmatch(places.weights):
+        return False
+    if not store.exists(_RUN_FILE):
         return False
     commit = read_commit(_above(found.weights, 1))
     return commit is not None and commit.kind == "stage" and commit.meta.get("key") == key
