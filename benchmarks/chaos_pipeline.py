@@ -84,7 +84,7 @@ class Harness:
         case = draw_case(self._seed, number, steps=self._project.steps, local=can_mount())
         reference = self._reference(case.processes)
         folder = self._folder / f"case-{number}"
-        begun = time.monotonic()
+        started_s = time.monotonic()
         storage = f"s3://chaos/case-{number}" if case.family == "store" else None
         home = folder / "home" if case.own_engine else self._services.home
         place = Workplace(folder, self._project, home, storage)
@@ -111,7 +111,7 @@ class Harness:
             "command_seconds": scene.seconds,
             "held": not problems,
             "problems": problems,
-            "seconds": round(time.monotonic() - begun, 1),
+            "seconds": round(time.monotonic() - started_s, 1),
         }
 
     def _reference(self, processes: int) -> Reference:
@@ -295,7 +295,7 @@ def main() -> int:
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     ledger = Ledger(chosen.ledger, chosen.seed, chosen.recipe)
     numbers = chosen.case or ledger.left(count, again=chosen.again)
-    begun = time.monotonic()
+    started_s = time.monotonic()
     if numbers:
         with _root() as place, Services(place / "servers") as services:
             harness = Harness(PROJECTS[chosen.recipe], place, services, chosen.seed, chosen.keep)
@@ -309,7 +309,7 @@ def main() -> int:
         "held": sum(line["held"] for line in lines),
         "fault_came_too_late": sum(not line["injected"] for line in lines),
         "case_seconds": round(sum(line["seconds"] for line in lines), 1),
-        "seconds": round(time.monotonic() - begun, 1),
+        "seconds": round(time.monotonic() - started_s, 1),
         "not_held": {line["case"]: line["problems"] for line in lines if not line["held"]},
         "reasons": reasons(lines),
         "held_after_sync": sum(line["held"] and line.get("synced", False) for line in lines),

@@ -152,7 +152,7 @@ def configured_api() -> str | None:
     """The address of the Prefect server that this process is set to use, without secrets; None: an embedded one."""
     from prefect.settings import Settings
 
-    # Read anew: the address of an embedded server is in the current settings, too.
+    # Read at each call: the address of an embedded server is in the current settings, too.
     url = Settings().api.url
     return mask(url) if url else None
 

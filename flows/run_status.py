@@ -172,7 +172,7 @@ def _age_s(sign: Sign) -> float | None:
 
 
 def _record_death(folder: Store, status: RunStatus) -> None:
-    # Read again: the same command may have begun to go on with it.
+    # Read again: the same command may be at work on it.
     record = read_record(folder)
     if record.get("status") != "RUNNING" or any(sign not in status.unswept for sign in read_signs(folder)):
         return

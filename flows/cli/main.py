@@ -115,7 +115,7 @@ def run(
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     if only or start or from_run:
-        # What they need is not there: said before an engine starts.
+        # Refused before an engine starts, where what they need is not there.
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
     given = [str(spec), *(overrides or [])]
     chosen = {"--only": only, "--from": start, "--from-run": from_run}

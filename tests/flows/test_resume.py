@@ -99,7 +99,7 @@ def load_spec_text(storage: Path, past: PastRun) -> dict[str, object]:
 
 
 def recorded(folder: Path) -> tuple[PastRun, PipelineSpec, list[str]]:
-    """The newest run, its spec on this machine, and what was said."""
+    """The newest run, its spec on this machine, and the warnings."""
     storage, said = str(folder / "store"), list[str]()
     past = list_runs(storage)[0]
     return past, read_recorded_spec(storage, past, said.append), said
