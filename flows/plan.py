@@ -157,6 +157,7 @@ class Plan:
             root=spec.root,
             folder=spec.folder,
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
+            limit=spec.limit,
             force=frozenset(name for name in forced if name),
             debug=debug,
             resolver=resolver,

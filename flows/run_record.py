@@ -267,6 +267,7 @@ class RunRecord:
                 "start": plan.start,
                 "force": sorted(plan.context.force),
                 "from_run": None if plan.past is None else plan.past.id,
+                "limit": plan.spec.limit,
                 "sources": self._sources,
             }
         )
@@ -300,5 +301,6 @@ def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[s
 
 def _params(spec: PipelineSpec) -> dict[str, Any]:
     """What MLflow shows as parameters: the settings, without this machine's paths."""
-    plain = spec.model_dump(mode="json", exclude={"root", "folder", "storage", "tracking"})
+    hidden = {"root", "folder", "storage", "tracking", *(() if spec.limit is not None else ("limit",))}
+    plain = spec.model_dump(mode="json", exclude=hidden)
     return {**plain, "recipe": Path(spec.recipe).name}

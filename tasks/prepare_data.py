@@ -30,6 +30,7 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
             **common_fields(config, context, attempt),
             shard_rows=config.shard_rows,
             allow_nan=config.allow_nan,
+            limit=context.limit,
             sources=sources.resolve(config.sources),
         )
         result = launch_request(request, config.launch, context, attempt)

@@ -232,6 +232,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
         shard_rows: rows of a shard.
         allow_nan: accept NaN and infinite values.
         sources: what the data is made from; local paths are absolute.
+        limit: rows of each split that are written; None: all.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)
@@ -239,6 +240,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
     shard_rows: int = 10_000
     allow_nan: bool = False
     sources: tuple[str, ...] = ()
+    limit: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def execute(
             result = _run_and_show(spec, out, debug=debug, **choice)
             stop.too_late = True
             # Inside the block: the engine takes a second to end.
-            _show_result(result, place, as_json=as_json)
+            _show_result(result, place, as_json=as_json, limit=spec.limit)
     if result.error is not None:
         terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
         raise typer.Exit(result.error.exit_code)
@@ -75,12 +75,12 @@ def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: An
         return run_pipeline(spec, debug=debug, **choice)
 
 
-def _show_result(result: PipelineResult, place: Sequence[str], *, as_json: bool) -> None:
+def _show_result(result: PipelineResult, place: Sequence[str], *, as_json: bool, limit: int | None) -> None:
     ui, sync = (["trainflow", command, *place] for command in ("ui", "sync"))
     if not as_json:
-        terminal.show(presentation.summary(result, ui, sync))
+        terminal.show([*presentation.summary(result, ui, sync), *presentation.check_note(result, limit)])
         return
     code = result.error.exit_code if result.error is not None else 0
-    plain = {"ok": result.ok, "exit_code": code, **result.to_dict()}
+    plain = {"ok": result.ok, "exit_code": code, "limit": limit, **result.to_dict()}
     commands = {"ui_command": shlex.join(ui), "sync_command": shlex.join(sync) if result.mlflow_waiting else None}
     print_json({**plain, "places": presentation.where(result), **commands})

@@ -18,7 +18,7 @@ import typer
 from flows.cli import checkpoints, presentation, terminal
 from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
-from flows.cli.options import Debug, From, FromRun, Json, Overrides, Spec, print_json
+from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
 from flows.cli.proof import prove_resume
 from flows.cli.resume import resume
 from flows.cli.schedules import deploy, serve
@@ -97,6 +97,7 @@ def run(
         typer.Option(metavar="STAGE", help="Run this stage again even if it is committed; repeatable."),
     ] = None,
     from_run: FromRun = None,
+    limit: Limit = None,
     debug: Debug = False,
     as_json: Json = False,
 ) -> None:
@@ -105,7 +106,8 @@ def run(
     Interrupt it, kill it or pull the plug: the same command continues from the last commit.
     """
     quiet_environment()
-    parsed = load_spec(spec, overrides or [], Resolver())
+    overrides = [*(overrides or []), *([] if limit is None else [f"limit={limit}"])]
+    parsed = load_spec(spec, overrides, Resolver())
     # A machine that only takes part starts no engine and writes no record.
     if (follower := follower_config(parsed)) is not None:
         follow(follower, terminal.console(stderr=as_json))
@@ -117,7 +119,7 @@ def run(
     if only or start or from_run:
         # Refused before an engine starts, where what they need is not there.
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
-    given = [str(spec), *(overrides or [])]
+    given = [str(spec), *overrides]
     chosen = {"--only": only, "--from": start, "--from-run": from_run}
     again = ["trainflow", "run", *given, *(word for name, value in chosen.items() if value for word in (name, value))]
     if forced:
@@ -125,9 +127,9 @@ def run(
         again = ["trainflow", "resume", "--storage", parsed.storage]
     execute(
         parsed,
-        title=f"{parsed.name}: {presentation.shown(str(spec))} -> {presentation.shown(parsed.storage)}",
+        title=presentation.title(parsed, spec),
         again=again,
-        place=_place_words(spec, overrides or []),
+        place=_place_words(spec, overrides),
         debug=debug,
         as_json=as_json,
         only=only,
@@ -139,7 +141,8 @@ def run(
 
 def _place_words(spec: Path, overrides: Sequence[str]) -> list[str]:
     """The spec, with the overrides that decide where its runs are tracked, as words of a command."""
-    deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in ("storage", "tracking", "name")]
+    sections = ("storage", "tracking", "name", "limit")
+    deciding = [text for text in overrides if text.split("=")[0].split(".")[0] in sections]
     return [str(spec), *deciding]
 
 

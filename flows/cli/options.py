@@ -23,6 +23,10 @@ FromRun = Annotated[
         "without --from the stage that failed in it is the first.",
     ),
 ]
+Limit = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Check the whole pipeline on N rows of each split, apart from real results."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 

@@ -22,6 +22,7 @@ from trainer_lib.errors import TrainflowError, first_line
 
 if TYPE_CHECKING:
     from flows.plan import StageReason
+    from flows.spec.spec import PipelineSpec
 
 _KEPT_FAILURES = 50
 
@@ -45,6 +46,25 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
         lines.append(Text.assemble(("  MLflow waits ", "yellow"), f"for {result.mlflow_waiting}"))
         lines.append(Text.assemble(("  deliver it   ", "dim"), (shlex.join(sync_command), "bold")))
     return [*lines, Text()]
+
+
+def title(spec: PipelineSpec, path: Path) -> str:
+    """The first line of a run; of a check on a few rows, it says so."""
+    what = "" if spec.limit is None else f"a check on {_rows(spec.limit)}: "
+    return f"{spec.name}: {what}{shown(str(path))} -> {shown(spec.storage)}"
+
+
+def check_note(result: PipelineResult, limit: int | None) -> list[Text]:
+    """The last lines of a check on a few rows: what it showed, and that nothing of it counts; none of a real run."""
+    if limit is None or not result.stages:
+        return []
+    done = "went through every stage" if result.ok else "did not go through"
+    note = f"This was a check on {_rows(limit)}: it {done}. A run without --limit uses nothing of it."
+    return [Text(f"  {note}", "bold"), Text()]
+
+
+def _rows(limit: int) -> str:
+    return f"{limit:,} row{'' if limit == 1 else 's'} of each split"
 
 
 def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:

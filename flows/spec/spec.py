@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from flows.spec import checks as _checks
 from flows.spec.findings import spec_error
+from flows.spec.limit import limit_spec
 from flows.spec.spec_file import parse_override_value, read_spec_file
 from tasks.configs import (
     EvaluateConfig,
@@ -61,6 +62,11 @@ class PipelineSpec(Settings):
         default=".trainflow",
         min_length=1,
         description="Folder or URL (s3://bucket/path) that everything is kept below; safe to share between pipelines.",
+    )
+    limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of each split in a check of the whole pipeline; unset: all rows, and no check.",
     )
     prepare: PrepareConfig = Field(default=PrepareConfig(), description="From source data to splits.")
     train: TrainConfig = Field(default=TrainConfig(), description="From splits to a model.")
@@ -197,6 +203,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
         spec = parse_spec(raw)
         # Before the check: accelerate's file may name arguments that are then checked like the spec's own.
         spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
+        spec = limit_spec(spec, resolver or Resolver())
         spec = spec if resolver is None else spec.with_resolver(resolver)
         spec = _rebase_overridden_paths(spec, source.overridden)
         spec.check()

@@ -27,6 +27,7 @@ class StageContext:
         folder: where relative paths among the recipe's options start; None: the recipe's folder.
         sources: what the data is made from: an option that names one of them counts by its content.
         tracking: the MLflow run that the workers add their points to; None: no run.
+        limit: rows of each split in a check of the pipeline; None: all rows.
         force: names of the stages whose committed result is discarded first ("train").
         debug: keep the workers' run files.
         resolver: what was worked out once for this run: arguments, launches, closures.
@@ -40,6 +41,7 @@ class StageContext:
     folder: str | None = None
     sources: tuple[str, ...] = ()
     tracking: RunHandle | None = None
+    limit: int | None = None
     force: frozenset[str] = frozenset()
     debug: bool = False
     resolver: Resolver = field(default_factory=Resolver, repr=False, compare=False)

@@ -165,7 +165,7 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
     sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
     code = code_of(config, context).reach(PREPARE)
     fields = settings_fields(config, sources=sources, recipe=code.digests, **_options("prepare-data", config, context))
-    return stage_key("prepare-data", fields, schema=2, places=code.places)
+    return stage_key("prepare-data", {**fields, **_limit(context)}, schema=2, places=code.places)
 
 
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
@@ -188,7 +188,7 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
         model=keyed_options(config.model, paths.model, paths.folder, context),
         **_options("train", config, context),
     )
-    fields = {**settings, "data": data.content_digest, "versions": versions()}
+    fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
     return stage_key("train", fields, schema=2, places=code.places)
 
 
@@ -243,6 +243,7 @@ def publish_key(
             "inputs": {one.stage: one.content_digest for one in inputs},
             "stage_keys": {one.stage: one.key for one in inputs},
             "versions": versions(),
+            **_limit(context),
         },
         schema=3,
         places=reached.places,
@@ -281,7 +282,13 @@ def _inference_fields(
 ) -> dict[str, Any]:
     args = _prediction_arguments(stage, config, context)
     settings = settings_fields(config, args=args, recipe=code.digests, **_options(stage, config, context))
-    return {**settings, "data": data.content_digest, "model": model.content_digest, "versions": versions()}
+    inputs = {"data": data.content_digest, "model": model.content_digest}
+    return {**settings, **inputs, "versions": versions(), **_limit(context)}
+
+
+def _limit(context: StageContext) -> dict[str, int]:
+    """The field that keeps a check on a few rows apart; none without a limit, as in every key of an older version."""
+    return {} if context.limit is None else {"limit": context.limit}
 
 
 def _prediction_arguments(

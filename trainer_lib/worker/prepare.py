@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from trainer_lib.data.shards import SplitWriter
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.records import from_record
@@ -36,7 +38,8 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
             allow_nan=request.allow_nan,
             on_shard=report,
         )
-        splits[name] = from_record(PreparedSplit, writer.write(rows), name=name)
+        # The recipe's rows may come from a generator, which a check reads no further.
+        splits[name] = from_record(PreparedSplit, writer.write(islice(rows, request.limit)), name=name)
         files += writer.files
     files += out.files()
     return PrepareResult(tuple(files), splits, out.checked_info())
