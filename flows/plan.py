@@ -24,6 +24,7 @@ from tasks.stage import manifest as _manifests
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import StageFacts, TrainFacts
+from tasks.stage.gates import judge
 from tasks.stage.keys import Difference, StageKey, differences, stage_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.options_read import warn_of_unread
@@ -48,6 +49,7 @@ class StageReason:
         nearest: folder of the earlier run that differs least.
         differences: the fields of the key in which that run differs.
         manifest: the committed result, for a hit.
+        held_back: whether the committed evaluation fails a gate, so that the stage is refused.
     """
 
     stage: str
@@ -58,11 +60,14 @@ class StageReason:
     differences: tuple[Difference, ...] = ()
     manifest: StageManifest | None = None
     certain: bool = True
+    held_back: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as plain JSON, without the manifest."""
         changed = [vars(difference) for difference in self.differences]
-        plain = {name: getattr(self, name) for name in ("stage", "hit", "certain", "reason", "key", "nearest")}
+        plain = {
+            name: getattr(self, name) for name in ("stage", "hit", "certain", "reason", "key", "nearest", "held_back")
+        }
         return {**plain, "differences": changed}
 
 
@@ -291,6 +296,10 @@ class Plan:
         self, name: str, committed: Mapping[str, StageManifest], found: Mapping[str, StageReason]
     ) -> StageReason:
         plan = self.stages[name]
+        if plan.stage.gated and "evaluate" in committed:
+            verdict = judge(self.spec.evaluate, committed["evaluate"])
+            if not verdict.passed:
+                return StageReason(name, False, f"held back by the gate, which {verdict}", held_back=True)
         inputs = plan.stage.inputs.values()
         # Without the content of its inputs the stage's key is not known.
         missing = [each for each in inputs if each in self.stages and each not in committed]

@@ -74,6 +74,7 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         stages=stages,
         charts=draw_charts(history),
         tables=_metric_tables(result),
+        gates=[{**gate, "value": _shown(gate["value"])} for gate in result.get("gates") or ()],
         places=_places(result),
         files=_files(result),
         versions=result.get("versions") or _versions(),

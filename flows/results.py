@@ -37,7 +37,8 @@ class StageOutcome:
 class PipelineResult:
     """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it.
 
-    `mlflow_waiting` says what MLflow does not have yet, and where it waits; None: nothing does.
+    `mlflow_waiting` says what MLflow does not have yet, and where it waits; None: nothing does. `gates` are the checks
+    of `evaluate.require`, as `tasks.stage.gates.GateCheck` has them; empty without a gate, or before it was checked.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PipelineResult:
     run_url: str | None = None
     report_url: str | None = None
     mlflow_waiting: str | None = None
+    gates: list[dict[str, Any]] = field(default_factory=list)
     error: TrainflowError | None = None
 
     @property

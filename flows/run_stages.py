@@ -14,8 +14,9 @@ from flows.spec.checks import check_splits
 from flows.stages import stage_names
 from tasks.stage import progress
 from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.gates import judge
 from tasks.stage.manifest import StageManifest
-from tasks.stage.track import track_stage
+from tasks.stage.track import track_gates, track_stage
 from trainer_lib.errors import ConfigError, TrainflowError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
     _expect_launches(plan)
     run = _StageRun(plan, record)
     for group in plan.groups():
+        if any(plan.is_wanted(name) and plan.stages[name].stage.gated for name in group):
+            run.enforce_gates()
         for name in group:
             # First: what a stage that runs here takes may be the committed result of one that does not.
             if not plan.is_wanted(name):
@@ -45,6 +48,8 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
             run.run_together(wanted)
         elif wanted:
             run.run_alone(wanted[0])
+    if plan.is_wanted("evaluate"):
+        run.enforce_gates()  # also where nothing is published: whoever requires something wants to know
 
 
 def _expect_launches(plan: Plan) -> None:
@@ -112,6 +117,22 @@ class _StageRun:
             self._note(name, "skipped", chosen)
         else:
             self._keep(name, "cached", reason.reason, 0.0, reason.manifest)
+
+    def enforce_gates(self) -> None:
+        """Check what the spec requires of the evaluation, show the verdict, and hold back what the gate guards.
+
+        Raises:
+            GateError: a requirement is not met. The evaluation itself stays committed.
+        """
+        verdict = judge(self._plan.spec.evaluate, self._manifests.get("evaluate"))
+        if not verdict.checks or self._result.gates:
+            return
+        self._result.gates = verdict.to_dicts()
+        if self._tracked is not None:
+            track_gates(self._tracked, verdict)
+        if not verdict.passed:
+            self._skip_rest("held back by the gate")
+            verdict.enforce("published")
 
     def _inputs(self, plan: StagePlan) -> dict[str, StageManifest | None]:
         return plan.stage.choose_inputs(self._manifests)

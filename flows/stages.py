@@ -56,6 +56,7 @@ class Stage:
         key: the stage's content key. Called with the task's own parameters.
         inputs: parameter of the task -> the stage whose manifest it takes; None is passed for a stage switched off.
         recipe_function: the function that the recipe must define for this stage; None: none.
+        gated: whether `evaluate.require` holds it back: it shows or gives the model to others.
         several_machines: whether more than one machine can take part.
         splits: returns setting -> names of the splits that it asks of the prepared data.
         places: returns label -> URL of what people look for in the stage's result.
@@ -70,6 +71,7 @@ class Stage:
     key: Callable[..., StageKey]
     inputs: Mapping[str, str] = field(default_factory=dict)
     recipe_function: str | None = None
+    gated: bool = False
     several_machines: bool = False
     splits: Callable[[Any], Mapping[str, list[str]]] = _no_splits
     places: Callable[[StageManifest], Mapping[str, str]] = _no_places
@@ -163,6 +165,7 @@ TABLE: tuple[Stage, ...] = (
         task="tasks.push_to_hub:push_to_hub",
         key=keys.publish_key,
         inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},
+        gated=True,
         places=_published,
         inspect=find_publication_problem,
         track=track_publication,

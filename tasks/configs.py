@@ -14,6 +14,7 @@ import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tasks.requirements import read_requirement
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.preemption import Preemption
 from trainer_lib.suggestions import nearest
@@ -226,6 +227,12 @@ class EvaluateConfig(StageSettings):
     enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
     splits: list[str] = setting(
         affects="result", default_factory=lambda: ["test"], min_length=1, description="Splits to measure."
+    )
+    require: dict[str, Annotated[str, BeforeValidator(read_requirement)]] = setting(
+        affects="nothing",
+        default_factory=dict,
+        description='Gates: metric (<split>_<name>) and what it must be (">= 0.9", or {min: 0.5, max: 2}). An '
+        "evaluation that fails one is committed, but its model is not published.",
     )
     args: Options = setting(
         affects="result",

@@ -21,6 +21,7 @@
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
     |   `-- PreemptedByNotice         19   this machine is about to be taken away; saved        never retried here
     |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
+    |-- GateError                     21   an evaluation misses what the spec requires        never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
 
 A failure is rendered as one line, ``field = value: message remedy``, where message and remedy are whole sentences::
@@ -246,6 +247,13 @@ class NotReproducibleError(TrainflowError):
     title = "not the same"
 
 
+class GateError(TrainflowError):
+    """A model was held back from publication: its evaluation does not meet a requirement of the spec."""
+
+    exit_code = 21
+    title = "gate not passed"
+
+
 class Interrupted(TrainflowError):
     """The user pressed Ctrl-C."""
 
@@ -275,6 +283,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         Preempted,
         PreemptedByNotice,
         NotReproducibleError,
+        GateError,
         Interrupted,
     )
 }

@@ -32,8 +32,8 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
     if not result.stages:  # refused before the first stage
         return []
     lines = [Text(), *_stage_table(result.stages)]
-    if metrics := _metrics(result):
-        lines += [Text(), *metrics]
+    if measured := [*_metrics(result), *_gates(result)]:
+        lines += [Text(), *measured]
     places = where(result)
     if places:
         lines.append(Text())
@@ -101,6 +101,19 @@ def _metrics(result: PipelineResult) -> list[Text]:
             text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
             lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
     return lines
+
+
+def _gates(result: PipelineResult) -> list[Text]:
+    """One line per requirement of the spec: what was measured, what it must be, and whether it is."""
+    return [
+        Text.assemble(
+            ("  gate         ", "dim"),
+            f"{gate['metric']} {'not measured' if gate['value'] is None else _number(gate['value'])}  ",
+            ("passed" if gate["passed"] else "failed", STYLES["ran" if gate["passed"] else "failed"]),
+            (f"  {gate['requirement']}", "dim"),
+        )
+        for gate in result.gates
+    ]
 
 
 def _is_timing(name: str) -> bool:
@@ -199,8 +212,9 @@ def reasons(found: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[
     lines: list[Text] = [Text()]
     width = max((len(reason.stage) for reason in found), default=0)
     for reason in found:
-        word = "kept" if reason.hit else "runs" if reason.certain else "may run"
-        styled = (word.ljust(7), STYLES["cached" if reason.hit else "ran"])
+        word = "held" if reason.held_back else "kept" if reason.hit else "runs" if reason.certain else "may run"
+        style = "failed" if reason.held_back else "cached" if reason.hit else "ran"
+        styled = (word.ljust(7), STYLES[style])
         # A result that is taken from another run names its differences in a warning.
         several = reason.differences if len(reason.differences) > 1 and not reason.hit else ()
         why = f"{len(several)} fields differ from its nearest earlier run" if several else readable(reason.reason)

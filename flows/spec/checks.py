@@ -87,6 +87,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_tracking(spec)
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
+    _check_gates(spec)
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
@@ -229,6 +230,30 @@ def _require_one_machine(settings: LaunchSettings, field: str) -> None:
             field=f"{field}.{name}",
             value=getattr(settings, name),
             remedy="Remove it here.",
+        )
+
+
+def _check_gates(spec: PipelineSpec) -> None:
+    """Refuse gates that nothing could pass, and a run that would go around them."""
+    config = spec.evaluate
+    guarded = [stage for stage in all_stages() if stage.gated and stage.is_enabled(spec)]
+    if config.require and guarded and not config.enabled:
+        raise ConfigError(
+            f"The spec requires something of the evaluation (evaluate.require), which {guarded[0].name} waits for.",
+            field="evaluate.enabled",
+            value=False,
+            remedy=f"Leave evaluate on, or switch {guarded[0].section} off as well.",
+        )
+    for metric in config.require:
+        if any(metric.startswith(f"{split}_") for split in (*config.splits, "overall")):
+            continue
+        options = [f"{split}_{metric.partition('_')[2] or metric}" for split in config.splits]
+        options += [f"{split}_{metric}" for split in config.splits]
+        raise ConfigError(
+            "The name of a metric begins with that of a split in evaluate.splits.",
+            field=f"evaluate.require.{metric}",
+            value=config.require[metric],
+            remedy=f"Did you mean '{nearest(metric, options) or options[-1]}'?",
         )
 
 

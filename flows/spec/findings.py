@@ -37,6 +37,8 @@ _REMEDIES = {
     "a mapping of names to values": "Give names with values: {{name: value}}, or {key}.NAME=value on the command line.",
     "a section with settings of its own": "Set what is below it: {key}.NAME.",
 }
+# Error types of ours: their context holds the remedy.
+_OWN = {"unknown_key": "Unknown key.", "requirement": "This is not a requirement."}
 _BOUNDS = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -85,8 +87,8 @@ def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseM
 
 def _finding(item: ErrorDetails, key: str, value: Any, model: type[BaseModel]) -> _Finding:
     kind, context = item["type"], item.get("ctx", {})
-    if kind == "unknown_key":
-        return _Finding("Unknown key.", str(context["hint"]))
+    if kind in _OWN:
+        return _Finding(_OWN[kind], str(context["hint"]))
     if kind == "missing":
         return _Finding("This key is required.", "Add it to the spec.")
     if kind in _BOUNDS:

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from tasks.stage.gates import GateVerdict
 from tasks.stage.manifest import StageManifest
 from tasks.tracking import TrackedRun
 
@@ -68,6 +69,11 @@ def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ra
     facts = manifest.facts
     tags = {"url": facts.published_url, "revision": facts.revision, "digest": facts.published_digest}
     run.set_tags({f"trainflow.published_{name}": value for name, value in tags.items()})
+
+
+def track_gates(run: TrackedRun, verdict: GateVerdict) -> None:
+    """Tag the run with the verdict on what the spec requires of its evaluation."""
+    run.set_tags({"trainflow.gate": str(verdict)})
 
 
 def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -79,6 +79,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "retries": 0,
         "enabled": False,
         "splits": ["train"],
+        "require": {"test_error": "< 1"},
         "args": {"eval_use_gather_object": True},
         "launch": LaunchSettings(threads=1),
     },

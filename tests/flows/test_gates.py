@@ -1,0 +1,90 @@
+"""Gates in a pipeline: what misses a requirement is measured and committed, and not published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.plan import Plan
+from tests.support.mlflow_store import client, fresh_store
+from tests.support.runs import ran, reason, run, spec_of
+from trainer_lib.errors import ConfigError, GateError
+from trainer_lib.storage import Store
+
+PASSED, MISSED = "evaluate.require.test_error=< 100", "evaluate.require.test_error=< 0"
+
+
+def test_a_cached_evaluation_is_checked_and_another_threshold_runs_nothing(folder: Path, tmp_path: Path) -> None:
+    uri = fresh_store(tmp_path / "mlflow")
+    tracked = ("tracking.enabled=true", f"tracking.uri={uri}")
+    held = run(folder, MISSED, *tracked)
+    assert isinstance(held.error, GateError)
+    assert held.error.field == "evaluate.require.test_error"
+    assert ran(held) == set()
+    assert reason(held, "push-to-hub") == "held back by the gate"
+    assert [gate["passed"] for gate in held.gates] == [False]
+    assert held.mlflow_run_id is not None
+    text = Store.open(str(held.report_url).rpartition("/")[0]).read_bytes("report.html").decode()
+    assert "test_error" in text
+    assert "&lt; 0" in text
+    passed = run(folder, PASSED, *tracked)
+    assert passed.ok
+    assert ran(passed) == set()
+    assert [gate["passed"] for gate in passed.gates] == [True]
+    # The same run went on: the threshold is in no key.
+    assert (passed.pipeline_key, passed.mlflow_run_id) == (held.pipeline_key, held.mlflow_run_id)
+    assert client(uri).get_run(passed.mlflow_run_id).data.tags["trainflow.gate"].startswith("passed: test_error")
+
+
+def test_nothing_new_is_published_and_the_evaluation_stays_committed(folder: Path) -> None:
+    held = run(folder, MISSED, "train.args.seed=5")
+    assert isinstance(held.error, GateError)
+    assert ran(held) == {"train", "evaluate", "predict"}
+    assert run(folder, "train.args.seed=5").ok
+
+
+@pytest.mark.parametrize("how", [{"only": "push-to-hub"}, {"start": "push-to-hub"}, {"only": "evaluate"}])
+def test_no_choice_of_stages_goes_around_a_gate(folder: Path, how: dict[str, str]) -> None:
+    assert isinstance(run(folder, MISSED, **how).error, GateError)
+    assert run(folder, PASSED, **how).ok
+
+
+def test_a_stage_that_no_gate_guards_runs_alone(folder: Path) -> None:
+    assert run(folder, MISSED, only="predict").ok
+
+
+def test_the_results_of_an_earlier_run_are_checked_too(folder: Path) -> None:
+    first = run(folder)
+    assert isinstance(run(folder, MISSED, from_run=first.pipeline_key[:16], start="publish").error, GateError)
+
+
+def test_without_publication_the_command_fails_all_the_same(folder: Path) -> None:
+    assert isinstance(run(folder, MISSED, "publish.enabled=false").error, GateError)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ((PASSED, "evaluate.enabled=false"), "evaluate.enabled"),
+        (("evaluate.require.accuracy=> 0.5",), "evaluate.require.accuracy"),
+        (("evaluate.require.tets_error=> 0.5",), "evaluate.require.tets_error"),
+    ],
+)
+def test_what_no_evaluation_could_pass_is_refused_before_anything_runs(
+    folder: Path, overrides: tuple[str, ...], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        spec_of(folder, *overrides)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+def test_why_says_that_the_gate_will_hold_back(folder: Path) -> None:
+    found = Plan.of(spec_of(folder, MISSED)).reasons["push-to-hub"]
+    assert (found.hit, found.held_back) == (False, True)
+    assert "test_error" in found.reason
+    assert found.to_dict()["held_back"] is True
+    assert Plan.of(spec_of(folder, PASSED)).reasons["push-to-hub"].hit
+    # A new training is measured first.
+    assert not Plan.of(spec_of(folder, MISSED, "train.args.seed=6")).reasons["push-to-hub"].held_back
