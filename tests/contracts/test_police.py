@@ -60,6 +60,18 @@ def test_a_process_of_before_is_spared_when_the_clock_steps(monkeypatch: pytest.
     assert child.returncode == 0
 
 
+def test_a_process_of_another_program_is_looked_at_once_and_forgotten_when_it_ends() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != police.TOKEN}
+    others = police._others[os.environ[police.TOKEN]]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environ) as child:
+        before = police.Scene.look(())
+        assert child.pid in others
+        assert child.pid not in {pid for pid, _ in before.processes}
+        child.communicate(b"\n")
+    assert police.leaks(before, ()) == []
+    assert child.pid not in others, "the number may be that of a process of ours"
+
+
 def test_a_process_group_left_open_is_destroyed(tmp_path: Path) -> None:
     import torch.distributed as dist
 

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,17 +71,31 @@ class Scene:
         )
 
 
-def session_processes() -> Iterator[psutil.Process]:
+def session_processes() -> list[psutil.Process]:
     """Return every living process that this test session started, this one excepted."""
-    return (process for process in psutil.process_iter() if process.pid != os.getpid() and _is_ours(process))
+    if (token := os.environ.get(TOKEN)) is None:
+        return []
+    pids = set(psutil.pids())
+    others = _others.setdefault(token, set())
+    others &= pids
+    found = []
+    for pid in sorted(pids - others - {os.getpid()}):
+        try:
+            process = psutil.Process(pid)
+            if process.environ().get(TOKEN) != token:
+                others.add(pid)
+            elif not _is_multiprocessing_helper(process):
+                found.append(process)
+        except psutil.NoSuchProcess:  # it has ended, is a zombie, or is a thread of the kernel
+            others.add(pid)
+        except (psutil.Error, OSError):  # it belongs to somebody else
+            continue
+    return found
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    try:
-        ours = TOKEN in os.environ and process.environ().get(TOKEN) == os.environ[TOKEN]
-        return ours and not _is_multiprocessing_helper(process)
-    except (psutil.Error, OSError):  # it has ended, is a zombie, or belongs to somebody else
-        return False
+# By token: what other programs started, which never gets the token. Every test looks three times, and to read what
+# belongs to each process of the machine took longer than most tests.
+_others: dict[str, set[int]] = {}
 
 
 def _is_multiprocessing_helper(process: psutil.Process) -> bool:
