@@ -184,6 +184,7 @@ class Ledger:
         self._path = path
         self._lock = threading.Lock()
         self._newest: dict[int, dict[str, Any]] = {}
+        self.is_closed = False
         if path is not None and path.exists():
             self._read(path, seed, recipe)
 
@@ -210,8 +211,10 @@ class Ledger:
         return [number for number in range(count) if number not in done]
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line."""
+        """Append a line, unless the ledger is closed: a case whose servers are being ended says nothing."""
         with self._lock:
+            if self.is_closed:
+                return
             self._newest[line["case"]] = line
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +231,7 @@ def run_cases(harness: Harness, ledger: Ledger, numbers: Iterable[int], *, secon
     deadline = time.monotonic() + seconds
 
     def run(number: int) -> None:
-        if time.monotonic() < deadline:
+        if time.monotonic() < deadline and not ledger.is_closed:
             ledger.add(harness.run_case(number))
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -257,15 +260,17 @@ def reasons(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _root() -> Iterator[Path]:
+def _root(ledger: Ledger) -> Iterator[Path]:
     """A folder for all of it; when it is left, or a signal ends this process, no process and no file of it stays."""
     with tempfile.TemporaryDirectory(prefix="tfchaos-") as name:
         root = Path(name)
 
         def leave(*signalled: object) -> None:
-            for _ in range(2):  # again: what a thread started in between; without the folder it starts nothing more
+            ledger.is_closed = True
+            while root.exists():  # again: what a thread made in between
                 kill_processes(root)
                 shutil.rmtree(root, ignore_errors=True)
+                time.sleep(0.2)
             os._exit(1)  # threads that wait for a case must not keep us
 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -297,7 +302,7 @@ def main() -> int:
     numbers = chosen.case or ledger.left(count, again=chosen.again)
     started_s = time.monotonic()
     if numbers:
-        with _root() as place, Services(place / "servers") as services:
+        with _root(ledger) as place, Services(place / "servers") as services:
             harness = Harness(PROJECTS[chosen.recipe], place, services, chosen.seed, chosen.keep)
             run_cases(harness, ledger, numbers, seconds=seconds, jobs=chosen.jobs)
     lines = [line for line in ledger.lines if line["case"] in chosen.case] if chosen.case else ledger.lines

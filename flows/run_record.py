@@ -102,10 +102,13 @@ class RunRecord:
     def _close(self, status: str, *, stages: int) -> None:
         """Write the record and the report, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
+            self._write("report", self._write_report)
+            if self.tracked is not None:
+                # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
+                self.tracked.end(status)
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             if self.tracked is not None or self._record.get("status") == "RUNNING":
                 self._write("record", lambda: self._write_record(status))
-            self._write("report", self._write_report)
         finally:
             self._finish_tracking(status, stages=stages)
 

@@ -129,6 +129,7 @@ class TrackedRun:
         self.handle = handle
         self._session: Session | None = session
         self._background = background
+        self._is_ended = False
 
     def log_params(self, params: Mapping[str, Any]) -> None:
         """Log nested settings: flattened, shortened and masked. Those that the run has with another value are listed in
@@ -187,17 +188,22 @@ class TrackedRun:
         if tags:
             self._write({"tags": _clean_tags(tags)})
 
+    def end(self, status: str) -> None:
+        """Note that the run has ended as "FINISHED", "FAILED" or "KILLED". Nothing is logged after it."""
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
+        if self._session is not None and not self._is_ended:
+            self._is_ended = True
+            self._write({"end": status, "t": now_ms()})
+
     def finish(self, status: str, *, stages: int = 1) -> None:
-        """End the run as "FINISHED", "FAILED" or "KILLED", and wait a second per stage for the server. Safe to repeat.
+        """End the run, and wait a second per stage for the server. Safe to repeat.
 
         A database on this machine is waited for until it has everything, at most half a minute.
         """
-        if status not in STATUSES:
-            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
-        session = self._session
-        if session is not None:
-            self._write({"end": status, "t": now_ms()})
-            session.close()
+        self.end(status)
+        if self._session is not None:
+            self._session.close()
             self._session = None
         self._background.close(stages=stages)
 

@@ -59,6 +59,13 @@ def test_the_ledger_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert "| process: kill | 2 | 1 | 0 | 3 |" in table(ledger.lines)
 
 
+def test_a_ledger_takes_no_case_whose_servers_were_ended(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", 0, "small")
+    ledger.is_closed = True
+    ledger.add({"case": 3, "held": False, "problems": ["harness: its servers were gone"]})
+    assert ledger.left(4) == [0, 1, 2, 3]
+
+
 def commit(folder: Path, files: dict[str, bytes]) -> None:
     """Write a committed folder with these files."""
     folder.mkdir(parents=True)

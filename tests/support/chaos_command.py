@@ -18,7 +18,7 @@ from tests.support.chaos_project import FORWARD_S, Project
 
 MARK = "TRAINFLOW_CHAOS_CASE"
 """In the environment of every process of a case: its folder."""
-POLL_S = 0.004
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Workplace:
             "XDG_DATA_HOME": str(self.folder / "data"),
             "CHAOS_FORWARD_S": FORWARD_S,
             "PYTHONUNBUFFERED": "1",
+            "TRAINFLOW_PREFECT_LINGER_S": "0",  # no process may be left
             **self.env,
             MARK: str(self.folder),
         }
