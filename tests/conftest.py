@@ -81,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "HYPOTHESIS_STORAGE_DIRECTORY": str(home / ".cache" / "hypothesis"),
             "PREFECT_HOME": str(home / ".prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "TRAINFLOW_PREFECT_LINGER_S": "0",  # no process may outlive its test
             "DO_NOT_TRACK": "true",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "AWS_EC2_METADATA_DISABLED": "true",

@@ -1,14 +1,18 @@
-"""The process behind `flows.server.api.prefect_api`: a Prefect server that lives exactly as long as it has clients.
+"""The process behind `flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and lingers.
 
     python embedded.py FOLDER
 
 It needs no operator. Two `flock`s in FOLDER decide everything, and the kernel releases them however a process ends:
 
 - ``clients.lock`` is held *shared* by every client. The server waits for it *exclusively*: when it gets the
-  lock, no client is left, not even one that was killed with SIGKILL, and it stops. While it stops it keeps the lock, so
-  a new client waits for the end instead of talking to a server that is going away.
-- ``server.lock`` is held exclusively by the server for its whole life: ``server.json`` describes a living server if and
-  only if that lock is taken, and two servers never open one database.
+  lock, no client is left, not even one that was killed with SIGKILL. Then it lingers: it gives the lock back, and
+  tries for it every second. It stops when no client has come for as long as TRAINFLOW_PREFECT_LINGER_S says, or its
+  folder is gone. While it stops it keeps the lock, so a new client waits for the end instead of talking to a server
+  that is going away. A client changes the lock's modification time, so that also a short one is seen.
+- ``server.lock`` is held exclusively by the server for its whole life, and names its process: ``server.json`` describes
+  a living server if and only if that lock is taken, and two servers never open one database.
+
+A client that gets ``clients.lock`` exclusively is alone with the server: it may end one that it cannot use.
 
 It listens on a loopback port the kernel chose, and answers only to the password in ``server.json`` (mode 0600): a
 deployment's parameters name code to run, so another user of the machine must not be able to start one. A server that
@@ -22,6 +26,7 @@ act must not be an import that takes a second.
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import http.client
 import json
@@ -31,12 +36,16 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import uvicorn
 
+LINGER = "TRAINFLOW_PREFECT_LINGER_S"  # seconds that a server without clients waits for another one
+MADE_BY = "TRAINFLOW_SERVER_MADE_BY"  # what its starter was: versions, interpreter, settings
 CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
@@ -49,6 +58,11 @@ _CLAIM_S = 1.0
 _SETTLE_S = 0.2
 # A graceful end that takes longer than this (seconds) is cut short: the database is consistent at any moment.
 _STOP_S = 10.0
+# How often, and seconds between, a request of its own is sent while the database is busy.
+_TRIES = 10
+_BUSY_S = 0.2
+# Seconds between two looks of a server that lingers.
+_LOOK_S = 1.0
 
 
 def main(folder: Path) -> int:
@@ -62,13 +76,15 @@ def main(folder: Path) -> int:
         (folder / DESCRIPTION).unlink(missing_ok=True)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     running: list[uvicorn.Server] = []
-    threading.Thread(target=_end_without_clients, args=(folder, running), daemon=True).start()
+    opened = threading.Event()
+    calm = partial(_pause_unserved, url, password)
+    threading.Thread(target=_end_without_clients, args=(folder, running, opened, calm), daemon=True).start()
     os.environ["PREFECT_SERVER_API_AUTH_STRING"] = password
     os.environ["PREFECT_SERVER_UI_API_URL"] = f"{url}/api"
     os.environ.setdefault("PREFECT_API_DATABASE_TIMEOUT", "60")  # seconds a write waits for the others' on a slow disk
     server = _build()
     running.append(server)
-    threading.Thread(target=_open, args=(folder, server, url, password), daemon=True).start()
+    threading.Thread(target=_open, args=(folder, server, url, password, opened), daemon=True).start()
     server.run(sockets=[listener])
     return 0
 
@@ -94,30 +110,49 @@ def _listen_on(port: int) -> socket.socket:
     return listener
 
 
-def _open(folder: Path, server: uvicorn.Server, url: str, password: str) -> None:
+def _open(folder: Path, server: uvicorn.Server, url: str, password: str, opened: threading.Event) -> None:
     """Wait until the server answers, pause stale schedules, then tell clients the address through ``server.json``."""
     while not server.started:
         time.sleep(0.02)
-    try:
-        _pause_unserved(url, password)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        sys.stderr.write(f"Schedules without a serving process could not be paused: {error!r}\n")
-    _describe(folder, {"pid": os.getpid(), "url": url, "auth": password})
+    _pause_unserved(url, password)
+    about = {"pid": os.getpid(), "url": url, "auth": password}
+    _describe(folder, {**about, "linger_s": _linger_s(), "made_by": os.environ.get(MADE_BY, "")})
+    opened.set()
+
+
+def _linger_s() -> float:
+    return float(os.environ.get(LINGER) or 0.0)
 
 
 def _pause_unserved(url: str, password: str) -> None:
-    """Pause the schedules of processes that are gone: a server that has just started has no serving process yet.
+    """Pause the schedules of processes that are gone: a server without clients has no serving process.
 
     Runs would pile up for an active schedule that no process serves, and the next `serve` of that name would start them
     all.
     """
     served = {"deployments": {"tags": {"all_": [SERVED_TAG]}}}
-    for deployment in _request(url, password, "/api/deployments/filter", served):
-        if not deployment.get("paused"):
-            _request(url, password, f"/api/deployments/{deployment['id']}/pause_deployment")
+    try:
+        for deployment in _request(url, password, "/api/deployments/filter", served):
+            if not deployment.get("paused"):
+                _request(url, password, f"/api/deployments/{deployment['id']}/pause_deployment")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        sys.stderr.write(f"Schedules without a serving process could not be paused: {error!r}\n")
 
 
 def _request(url: str, password: str, path: str, body: object = None) -> Any:
+    """Send a request, again while the database is busy: then the server answers 503 and expects that."""
+    status, data = _send(url, password, path, body)
+    for _ in range(_TRIES):
+        if status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(_BUSY_S)
+        status, data = _send(url, password, path, body)
+    if status >= http.HTTPStatus.BAD_REQUEST:
+        raise http.client.HTTPException(f"{path}: {status} {data[:200]!r}")
+    return json.loads(data) if data else None
+
+
+def _send(url: str, password: str, path: str, body: object) -> tuple[int, bytes]:
     host, _, port = url.removeprefix("http://").partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     try:
@@ -125,10 +160,7 @@ def _request(url: str, password: str, path: str, body: object = None) -> Any:
         headers = {"Authorization": f"Basic {token}", "Content-Type": "application/json"}
         connection.request("POST", path, json.dumps(body), headers)
         answer = connection.getresponse()
-        data = answer.read()
-        if answer.status >= http.HTTPStatus.BAD_REQUEST:
-            raise http.client.HTTPException(f"{path}: {answer.status} {data[:200]!r}")
-        return json.loads(data) if data else None
+        return answer.status, answer.read()
     finally:
         connection.close()
 
@@ -139,11 +171,19 @@ def _claim(folder: Path) -> bool:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sign(descriptor)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
+
+
+def _sign(descriptor: int) -> None:
+    """Write into the server's lock which process holds it; on a full disk it stays empty."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
 
 
 def _describe(folder: Path, description: dict[str, object]) -> None:
@@ -163,15 +203,64 @@ def _build() -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def _end_without_clients(folder: Path, running: list[uvicorn.Server]) -> None:
+def _end_without_clients(
+    folder: Path, running: list[uvicorn.Server], opened: threading.Event, calm: Callable[[], object]
+) -> None:
+    """End this process when it has no client, and has had none for as long as it lingers.
+
+    Args:
+        running: the server, once it was made.
+        opened: set once clients can know its address.
+        calm: called when the last client has gone, before another one can come.
+    """
     descriptor = os.open(folder / CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # kept until the process ends
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    while True:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # A server that has no address yet, or lost its only client while it started, is of no use.
+        if not opened.is_set() or not _lingers(folder, descriptor, calm):
+            break
     (folder / DESCRIPTION).unlink(missing_ok=True)
     if running:
         time.sleep(_SETTLE_S)
         running[0].should_exit = True
         time.sleep(_STOP_S)
     os._exit(0)  # still importing, so nothing is open yet; or the graceful end hangs
+
+
+def _lingers(folder: Path, descriptor: int, calm: Callable[[], object]) -> bool:
+    """Wait for a client; return whether one came. Called with the lock, and without a client returns with it."""
+    linger_s = _linger_s()
+    if linger_s <= 0:
+        return False
+    calm()
+    stamp, since = os.fstat(descriptor).st_mtime_ns, time.monotonic()
+    while True:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(min(_LOOK_S, linger_s))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        if os.fstat(descriptor).st_mtime_ns != stamp:
+            return True  # it has gone again
+        if time.monotonic() - since > linger_s or not _is_at_home(folder, descriptor):
+            return False
+
+
+def _is_at_home(folder: Path, descriptor: int) -> bool:
+    """Whether clients still find this server: its folder was not removed, nor its database."""
+    try:
+        return os.path.samestat((folder / CLIENTS_LOCK).stat(), os.fstat(descriptor)) and _has_database()
+    except FileNotFoundError:
+        return False
+
+
+def _has_database() -> bool:
+    from prefect.settings import get_current_settings
+
+    url = get_current_settings().server.database.connection_url
+    scheme, _, path = (url.get_secret_value() if url else "").partition(":///")
+    return "sqlite" not in scheme or not path.startswith("/") or Path(path.partition("?")[0]).exists()
 
 
 if __name__ == "__main__":
