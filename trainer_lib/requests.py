@@ -17,6 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
+from typing_extensions import override
+
+from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.path_options import PathOptions
 from trainer_lib.preemption import Preemption
@@ -132,6 +135,15 @@ class PredictResult:
 
 
 @dataclass(frozen=True)
+class ScoreResult:
+    """Files written, the number of predicted rows, and the column of their ids (None: they are numbered)."""
+
+    files: tuple[FileEntry, ...]
+    rows: int
+    id_column: str | None
+
+
+@dataclass(frozen=True)
 class CompareResult:
     """Differences between two trainings in the order of time, and what was compared (counts by name)."""
 
@@ -185,6 +197,8 @@ class Request(Generic[R]):
     functions: ClassVar[tuple[str, ...]] = ("build_model",)
     """Functions that the recipe must define for this verb."""
     by_verb: ClassVar[dict[str, type[Request[Any]]]] = {}
+    home: ClassVar[str] = "trainer_lib.worker"
+    """The package that has the verb's module."""
 
     output: str
     recipe: RecipeFile | None = None
@@ -299,6 +313,45 @@ class PredictRequest(ModelRequest[PredictResult], verb="predict", result=Predict
     model_url: str
     split: str
     rows_per_file: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
+    """Predict new rows with a trained model, in files of a fixed number of rows.
+
+    Attributes:
+        model: the model's address.
+        digest: SHA-256 of the model.
+        code: SHA-256 of its code, which is trusted.
+        sources: the files with the rows, in their order.
+        key: digest of all that decides the predictions.
+        id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it.
+        ignored: columns that are not for the model.
+        rows_per_file: rows per file.
+        file_format: "parquet" or "jsonl".
+        batch_size: rows of a forward pass; None: as while training.
+        is_on_cpu: the model was trained on the CPU although there are devices.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    home: ClassVar[str] = "trainer_lib.model_folder"
+
+    model: str
+    digest: str
+    code: str
+    sources: tuple[RowFile, ...]
+    key: str
+    id_column: str | None = None
+    ignored: tuple[str, ...] = ()
+    rows_per_file: int = 10_000
+    file_format: str = "parquet"
+    batch_size: int | None = None
+    is_on_cpu: bool = False
+
+    @property
+    @override
+    def use_cpu(self) -> bool:
+        return self.is_on_cpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option most like `name`; None when no option is close enough to be worth suggesting."""
-    found = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    names = list(options)
+    # A name of one letter is not close to its capital for difflib.
+    found = [each for each in names if each.casefold() == name.casefold() and each != name]
+    found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return found[0] if found else None
 
 

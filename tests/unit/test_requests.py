@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.preemption import Preemption
 from trainer_lib.records import to_record
@@ -21,6 +22,7 @@ from trainer_lib.requests import (
     Proof,
     RecipeFile,
     Request,
+    ScoreRequest,
     TrainRequest,
     TrainResult,
     read_request,
@@ -43,6 +45,7 @@ REQUESTS: list[Request[Any]] = [
     ),
     EvaluateRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test")),
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
+    ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
     ImportRequest(output="o", source="s"),
 ]

@@ -68,38 +68,62 @@ class PredictionWriter:
             DataError: a column is called row_id, cannot be stored, or has another number of rows.
         """
         start, stop = self.row_range(part)
-        arrays = {ROW_ID: pa.array(row_ids, type=pa.int64())}
-        for name, values in columns.items():
-            arrays[name] = self._build_array(name, values)
-        for name, array in arrays.items():
-            if len(array) != stop - start:
-                raise self._refuse(name, f"{len(array)} values for {stop - start} rows")
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(arrays), sink, compression="zstd")
+        ids = pa.array(row_ids, type=pa.int64())
+        table = build_table(ids, columns, rows=stop - start, of=f"split '{self._split}'")
         # One write: a part is whole or absent.
-        entry = self._store.write_bytes(self._path(part), sink.getvalue().to_pybytes())
+        entry = self._store.write_bytes(self._path(part), to_parquet(table))
         record_part(self._store, entry, self._settings(part), {})
         return entry
-
-    def _build_array(self, name: str, values: Values) -> pa.Array:
-        if name == ROW_ID:
-            raise self._refuse(name, "the name is reserved for the row's own id")
-        # The first value stands for all: a column has one kind of value.
-        nested = any(np.ndim(value) > 1 for value in values[:1])
-        try:
-            return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-            raise self._refuse(name, str(error)) from error
-
-    def _refuse(self, name: str, what: str) -> DataError:
-        return DataError(
-            f"Column '{name}' of the predictions for split '{self._split}' cannot be written: {what}.",
-            field="prediction_columns",
-            remedy="Return one value (number, text, or array) per row under names of your own.",
-        )
 
     def _settings(self, part: int) -> dict[str, Any]:
         return {"rows": list(self.row_range(part))}
 
     def _path(self, part: int) -> str:
         return f"predictions/{self._split}/part-{part:05d}.parquet"
+
+
+def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:
+    """Build the table of predicted rows.
+
+    Args:
+        row_ids: the id of each row.
+        columns: name -> one value per row, such as an array ``[rows, …]``.
+        rows: the number of rows.
+        of: what is predicted, for errors.
+
+    Raises:
+        DataError: a column is called row_id, cannot be stored, or has another number of rows.
+    """
+    arrays = {ROW_ID: row_ids}
+    for name, values in columns.items():
+        arrays[name] = _build_array(name, values, of)
+    for name, array in arrays.items():
+        if len(array) != rows:
+            raise _refuse(name, f"{len(array)} values for {rows} rows", of)
+    return pa.table(arrays)
+
+
+def to_parquet(table: pa.Table) -> bytes:
+    """The bytes of a Parquet file; equal tables have equal bytes."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _build_array(name: str, values: Values, of: str) -> pa.Array:
+    if name == ROW_ID:
+        raise _refuse(name, "the name is reserved for the row's own id", of)
+    # The first value stands for all: a column has one kind of value.
+    nested = any(np.ndim(value) > 1 for value in values[:1])
+    try:
+        return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise _refuse(name, str(error), of) from error
+
+
+def _refuse(name: str, what: str, of: str) -> DataError:
+    return DataError(
+        f"Column '{name}' of the predictions for {of} cannot be written: {what}.",
+        field="prediction_columns",
+        remedy="Return one value (number, text, or array) per row under names of your own.",
+    )

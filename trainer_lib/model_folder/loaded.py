@@ -22,7 +22,7 @@ from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.model_folder.description import ModelDescription
-from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model
+from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust
 from trainer_lib.records import to_record
 from trainer_lib.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.storage import FileEntry, Store
@@ -41,11 +41,13 @@ class LoadedModel:
         collate: the recipe's, or None: rows -> batch, a mapping from names to tensors ``[batch, ...]``.
         description: what the model consists of.
         url: where it was loaded from.
+        digest: SHA-256 of all that decides the predictions.
     """
 
     def __init__(self, work: Work[PredictRequest], found: FoundModel) -> None:
         self.description = found.description
         self.url = found.url
+        self.digest = found.digest()
         self.collate = work.recipe.collate
         self._work = work
         self._data = recipes.DataInfo(to_record(work.request.data))
@@ -68,22 +70,41 @@ class LoadedModel:
             DataError: a row has an unknown column, lacks one, or has a value of another type.
         """
         given = GivenRows(rows, self.description.columns)
+        spool = PredictionSpool(None)
+        try:
+            self.add_outputs(given, spool, batch_size=batch_size)
+            return self.columns_of(spool)
+        finally:
+            spool.close()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a forward pass, unless a call asks for others."""
+        return int(self._args.per_device_eval_batch_size)
+
+    def add_outputs(self, rows: GivenRows, spool: PredictionSpool, *, batch_size: int | None = None) -> None:
+        """Append the model's outputs for rows to a spool: arrays ``[batch, …]``.
+
+        Raises:
+            ConfigError: a batch would have no rows.
+        """
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
         if self._trainer is None:
             with keep_generators():  # a Trainer seeds them
                 self._trainer = build_trainer(self._work, self._args, self.model, [])
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
         args = self._trainer.args
         usual = args.per_device_eval_batch_size
         args.per_device_eval_batch_size = usual if batch_size is None else batch_size
-        spool = PredictionSpool(None)
         try:
-            for _, outputs in stream_predictions(self._trainer, given, start=0, stop=len(given)):
+            for _, outputs in stream_predictions(self._trainer, rows, start=0, stop=len(rows)):
                 spool.append(outputs)
-            return self._work.recipe.prediction_columns(single_output(spool.tree()), self._data)
         finally:
             args.per_device_eval_batch_size = usual
-            spool.close()
+
+    def columns_of(self, spool: PredictionSpool) -> dict[str, Sequence[Any]]:
+        """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, a value for each row."""
+        return self._work.recipe.prediction_columns(single_output(spool.tree()), self._data)
 
 
 def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
@@ -102,8 +123,9 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
         StorageError: the address cannot be read.
     """
     found = find_model(address)
-    _require_trust(found, trust_code)
+    require_trust(found, trust_code)
     description = found.description
+    _log.info("The code of %s is executed (SHA-256 %s).", found.url, description.code_digest)
     folder = _fetch_code(found)
     for entry in description.weights if found.checkpoint is None else ():
         _require_same(found.weights, entry)
@@ -128,37 +150,14 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     if found.checkpoint is None:
         load_weights(loaded.model, found.weights.url)
     else:
-        # Beside the exported model: <stage>/model and <stage>/checkpoints.
-        root = Store.open(found.weights.url.rpartition("/")[0]).child("checkpoints")
-        tensors = open_checkpoint(root, found.checkpoint, Checkpoint).read_model()
-        load_tensors(loaded.model, tensors, f"{root.url}/{found.checkpoint}")
+        tensors = open_checkpoint(found.checkpoints, found.checkpoint, Checkpoint).read_model()
+        load_tensors(loaded.model, tensors, f"{found.checkpoints.url}/{found.checkpoint}")
     loaded.model.eval()
     return loaded
 
 
 def _no_events() -> Events:
     return Events(Path(), 0, lambda event: None)
-
-
-def _require_trust(found: FoundModel, trust: bool | str) -> None:
-    digest = found.description.code_digest
-    if isinstance(trust, str):
-        if trust.removeprefix("sha256:") != digest:
-            raise ConfigError(
-                f"The model has other code than the code that you trust: its SHA-256 is {digest}.",
-                field="trust_code",
-                value=trust,
-                remedy=f"Read {found.code.url} before you trust it.",
-            )
-    elif not trust and not found.is_run:
-        files = ", ".join(entry.path for entry in found.description.code[:4])
-        raise ConfigError(
-            f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted.",
-            field="trust_code",
-            value=False,
-            remedy=f'Read {found.code.url}, then pass trust_code="{digest}".',
-        )
-    _log.info("The code of %s is executed (SHA-256 %s).", found.url, digest)
 
 
 _FETCHED: dict[str, Path] = {}

@@ -12,10 +12,12 @@ An address is one of these::
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass, replace
 
-from trainer_lib.commit import Commit, read_commit
+from trainer_lib.commit import Commit, content_digest, read_commit
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
@@ -49,6 +51,54 @@ class FoundModel:
     data: Store
     checkpoint: str | None = None
     is_run: bool = False
+
+    @property
+    def checkpoints(self) -> Store:
+        """The folder of the checkpoints, beside the exported model: <stage>/model and <stage>/checkpoints."""
+        return Store.open(self.weights.url.rpartition("/")[0]).child("checkpoints")
+
+    def digest(self) -> str:
+        """SHA-256 of all that decides the predictions: code, settings, weights, assets and facts of the data.
+
+        Raises:
+            DamagedError: the checkpoint is not complete.
+        """
+        one, weights = self.description, content_digest(self.description.weights)
+        if self.checkpoint is not None:
+            commit = read_commit(self.checkpoints.child(self.checkpoint), kind="checkpoint")
+            if commit is None:
+                raise DamagedError("The checkpoint is not complete.", field=FIELD, value=self.checkpoint)
+            weights = commit.content_digest
+        decides = [one.code_digest, weights, content_digest(one.assets), one.info, one.rows, one.columns]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def require_trust(found: FoundModel, trust: bool | str) -> None:
+    """Refuse to execute a model's code that is not trusted.
+
+    Args:
+        trust: whether it is trusted, or the SHA-256 of the code that is.
+
+    Raises:
+        ConfigError: the code is not that of a run on a storage, and it is not trusted.
+    """
+    digest = found.description.code_digest
+    if isinstance(trust, str):
+        if trust.removeprefix("sha256:") != digest:
+            raise ConfigError(
+                f"The model has other code than the code that you trust: its SHA-256 is {digest}.",
+                field="trust_code",
+                value=trust,
+                remedy=f"Read {found.code.url} before you trust it.",
+            )
+    elif not trust and not found.is_run:
+        files = ", ".join(entry.path for entry in found.description.code[:4])
+        raise ConfigError(
+            f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted.",
+            field="trust_code",
+            value=False,
+            remedy=f'Read {found.code.url}, then pass trust_code="{digest}".',
+        )
 
 
 def find_model(address: str) -> FoundModel:

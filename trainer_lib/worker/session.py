@@ -215,7 +215,8 @@ def _load_recipe(request: Request[Any], run_dir: RunDir) -> recipes.Recipe:
 def _run_verb(work: Work[Any]) -> Any:
     verb = work.request.verb
     work.events.emit("start", message=verb)
-    return importlib.import_module(f"trainer_lib.worker.{verb}").run(work)  # a verb imports torch, this module does not
+    # A verb imports torch, this module does not.
+    return importlib.import_module(f"{work.request.home}.{verb}").run(work)
 
 
 def _set_up_streams(rank: int) -> None:

@@ -1,0 +1,105 @@
+"""The command `trainflow predict`: new rows, predicted by a trained model."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from flows.cli import terminal
+from flows.cli.options import Debug, Json, print_json
+from flows.cli.presentation import shown
+from flows.cli.signals import stoppable
+from flows.server.api import quiet_environment
+
+if TYPE_CHECKING:
+    from tasks.new_rows import NewRows, NewRowsFacts
+    from tasks.stage.manifest import StageManifest
+
+_SHOWN = "predict"
+
+
+def predict(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a stage, a checkpoint, a publication, hf://…")],
+    new_data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NEW_DATA", help="Files, folders or patterns: CSV, JSON lines, Parquet, Arrow; any URL."
+        ),
+    ],
+    to: Annotated[
+        str | None, typer.Option(metavar="URL", help="Folder of the predictions; unset: predictions/<key> here.")
+    ] = None,
+    row_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="COLUMN", help="Column with the rows' ids; unset: row_id or id, else a number."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="A column that is not for the model; repeatable.")
+    ] = None,
+    trust: Annotated[
+        str | None,
+        typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
+    ] = None,
+    file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
+    rows_per_file: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of each file.")] = 10_000,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rows of a forward pass; unset: as while training.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Predict new rows with a trained model, as files of predictions with the rows' ids.
+
+    Rows are streamed. Interrupt it or kill it: the same command continues, and each row is there exactly once.
+    """
+    from tasks.new_rows import NewRows
+
+    asked = NewRows(
+        model=model,
+        data=new_data,
+        to=to,
+        trust=(trust == "any" or trust) if trust else False,
+        id_column=row_id,
+        ignored=ignore or (),
+        format=file_format,
+        rows_per_file=rows_per_file,
+        batch_size=batch_size,
+    )
+    _run(asked, as_json=as_json, debug=debug)
+
+
+def _run(asked: NewRows, *, as_json: bool, debug: bool) -> None:
+    quiet_environment()
+    from tasks.new_rows import RowsJob, predict_new_rows
+
+    out = terminal.console(stderr=as_json)
+    again = shlex.join(["trainflow", *sys.argv[1:]])
+    with stoppable(out.print, remedy=f"The same command continues: {again}"):
+        job = RowsJob.of(asked)
+        out.print(f"{len(job.files)} file(s) -> {shown(job.url)}")
+        with terminal.progress(out, plain=debug) as display:
+            display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {shown(job.model.url)}"})
+            manifest, was_done = predict_new_rows(
+                job,
+                on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": line}),
+                on_event=lambda event: display({**event, "stage": _SHOWN}),
+            )
+    _show(manifest, was_done=was_done, as_json=as_json)
+
+
+def _show(manifest: StageManifest[NewRowsFacts], *, was_done: bool, as_json: bool) -> None:
+    facts, place = manifest.facts, f"{manifest.url}/predictions"
+    if as_json:
+        files = [f"{manifest.url}/{entry.path}" for entry in manifest.files]
+        numbers = {"rows": facts.rows, "id_column": facts.id_column, "was_done": was_done}
+        print_json({"ok": True, "exit_code": 0, **numbers, "url": place, "files": files})
+        return
+    word = "were predicted before" if was_done else "predicted"
+    ids = f"column '{facts.id_column}'" if facts.id_column else "numbered from 0"
+    terminal.show(
+        [Text(f"{facts.rows:,} rows {word}", "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
+    )

@@ -1,0 +1,146 @@
+"""`trainflow predict`: new rows become files of predictions, each row exactly once, whatever is killed in between."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.new_rows import NewRows, RowsJob, predict_new_rows
+from tests.support.command import running, trainflow
+from tests.support.launched import wait_until
+from tests.support.model_folders import publish_line
+from trainer_lib import load_model
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.launch import LaunchConfig
+from trainer_lib.model_folder import loaded as loaded_models
+
+ROWS = [{"id": f"r{n}", "x": [n / 100]} for n in range(120)]
+
+
+@pytest.fixture(autouse=True)
+def _code_is_removed() -> Iterator[None]:
+    yield
+    while loaded_models._FETCHED:
+        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    publish_line(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    lines = [json.dumps(row) for row in ROWS]
+    (tmp_path / "new").mkdir()
+    for number, name in enumerate(("a.jsonl", "b.jsonl")):
+        (tmp_path / "new" / name).write_text("\n".join(lines[number * 50 : 50 if number == 0 else None]) + "\n")
+    return tmp_path / "new"
+
+
+def _predict(asked: NewRows) -> Any:
+    job = RowsJob.of(replace(asked, trust=asked.trust or True))
+    here = LaunchConfig(kind="in_process", processes=1)
+    return predict_new_rows(job, on_line=print, on_event=lambda event: None, config=here)
+
+
+def _files(to: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((to / "predictions").iterdir())}
+
+
+def test_rows_are_predicted_with_their_ids_and_once(model: str, data: Path, tmp_path: Path) -> None:
+    asked = NewRows(model=model, data=[str(data)], to=str(tmp_path / "out"), rows_per_file=50)
+    manifest, was_done = _predict(asked)
+    assert (manifest.facts.rows, manifest.facts.id_column, was_done) == (120, "id", False)
+    table = pq.read_table(tmp_path / "out" / "predictions")
+    assert table["row_id"].to_pylist() == [row["id"] for row in ROWS]
+    expected = load_model(model, trust_code=True).predict([{"x": row["x"]} for row in ROWS])["prediction"]
+    assert table["prediction"].to_pylist() == [list(value) for value in expected]
+    before = _files(tmp_path / "out")
+    assert len(before) == 3
+    assert _predict(asked)[1] is True
+
+    # A part that was damaged since is predicted again, the others are kept.
+    part = tmp_path / "out" / "predictions" / "part-00001.parquet"
+    kept = part.with_name("part-00000.parquet").stat().st_mtime_ns
+    part.write_bytes(part.read_bytes()[:-1])
+    assert _predict(asked)[1] is False
+    assert _files(tmp_path / "out") == before
+    assert part.with_name("part-00000.parquet").stat().st_mtime_ns == kept
+
+
+def test_json_lines_hold_the_same_numbers(model: str, data: Path, tmp_path: Path) -> None:
+    _predict(NewRows(model=model, data=[f"{data}/b*.jsonl"], to=str(tmp_path / "out"), format="jsonl", batch_size=7))
+    [text] = _files(tmp_path / "out").values()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["row_id"] for row in rows] == [row["id"] for row in ROWS[50:]]
+    assert all(isinstance(row["prediction"][0], float) for row in rows)
+
+
+def test_a_folder_of_other_predictions_or_files_is_left_alone(model: str, data: Path, tmp_path: Path) -> None:
+    to = str(tmp_path / "out")
+    _predict(NewRows(model=model, data=[str(data)], to=to))
+    with pytest.raises(ConfigError, match="rows_per_file: 10000 -> 7"):
+        _predict(NewRows(model=model, data=[str(data)], to=to, rows_per_file=7))
+    (data / "b.jsonl").write_text('{"id": "r1", "x": [3.0]}\n')
+    with pytest.raises(ConfigError, match="differ from these: rows"):
+        _predict(NewRows(model=model, data=[str(data)], to=to))
+    with pytest.raises(ConfigError, match="other files") as foreign:
+        _predict(NewRows(model=model, data=[str(data)], to=str(data)))
+    assert foreign.value.field == "--to"
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"x": [1.0]}, {"x": ["a"]}], r"new\.jsonl, row 1 \(line 2\), column 'x': the value is not float64"),
+        ([{"X": [1.0]}], r"row 0 \(line 1\), column 'X': .*the nearest is 'x'"),
+        ([{"labels": [1.0]}], "needs the column 'x', which the rows do not have"),
+        ([{"x": [1.0]}, {}], r"row 1 \(line 2\), column 'x': the column is missing"),
+        ([{"id": 1, "x": [1.0]}, {"id": "b", "x": [1.0]}], "the id 'b' is not an integer"),
+        ([], "no rows"),
+    ],
+)
+def test_rows_that_the_model_cannot_take_are_named(rows: list[Any], words: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "new.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(DataError, match=words):
+        _predict(NewRows(model=model, data=[str(tmp_path / "new.jsonl")], to=str(tmp_path / "out")))
+    assert not (tmp_path / "out" / "COMMIT.json").exists()
+
+
+def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> None:
+    with pytest.raises(ConfigError, match="not trusted") as refused:
+        RowsJob.of(NewRows(model=model, data=[str(data)]))
+    digest = str(refused.value.remedy).split('"')[1]
+    assert RowsJob.of(NewRows(model=model, data=[str(data)], trust=digest)).url.startswith(str(Path.cwd()))
+    with pytest.raises(ConfigError, match="other code"):
+        RowsJob.of(NewRows(model=model, data=[str(data)], trust="0" * 64))
+
+
+def test_a_killed_command_continues_and_its_bytes_are_those_of_one_that_was_not(
+    model: str, data: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _predict(NewRows(model=model, data=[str(data)], to=str(whole), rows_per_file=1))
+    command = ["predict", model, str(data), "--rows-per-file", "1", "--to", str(killed), "--trust", "any"]
+    with running(*command, cwd=tmp_path, log=tmp_path / "log") as first:
+        wait_until(lambda: (killed / "predictions").is_dir() and len(_files(killed)) >= 3, 90)
+        first.stop(signal.SIGKILL)
+    assert not (killed / "COMMIT.json").exists()
+    done = trainflow(*command, "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    answer = json.loads(done.out)
+    assert (answer["rows"], answer["was_done"], len(answer["files"])) == (120, False, 120)
+    assert _files(killed) == _files(whole)
+    refused = trainflow("predict", f"{model}x", data, cwd=tmp_path)
+    assert refused.code == 2
+    assert "There is no model" in refused.err

@@ -1,0 +1,172 @@
+"""New rows are read alike from every format, in order, and a bad one is named by file and row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer_lib.data.columns import Column
+from trainer_lib.data.row_files import RowReader
+from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.errors import ConfigError, DataError
+
+COLUMNS = {"text": Column("string"), "x": Column("list", "float64"), "n": Column("scalar", "int64")}
+ROWS = [{"id": f"r{n}", "text": f'a "quoted"\nline, {n}', "x": [n / 2, -1.0], "n": n} for n in range(2500)]
+
+
+def _csv(path: Path) -> None:
+    lines = ["id,text,x,n"]
+    for row in ROWS:
+        text = str(row["text"]).replace('"', '""')
+        lines.append(f'{row["id"]},"{text}","{json.dumps(row["x"])}",{row["n"]}')
+    path.write_text("\ufeff" + "\r\n".join(lines) + "\r\n\r\n", encoding="utf-8", newline="")
+
+
+def _json_lines(path: Path) -> None:
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+
+
+def _packed(path: Path) -> None:
+    _json_lines(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def _parquet(path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=700)
+
+
+def _arrow_file(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def _arrow_stream(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+_OPEN: list[RowReader] = []
+
+
+@pytest.fixture(autouse=True)
+def _readers_are_closed() -> Iterator[None]:
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+def _reader(path: Path | str, **how: Any) -> RowReader:
+    _OPEN.append(RowReader(find_row_files([str(path)]), COLUMNS, **how))
+    return _OPEN[-1]
+
+
+def _take(reader: RowReader) -> list[dict[str, Any]]:
+    return [{"id": row.id, **row.values} for row in reader.take(10_000)]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("new.csv", _csv),
+        ("new.jsonl", _json_lines),
+        ("new.jsonl.gz", _packed),
+        ("new.parquet", _parquet),
+        ("new.feather", _arrow_file),
+        ("new.arrow", _arrow_stream),
+    ],
+)
+def test_every_format_gives_the_same_rows_and_can_skip(
+    name: str, write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    write(tmp_path / name)
+    reader = _reader(tmp_path / name)
+    assert [row.values for row in reader.take(3)] == [{k: v for k, v in row.items() if k != "id"} for row in ROWS[:3]]
+    assert _take(reader) == ROWS[3:]
+    assert (reader.position, reader.share, reader.id_column) == (2500, 1.0, "id")
+    again = _reader(tmp_path / name)
+    again.skip(1300)
+    assert _take(again) == ROWS[1300:]
+    with pytest.raises(DataError, match="fewer rows"):
+        _reader(tmp_path / name).skip(2501)
+
+
+def test_files_are_one_sequence_and_rows_without_ids_are_numbered_over_all_of_them(tmp_path: Path) -> None:
+    for day, name in ((2, "b.csv"), (1, "a.csv"), (1, "_SUCCESS"), (1, "notes.txt")):
+        (tmp_path / f"day={day}").mkdir(exist_ok=True)
+        (tmp_path / f"day={day}" / name).write_text(f"n,text\n{day}0,x\n{day}1,y\n")
+    for address in (tmp_path, tmp_path / "day=*" / "*.csv", tmp_path / "**" / "*.csv", f"{tmp_path}/day=[12]/?.csv"):
+        taken = _reader(address).take(10)
+        assert [(row.id, row.values["n"]) for row in taken] == [(0, 10), (1, 11), (2, 20), (3, 21)]
+    assert taken[3].place.endswith("day=2/b.csv, row 1 (line 3)")
+
+
+def test_ids_come_from_the_column_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"key": 7, "n": 1, "note": "x"}\n')
+    [row] = _reader(tmp_path / "a.jsonl", id_column="key", ignored=["note"]).take(9)
+    assert (row.id, row.values) == (7, {"n": 1})
+    with pytest.raises(DataError, match=r"a.jsonl, row 0 \(line 1\), column 'keys'.*the nearest is 'key'"):
+        _reader(tmp_path / "a.jsonl", id_column="keys").take(1)
+    (tmp_path / "b.jsonl").write_text('{"id": 1.5, "n": 1}\n')
+    with pytest.raises(DataError, match="an integer or a text, not float"):
+        _reader(tmp_path / "b.jsonl").take(1)
+
+
+def test_a_flat_list_is_an_array_of_the_columns_shape(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('scan\n"[1, 2, 3, 4]"\n')
+    reader = RowReader(find_row_files([str(tmp_path)]), {"scan": Column("array", "float32", (2, 2))})
+    [row] = reader.take(1)
+    reader.close()
+    assert row.values["scan"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"n,text\n1,x\n2,y,z\n", r"a\.csv, row 1 \(line 3\): it has 3 values"),
+        ("a.csv", b"n,text\n1,x\nmany,y\n", r"a\.csv, row 1 \(line 3\), column 'n': 'many' is not int64"),
+        ("a.csv", b"n,text\n1.5,x\n", "'1.5' is not int64"),
+        ("a.csv", b"n,n\n1,2\n", "line 1, column 'n': the column is there twice"),
+        ("a.csv", b'n,text\n1,"x\n', r"a\.csv, row 0.*cannot be read"),
+        ("a.csv", b"n,text\n1,\xff\n", "row 0.*cannot be read"),
+        ("a.csv", b"x\n3\n", r"'3' is not float64\[\*\]"),
+        ("a.jsonl", b'{"n": 1}\n{"n": \n', r"a\.jsonl, row 1 \(line 2\): the line is not JSON"),
+        ("a.jsonl", b"[1]\n", r"row 0 \(line 1\): it is a list"),
+        ("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 9999)[:-9], "row .*cannot be read"),
+        ("a.parquet", b"PAR1 nothing", "cannot be read"),
+        ("a.arrow", b"", "cannot be read"),
+    ],
+)
+def test_a_bad_row_or_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        _reader(tmp_path / name).take(100_000)
+    assert re.search(words, str(refused.value)), str(refused.value)
+    assert str(tmp_path / name) in str(refused.value)
+
+
+def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "rows.parquet.gz").write_text("x")
+    (tmp_path / "good.csv").write_text("n\n1\n")
+    for address, words in (
+        (tmp_path / "rows.txt", "format of this file is not known"),
+        (tmp_path / "rows.parquet.gz", "format of this file is not known"),
+        (tmp_path / "god.csv", "Did you mean good.csv"),
+        (tmp_path / "*.parquet", "No file matches"),
+        (tmp_path / "*.txt", "none of a known format"),
+        ("hf://org/data", "not read from the Hub"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            find_row_files([str(address)])
+    with pytest.raises(ConfigError, match="given twice"):
+        find_row_files([str(tmp_path / "good.csv"), str(tmp_path / "*.csv")])

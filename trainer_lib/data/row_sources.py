@@ -1,0 +1,142 @@
+"""Which files hold new rows: addresses with wildcards and folders, resolved to files of known formats.
+
+This module imports neither torch nor pyarrow, so a wrong address is refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
+from trainer_lib.suggestions import nearest
+
+FIELD = "NEW_DATA"
+FORMATS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "json lines",
+    ".ndjson": "json lines",
+    ".json": "json lines",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".ipc": "arrow",
+}
+"""Ending of a file's name -> its format."""
+
+PACKED = ".gz"
+_TEXTS = ("csv", "tsv", "json lines")
+_WILD = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file with new rows: its folder's URL, its path below that folder, and its size in bytes."""
+
+    url: str
+    path: str
+    size: int
+
+    @property
+    def address(self) -> str:
+        """Its URL."""
+        return f"{self.url.rstrip('/')}/{self.path}"
+
+
+def format_of(path: str) -> str | None:
+    """The format that a file's name stands for, as in `FORMATS`; None for an unknown one. A text may end in .gz."""
+    plain = path.lower().removesuffix(PACKED)
+    found = FORMATS.get(f".{plain.rpartition('.')[2]}") if "." in plain else None
+    return None if plain != path.lower() and found not in _TEXTS else found
+
+
+def find_row_files(addresses: Sequence[str]) -> list[RowFile]:
+    """The files that paths, URLs, folders and patterns (``s3://bucket/day=*/part-*.csv``) stand for.
+
+    The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders.
+
+    Raises:
+        ConfigError: an address stands for no file, for a file of an unknown format, or for one that another stands for.
+        StorageError: a store cannot be listed.
+    """
+    found = [file for address in addresses for file in _resolve(address)]
+    seen: set[str] = set()
+    for file in found:
+        if file.address in seen:
+            raise ConfigError("The file is given twice.", field=FIELD, value=file.address, remedy="Give it once.")
+        seen.add(file.address)
+    return found
+
+
+def _resolve(address: str) -> list[RowFile]:
+    if address.startswith("hf://"):
+        remedy = "Download the data set to a folder, and give that."
+        raise ConfigError("Rows are not read from the Hub.", field=FIELD, value=address, remedy=remedy)
+    if _WILD.search(address.partition("://")[2] or address):
+        return _expand(address)
+    folder, name = _split(address)
+    store = Store.open(folder, field=FIELD)
+    if name and store.exists(name):
+        if format_of(name) is None:
+            raise ConfigError("The format of this file is not known.", field=FIELD, value=address, remedy=_formats())
+        return [RowFile(store.url, name, store.size(name))]
+    below = store.child(name) if name else store
+    files = [RowFile(below.url, info.path, info.size) for info in below.list() if _is_data(info.path)]
+    if files:
+        return files
+    near = nearest(name, store.children()) if name else None
+    raise ConfigError(
+        "There is no such file, and no folder with files of new rows.",
+        field=FIELD,
+        value=address,
+        remedy=f"Did you mean {near}?" if near else _formats(),
+    )
+
+
+def _expand(address: str) -> list[RowFile]:
+    """The files that a pattern stands for: those below the folder in front of its first wildcard that match."""
+    scheme, separator, rest = address.rpartition("://")
+    parts = rest.split("/")
+    first = next(index for index, part in enumerate(parts) if _WILD.search(part))
+    head = "/".join(parts[:first])
+    store = Store.open(f"{scheme}{separator}{head}" or ("/" if rest.startswith("/") else "."), field=FIELD)
+    listed = store.list()
+    files = [
+        RowFile(store.url, info.path, info.size) for info in listed if _matches(info.path.split("/"), parts[first:])
+    ]
+    known = [file for file in files if _is_data(file.path)]
+    if not known:
+        what = "Files match this pattern, but none of a known format." if files else "No file matches this pattern."
+        raise ConfigError(what, field=FIELD, value=address, remedy=_formats())
+    return known
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a path's parts match a pattern's. A wildcard stands for characters of one name, `**` for folders."""
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_matches(names[skipped:], pattern[1:] or ["*"]) for skipped in range(len(names)))
+    return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+def _is_data(path: str) -> bool:
+    """Whether a listed file holds rows: hidden files, markers (_SUCCESS) and records of a commit do not."""
+    name = path.rpartition("/")[2]
+    return format_of(path) is not None and not name.startswith((".", "_")) and name != "COMMIT.json"
+
+
+def _split(address: str) -> tuple[str, str]:
+    head, slash, name = address.rstrip("/").rpartition("/")
+    if not slash:
+        return ".", name
+    return ("/", name) if not head else (address, "") if head.endswith(":/") else (head, name)
+
+
+def _formats() -> str:
+    return f"The name of a file ends in {', '.join(FORMATS)}; texts may be packed ({PACKED})."
