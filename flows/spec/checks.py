@@ -198,7 +198,7 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
                     value=config.args[name],
                     remedy=remedy,
                 )
-        resolver.arguments(config.args, prefix=f"{stage.section}.args")
+        _check_argument_files(config.args, resolver, stage.section)
     train = resolver.arguments(spec.train.args)
     if str(train.eval_strategy) != "no" and spec.train.eval_split is None:
         raise ConfigError(
@@ -206,6 +206,20 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
             field="train.eval_split",
             remedy="Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no.",
         )
+
+
+def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section: str) -> None:
+    """Check arguments, and what is in the files that some of them name."""
+    from trainer_lib.arguments.io import read_mapping
+    from trainer_lib.arguments.validation import FILE_FIELDS
+
+    prefix = f"{section}.args"
+    args = resolver.arguments(given, prefix=prefix)
+    for name in FILE_FIELDS:
+        file = getattr(args, name)
+        if isinstance(file, str):
+            content = read_mapping(Path(file).expanduser(), field=f"{prefix}.{name}")
+            resolver.arguments({**given, name: content}, prefix=prefix)
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:

@@ -340,15 +340,19 @@ def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozense
 
 def _section_paths() -> list[str]:
     """The dotted keys of the paths that every section with such a field has."""
+    from trainer_lib.arguments.validation import FILE_FIELDS
+
     sections = {name: field.annotation for name, field in PipelineSpec.model_fields.items()}
+    paths = [*_SECTION_PATHS.items(), *(("args", f"args.{name}") for name in FILE_FIELDS)]
     return [
         f"{name}.{path}"
         for name, kind in sections.items()
         if isinstance(kind, type) and issubclass(kind, Settings)
-        for field, path in _SECTION_PATHS.items()
+        for field, path in paths
         if field in kind.model_fields
     ]
 
 
 def _absolute(value: Any, base: Path) -> Any:
-    return absolute_path(value, base) if is_path(value) else value
+    # Arguments that take a file take a mapping as JSON, too.
+    return absolute_path(value, base) if is_path(value) and not value.lstrip().startswith("{") else value

@@ -53,10 +53,35 @@ def test_a_recipe_of_its_own_starts_from_the_folder_of_the_file(spec_file: Path,
 
 
 def test_every_path_of_a_section_starts_from_the_folder_of_the_file() -> None:
-    paths = [
-        f"{name}.{path}" for name in ("prepare", "train", "evaluate", "predict") for path in _SECTION_PATHS.values()
-    ]
-    assert _section_paths() == [*paths, "publish.recipe"]
+    sections = ("prepare", "train", "evaluate", "predict")
+    paths = {f"{name}.{path}" for name in sections for path in _SECTION_PATHS.values()}
+    files = ("deepspeed", "fsdp_config", "accelerator_config")
+    of_arguments = {f"{name}.args.{file}" for name in ("train", "evaluate", "predict", "publish") for file in files}
+    assert set(_section_paths()) == paths | of_arguments | {"publish.recipe"}
+
+
+def test_a_file_that_an_argument_names_lies_beside_the_spec_and_is_checked_like_a_mapping(spec_file: Path) -> None:
+    file = spec_file.parent / "zero.json"
+    raw = read_spec_file(spec_file)[0]
+    raw["train"]["args"]["deepspeed"] = "zero.json"
+    spec_file.write_text(json.dumps(raw))
+    missing = refused(spec_file)
+    assert (missing.field, missing.value) == ("train.args.deepspeed", str(file))
+    assert "No such file" in missing.message
+    file.write_text('{"zero_optimization": {"stage": 7}}')
+    wrong = refused(spec_file)
+    assert wrong.field is not None
+    assert wrong.field.startswith("train.args.deepspeed")
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    assert load_spec(spec_file).train.args["deepspeed"] == str(file)
+
+
+def test_json_on_the_command_line_is_no_path(spec_file: Path) -> None:
+    settings = '{"non_blocking": false}'
+    assert (
+        load_spec(spec_file, [f"train.args.accelerator_config='{settings}'"]).train.args["accelerator_config"]
+        == settings
+    )
 
 
 def test_urls_and_named_sources_are_left_as_they_are(spec_file: Path) -> None:
@@ -145,6 +170,8 @@ def test_an_override_reaches_into_a_launcher_given_by_name(spec_file: Path) -> N
         ("evaluate.splits=[]", "evaluate.splits", "at least 1"),
         ("no-equals-sign", "no-equals-sign", "key=value"),
         ("train..args=1", "train..args", "key=value"),
+        ("train.args.fsdp_config=nowhere.json", "train.args.fsdp_config", "No such file"),
+        ("train.args.accelerator_config=nowhere.yaml", "train.args.accelerator_config", "No such file"),
         ("train.model=[1,", "train.model", "This is not a value"),
     ],
 )
