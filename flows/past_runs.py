@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from tasks.stage.keys import Difference, StageKey
@@ -64,6 +65,14 @@ class PastRun:
     def is_finished(self) -> bool:
         """Whether it came to its end without a failure."""
         return self.status == "FINISHED"
+
+    @property
+    def begun(self) -> datetime | None:
+        """When its first command began, by which the age of results counts; None: that was not recorded."""
+        try:
+            return datetime.fromisoformat(str(self.record.get("as_of") or self.started))
+        except ValueError:
+            return None
 
     def __str__(self) -> str:
         ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()

@@ -72,8 +72,8 @@ def pipeline(
     result = PipelineResult(spec.name, "", spec.storage)
     ending = expected_ending()
     try:
-        with own_flow_run():
-            plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug)
+        with own_flow_run() as began:
+            plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug, as_of=began)
             # Before the first stage: hours of training must not end at a read-only folder.
             Store.open(plan.spec.storage).ensure_writable(field="storage")
             plan.require_committed()

@@ -12,26 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flows.past_runs import PastRun, find_first_missing, find_run, take_result
 from flows.spec import checks
 from flows.spec.spec import PipelineSpec
-from flows.stages import Stage, all_stages, find_stage, stage_names
+from flows.stages import Stage, all_stages, require_stage, stage_names
 from tasks.configs import StageSettings
 from tasks.stage import manifest as _manifests
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import StageFacts, TrainFacts
 from tasks.stage.gates import judge
-from tasks.stage.keys import Difference, StageKey, differences, stage_key
+from tasks.stage.keys import REFRESH, Difference, StageKey, differences, stage_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.options_read import warn_of_unread
+from tasks.stage.refresh import current_key
 from tasks.stage.stage_code import code_of
 from trainer_lib.errors import ConfigError
 from trainer_lib.path_options import is_path
-from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -50,6 +51,7 @@ class StageReason:
         differences: the fields of the key in which that run differs.
         manifest: the committed result, for a hit.
         held_back: whether the committed evaluation fails a gate, so that the stage is refused.
+        follows: the time of the result that this one follows because of its age; None: it is the first.
     """
 
     stage: str
@@ -61,6 +63,7 @@ class StageReason:
     manifest: StageManifest | None = None
     certain: bool = True
     held_back: bool = False
+    follows: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as plain JSON, without the manifest."""
@@ -139,8 +142,12 @@ class Plan:
         force: Sequence[str] = (),
         from_run: str | None = None,
         debug: bool = False,
+        as_of: datetime | None = None,
     ) -> Plan:
         """Check a spec and plan it. Reads the recipe, and the storage only to find `from_run`.
+
+        Args:
+            as_of: when the run began that goes on: its results count as old as they were then. None: it begins now.
 
         Raises:
             ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage, or
@@ -154,6 +161,7 @@ class Plan:
             spec = spec.model_copy(update={"root": str(find_root(spec.recipe))})
         # The resolver that read the spec has parsed most of this already.
         resolver = spec.resolver
+        resolver.as_of = as_of or resolver.as_of
         checks.check_spec(spec, resolver)
         context = StageContext(
             name=spec.name,
@@ -163,6 +171,7 @@ class Plan:
             folder=spec.folder,
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
             limit=spec.limit,
+            refresh=spec.max_ages(),
             force=frozenset(name for name in forced if name),
             debug=debug,
             resolver=resolver,
@@ -182,6 +191,9 @@ class Plan:
         taken = {name: each.key for name, each in self.reasons.items() if self.takes(name) and each.differences}
         if taken:
             fields["taken"] = taken
+        # A stage that runs again because of its age makes another run, with a record and an MLflow run of its own.
+        if follows := {name: each.follows for name, each in self.reasons.items() if each.follows is not None}:
+            fields["follows"] = follows
         return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
 
     @cached_property
@@ -228,7 +240,8 @@ class Plan:
     def key_of(self, name: str, manifests: Mapping[str, StageManifest]) -> StageKey:
         """The content key of a stage, given the manifests of the stages that it takes."""
         plan = self.stages[name]
-        return plan.stage.key(plan.config, self.context, **plan.stage.choose_inputs(manifests))
+        key = plan.stage.key(plan.config, self.context, **plan.stage.choose_inputs(manifests))
+        return current_key(key, self.context)
 
     def is_wanted(self, name: str) -> bool:
         """Whether this command runs the stage, unless its result is committed."""
@@ -308,15 +321,17 @@ class Plan:
         if missing:
             return self._explain_early(name, missing, found)
         key = self.key_of(name, committed)
+        follows = key.fields.get(REFRESH)
         manifest, damage = _manifests.look_up(self.spec.storage, key)
         if manifest is not None:
             damage = plan.stage.inspect(plan.config, self.context, manifest)
         if manifest is not None and damage is None:
-            return StageReason(name, True, f"committed {manifest.created}", key.digest, manifest=manifest)
+            reason = f"committed {manifest.created}"
+            return StageReason(name, True, reason, key.digest, manifest=manifest, follows=follows)
         if damage is not None:
-            return StageReason(name, False, f"its result is damaged: {damage}", key.digest)
+            return StageReason(name, False, f"its result is damaged: {damage}", key.digest, follows=follows)
         miss = _manifests.explain_miss(self.spec.storage, key)
-        return StageReason(name, False, miss.reason, key.digest, miss.nearest, miss.differences)
+        return StageReason(name, False, miss.reason, key.digest, miss.nearest, miss.differences, follows=follows)
 
     def _explain_taken(
         self, past: PastRun, name: str, committed: Mapping[str, StageManifest], missing: Sequence[str]
@@ -359,25 +374,6 @@ def explain(spec: PipelineSpec) -> list[StageReason]:
         StorageError: the storage cannot be read.
     """
     return list(Plan.of(spec).reasons.values())
-
-
-def require_stage(name: str | None, option: str) -> str | None:
-    """The full name of the stage that `name` means; None for None.
-
-    Raises:
-        ConfigError: about `option`: the stage does not exist.
-    """
-    if name is None:
-        return None
-    if (stage := find_stage(name)) is not None:
-        return stage.name
-    near = nearest(name, stage_names())
-    raise ConfigError(
-        f"This stage does not exist; there are {', '.join(stage_names())}.",
-        field=option,
-        value=name,
-        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
-    )
 
 
 def _plan_stage(stage: Stage, spec: PipelineSpec, context: StageContext) -> StagePlan:

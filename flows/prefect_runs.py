@@ -76,8 +76,10 @@ def created_by_this_process() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_flow_run() -> Iterator[None]:
+def own_flow_run() -> Iterator[datetime | None]:
     """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
+
+    Yields when the run began, if this is a retry of it; None: it begins now.
 
     Nothing here fails the flow; a server that does not answer costs it three seconds at most.
     """
@@ -86,7 +88,7 @@ def own_flow_run() -> Iterator[None]:
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     if run is None:
-        yield
+        yield None
         return
     tags = TagsContext.get().current_tags
     kept = {tag for tag in tags if not tag.startswith(_TAG)}
@@ -101,7 +103,7 @@ def own_flow_run() -> Iterator[None]:
     # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
     with TagsContext(current_tags=kept):
         try:
-            yield
+            yield run.start_time if run.run_count > 1 else None
         finally:
             ended.set()
             introduce.join(_CLOSE_S)

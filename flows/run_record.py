@@ -251,6 +251,7 @@ class RunRecord:
     def _write_record(self, status: str) -> None:
         failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]
         plan, known = self.plan, self._record.get("tracked_run")
+        as_of = plan.context.resolver.as_of
         self._save(
             {
                 "format": 1,
@@ -263,6 +264,7 @@ class RunRecord:
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
                 "started": self._started,
+                "as_of": as_of.isoformat() if as_of is not None else self._started,
                 "ended": None if status == "RUNNING" else now(),
                 "stages": self._stages,
                 "failed": failed[0] if failed else None,

@@ -21,6 +21,8 @@ from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest
 from tasks.stage.publication import find_publication_problem
 from tasks.stage.track import track_evaluation, track_model, track_publication, track_splits
+from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
@@ -186,3 +188,22 @@ def stage_names() -> tuple[str, ...]:
 def find_stage(name: str) -> Stage | None:
     """The stage called `name`, or whose section of the spec is called so; None if there is none."""
     return next((stage for stage in TABLE if name in (stage.name, stage.section)), None)
+
+
+def require_stage(name: str | None, option: str) -> str | None:
+    """The full name of the stage that `name` means; None for None.
+
+    Raises:
+        ConfigError: about `option`: the stage does not exist.
+    """
+    if name is None:
+        return None
+    if (stage := find_stage(name)) is not None:
+        return stage.name
+    near = nearest(name, stage_names())
+    raise ConfigError(
+        f"This stage does not exist; there are {', '.join(stage_names())}.",
+        field=option,
+        value=name,
+        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
+    )

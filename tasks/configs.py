@@ -7,14 +7,17 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tasks.requirements import read_requirement
+from trainer_lib.durations import FORMS, describe, find_problem, read_seconds
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.preemption import Preemption
 from trainer_lib.suggestions import nearest
@@ -99,6 +102,43 @@ def _read_launch(value: Any) -> Any:
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
+
+
+def _read_duration(value: Any, read: Callable[[Any], timedelta]) -> timedelta:
+    """Read seconds, what people write ("12h"), and the forms that pydantic takes besides (P1D, 01:30:00)."""
+    seconds = read_seconds(value) if isinstance(value, str) else value
+    problem = "This is not a duration." if isinstance(value, bool) else None
+    if problem is None and isinstance(seconds, int | float):
+        problem = find_problem(seconds)
+    try:
+        if problem is None:
+            length = read(value if seconds is None else seconds)
+            problem = find_problem(length.total_seconds())
+    except (ValueError, OverflowError):
+        problem = "This is not a duration."
+    if problem is None:
+        return length
+    raise PydanticCustomError("duration", "{problem} {hint}", {"problem": problem, "hint": FORMS})
+
+
+Duration = Annotated[timedelta, WrapValidator(_read_duration)]
+"""A length of time above zero: seconds, "12h", "1d", or what else pydantic takes."""
+
+
+@dataclass(frozen=True)
+class MaxAge:
+    """How old a stage's result may become.
+
+    Attributes:
+        age: the greatest age at which it is still used.
+        setting: the setting that says so, for people.
+    """
+
+    age: timedelta
+    setting: str = "refresh"
+
+    def __str__(self) -> str:
+        return f"{describe(self.age)} ({self.setting})"
 
 
 class KeyedSettings(Settings):

@@ -109,11 +109,11 @@ def run(
     quiet_environment()
     overrides = [*(overrides or []), *([] if limit is None else [f"limit={limit}"])]
     parsed = load_spec(spec, overrides, Resolver())
-    # A machine that only takes part starts no engine and writes no record.
     if (follower := follower_config(parsed)) is not None:
-        follow(follower, terminal.console(stderr=as_json))
+        follow(follower, terminal.console(stderr=as_json))  # it starts no engine and writes no record
         return
-    from flows.plan import Plan, require_stage
+    from flows.plan import Plan
+    from flows.stages import require_stage
 
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]

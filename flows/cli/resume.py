@@ -54,7 +54,7 @@ def resume(
 
     past = _choose(place := storage or _storage_here(), run, say)
     spec = read_recorded_spec(place, past, say)
-    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run)
+    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.begun)
     plan.require_committed()
     _require_sources(plan)
     if changed := describe_changes(spec.storage, past, plan.early_keys):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tasks.configs import LaunchSettings
 from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
+from trainer_lib.durations import describe
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipe_functions import check_definitions
-from trainer_lib.suggestions import nearest
+from trainer_lib.suggestions import nearest, suggestion
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
@@ -84,6 +85,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     """
     _check_recipes(spec, resolver)
     _check_storage(spec)
+    _check_refresh(spec)
     _check_tracking(spec)
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
@@ -154,6 +156,25 @@ def _check_storage(spec: PipelineSpec) -> None:
                 field="storage",
                 value=spec.storage,
                 remedy=f"Choose a folder or another store, or set {stage.section}.launch=in_process.",
+            )
+
+
+def _check_refresh(spec: PipelineSpec) -> None:
+    """Refuse an age of what is not a stage, or two of one stage."""
+    stages = {name: stage for stage in all_stages() for name in (stage.section, stage.name)}
+    for name, age in spec.refresh.items():
+        field = f"refresh.{name}"
+        if name not in stages:
+            raise ConfigError(
+                "This stage does not exist.", field=field, value=describe(age), remedy=suggestion(name, stages)
+            )
+        stage = stages[name]
+        if stage.name != stage.section and {stage.name, stage.section} <= set(spec.refresh):
+            raise ConfigError(
+                f"The stage {stage.name} is named twice.",
+                field=field,
+                value=describe(age),
+                remedy=f"Keep refresh.{stage.section}.",
             )
 
 

@@ -38,7 +38,11 @@ _REMEDIES = {
     "a section with settings of its own": "Set what is below it: {key}.NAME.",
 }
 # Error types of ours: their context holds the remedy.
-_OWN = {"unknown_key": "Unknown key.", "requirement": "This is not a requirement."}
+_OWN = {
+    "unknown_key": "Unknown key.",
+    "requirement": "This is not a requirement.",
+    "duration": "This is not a duration.",
+}
 _BOUNDS = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -88,7 +92,7 @@ def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseM
 def _finding(item: ErrorDetails, key: str, value: Any, model: type[BaseModel]) -> _Finding:
     kind, context = item["type"], item.get("ctx", {})
     if kind in _OWN:
-        return _Finding(_OWN[kind], str(context["hint"]))
+        return _Finding(str(context.get("problem", _OWN[kind])), str(context["hint"]))
     if kind == "missing":
         return _Finding("This key is required.", "Add it to the spec.")
     if kind in _BOUNDS:

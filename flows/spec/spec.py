@@ -19,7 +19,9 @@ from flows.spec.findings import spec_error
 from flows.spec.limit import limit_spec
 from flows.spec.spec_file import parse_override_value, read_spec_file
 from tasks.configs import (
+    Duration,
     EvaluateConfig,
+    MaxAge,
     PredictConfig,
     PrepareConfig,
     PublishConfig,
@@ -68,6 +70,10 @@ class PipelineSpec(Settings):
         ge=1,
         description="Rows of each split in a check of the whole pipeline; unset: all rows, and no check.",
     )
+    refresh: dict[str, Duration] = Field(
+        default_factory=dict,
+        description="Stage -> how old its result may become before it runs again (prepare: 1d); unset: any age.",
+    )
     prepare: PrepareConfig = Field(default=PrepareConfig(), description="From source data to splits.")
     train: TrainConfig = Field(default=TrainConfig(), description="From splits to a model.")
     evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="From model and splits to metrics.")
@@ -105,6 +111,15 @@ class PipelineSpec(Settings):
                 "args": {**predict.args, **own.args},
             }
         )
+
+    def max_ages(self) -> dict[str, MaxAge]:
+        """How old the result of each stage may become, by the stage's name."""
+        found = {}
+        for stage in _checks.all_stages():
+            age = self.refresh.get(stage.section, self.refresh.get(stage.name))
+            if age is not None:
+                found[stage.name] = MaxAge(age, f"refresh.{stage.section}")
+        return found
 
     _resolver: Resolver | None = PrivateAttr(default=None)
     _recorded: Mapping[str, Any] | None = PrivateAttr(default=None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tasks.configs import MaxAge
 from tasks.stage.resolver import Resolver
 from tasks.tracking import RunHandle
 
@@ -28,6 +30,7 @@ class StageContext:
         sources: what the data is made from: an option that names one of them counts by its content.
         tracking: the MLflow run that the workers add their points to; None: no run.
         limit: rows of each split in a check of the pipeline; None: all rows.
+        refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").
         debug: keep the workers' run files.
         resolver: what was worked out once for this run: arguments, launches, closures.
@@ -42,6 +45,7 @@ class StageContext:
     sources: tuple[str, ...] = ()
     tracking: RunHandle | None = None
     limit: int | None = None
+    refresh: Mapping[str, MaxAge] = field(default_factory=dict)
     force: frozenset[str] = frozenset()
     debug: bool = False
     resolver: Resolver = field(default_factory=Resolver, repr=False, compare=False)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from importlib import metadata
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 FOLDER_CHARS = 16
 """A folder is named by as many characters of its key."""
 
+REFRESH = "refresh"
+"""The field of a key that names the result which this one follows, by the time of its commit; the first has none."""
+
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
@@ -57,11 +60,13 @@ class StageKey:
         stage: the stage's name.
         fields: what can change its result.
         places: label of a piece of the recipe's code in `fields` -> where it stands; not part of the key.
+        because: why there is no result under it yet, if that is known without a look; not part of the key.
     """
 
     stage: str
     fields: dict[str, Any]
     places: dict[str, Place] = field(default_factory=dict, compare=False, repr=False)
+    because: str | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def digest(self) -> str:
@@ -72,6 +77,17 @@ class StageKey:
     def folder(self) -> str:
         """Name of the stage's folder on the storage."""
         return self.digest[:FOLDER_CHARS]
+
+    @property
+    def first(self) -> StageKey:
+        """The key without the age of results (`tasks.stage.refresh`): that of the first one."""
+        if REFRESH not in self.fields:
+            return self
+        return replace(self, fields={name: value for name, value in self.fields.items() if name != REFRESH})
+
+    def following(self, committed: str) -> StageKey:
+        """The key of the result that follows the one committed at that time."""
+        return replace(self, fields={**self.fields, REFRESH: committed})
 
     def to_json(self) -> bytes:
         """The contents of ``key.json``."""
@@ -241,7 +257,8 @@ def publish_key(
             # The card shows the name, the digests and the keys.
             "name": context.name,
             "inputs": {one.stage: one.content_digest for one in inputs},
-            "stage_keys": {one.stage: one.key for one in inputs},
+            # Of a result that was only made again: what came out the same is not published again.
+            "stage_keys": {one.stage: one.first_key for one in inputs},
             "versions": versions(),
             **_limit(context),
         },

@@ -23,7 +23,7 @@ from typing_extensions import TypeVar
 
 from tasks.stage.code_changes import describe_code
 from tasks.stage.facts import StageFacts
-from tasks.stage.keys import FOLDER_CHARS, Difference, StageKey, differences
+from tasks.stage.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.records import from_record, to_record
@@ -43,6 +43,7 @@ _verified: dict[tuple[str, str, str], float] = {}
 F = TypeVar("F", bound=StageFacts, default=Any)
 G = TypeVar("G", bound=StageFacts)
 
+_FIRST = "first_key"
 _FACTS, _HALVINGS = "meta", "rung"  # on disk and in --json under these names, since the first version
 
 
@@ -60,6 +61,8 @@ class StageManifest(Generic[F]):
         attempt: number of the attempt that succeeded, from 1.
         batch_halvings: how often the micro-batch was halved, because memory had run out.
         created: time of the commit, ISO-8601 in UTC.
+        first_key: the key of the first result with the same settings and inputs, which this one was made to follow
+            because of its age; its own key otherwise.
     """
 
     stage: str
@@ -73,6 +76,11 @@ class StageManifest(Generic[F]):
     attempt: int = 1
     batch_halvings: int = 0
     created: str = ""
+    first_key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.first_key:
+            object.__setattr__(self, "first_key", self.key)
 
     @classmethod
     def from_commit(cls, url: str, commit: Commit) -> StageManifest:
@@ -118,10 +126,12 @@ class StageManifest(Generic[F]):
             attempt=int(meta.get("attempt", 1)),
             batch_halvings=int(meta.get(_HALVINGS, 0)),
             created=str(record["created"]),
+            first_key=str(meta.get(_FIRST, "")),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON: what `trainflow run --json` and the report show."""
+        first = self.first_key if self.first_key != self.key else None
         return {
             "stage": self.stage,
             "key": self.key,
@@ -129,7 +139,7 @@ class StageManifest(Generic[F]):
             "content_digest": self.content_digest,
             "files": [to_record(entry) for entry in self.files],
             "metrics": self.metrics,
-            _FACTS: commit_facts(self.facts, self.reason, self.attempt, self.batch_halvings),
+            _FACTS: commit_facts(self.facts, self.reason, self.attempt, self.batch_halvings, first),
             "created": self.created,
         }
 
@@ -173,9 +183,12 @@ class StageManifest(Generic[F]):
         return cls.from_dict(value)
 
 
-def commit_facts(facts: StageFacts, reason: str, attempt: int, batch_halvings: int) -> dict[str, Any]:
+def commit_facts(
+    facts: StageFacts, reason: str, attempt: int, batch_halvings: int, first_key: str | None = None
+) -> dict[str, Any]:
     """A stage's facts and provenance in the one mapping in which a commit file has them."""
-    return {**to_record(facts), "reason": reason, "attempt": attempt, _HALVINGS: batch_halvings}
+    first = {} if first_key is None else {_FIRST: first_key}
+    return {**to_record(facts), "reason": reason, "attempt": attempt, _HALVINGS: batch_halvings, **first}
 
 
 def stage_store(storage: str, key: StageKey) -> Store:
@@ -270,6 +283,8 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
     if stages.exists(f"{key.folder}/{KEY_FILE}"):
         # The folder is there under this very key, so no field differs.
         return Miss("an earlier attempt did not finish", key.folder)
+    if key.because is not None:
+        return Miss(key.because)
     return _explain_nearest(stages, key) or Miss("its result is gone from the storage")
 
 
@@ -292,7 +307,9 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
     for name in stages.children():
         record = _read_key(stages, name)
         if record is not None and _same_subject(record["fields"], key.fields):
-            known = [each for each in differences(record["fields"], key.fields) if each.field not in unknown]
+            # Results that follow each other differ in nothing that a user has changed.
+            ignored = {*unknown, REFRESH}
+            known = [each for each in differences(record["fields"], key.fields) if each.field not in ignored]
             changed = describe_code(known, record.get("places"), key.places)
             # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))

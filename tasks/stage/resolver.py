@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,8 @@ class Resolver:
     def __init__(self) -> None:
         self._found: dict[tuple[str, ...], Any] = {}
         self._assumed: dict[str, dict[str, str]] = {}
+        self.as_of: datetime | None = None
+        """The time by which the age of results counts, for a run that goes on: when it began. None: now."""
 
     def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
         """The training arguments with these settings; shared, so do not change them.
@@ -147,6 +150,10 @@ class Resolver:
         if problem is None:
             self._found[looked] = time.monotonic()
         return problem
+
+    def decide_once(self, about: tuple[str, ...], decide: Callable[[], T]) -> T:
+        """What `decide` returned at its first call about something: it holds for the whole command."""
+        return self._once(("decided", *about), decide)
 
     def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
         # Two threads may compute the same value; both then use the one that was stored first.

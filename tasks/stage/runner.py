@@ -28,6 +28,7 @@ from tasks.stage.manifest import (
     look_up,
     stage_store,
 )
+from tasks.stage.refresh import current_key, note_refreshed
 from tasks.stage.retry import (
     ATTEMPTS,
     Ledger,
@@ -104,11 +105,15 @@ def run_stage(
         TrainflowError: typed; whether it is retried was decided and recorded before.
     """
     try:
+        # A result that is too old is followed by another one, with a key of its own.
+        key = current_key(key, context)
         store = stage_store(context.storage, key)
         look = partial(_look, context.storage, key, inspect)
         # A retry of a forced stage goes on from the checkpoints that its first try has just made.
         force = key.stage in context.force and first_try()
-        return _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
+        manifest = _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
+        note_refreshed(context.storage, key)
+        return manifest
     except TrainflowError as error:
         # Prefect asks about every failure, also one before the first attempt was recorded.
         attach_outside_attempt(error, retries=retries)
@@ -172,7 +177,9 @@ def _attempt(
     try:
         _report_stage(key.stage, "started", reason, attempt=number)
         output = work(StageAttempt(key.stage, store, number, halvings, progress, lambda: lease.lost))
-        manifest = _commit(key, store, lease, output, commit_facts(output.facts, reason, number, halvings))
+        first_key = None if key.first is key else key.first.digest
+        facts = commit_facts(output.facts, reason, number, halvings, first_key)
+        manifest = _commit(key, store, lease, output, facts)
     except BaseException as error:
         advise_on_memory(error, can_halve=halvings < max_halvings, halves=max_halvings > 0)
         _failed(key.stage, ledger, number, error, retries=retries, can_halve=halvings < max_halvings)

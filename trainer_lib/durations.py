@@ -1,0 +1,54 @@
+"""Lengths of time as people write them (``1d``, ``12h``, ``1h 30m``) and read them (``1 d``, ``1 h 30 min``)."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+
+UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+"""Seconds of each unit."""
+
+FORMS = "Write a number with its unit: 90s, 30m, 12h, 1d, 2w, or 1d12h."
+_PART = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
+# What is called older than a year by mistake is mostly a unit that was not meant.
+_MOST_S = 100 * 365 * 86_400
+_SHOWN = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def read_seconds(text: str) -> float | None:
+    """Seconds in a text such as ``12h`` or ``1d 6h``; a plain number counts as seconds. None for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    position, total = 0, 0.0
+    while position < len(text):
+        part = _PART.match(text, position)
+        if part is None or part[2].lower() not in UNITS:
+            return total if position and not text[position:].strip() else None
+        total += float(part[1]) * UNITS[part[2].lower()]
+        position = part.end()
+    return total if position else None
+
+
+def find_problem(seconds: float) -> str | None:
+    """What is wrong with a length of time that something has to last, in words; None: nothing."""
+    if not math.isfinite(seconds):
+        return "The duration must be finite."
+    if seconds <= 0:
+        return "The duration must be above zero."
+    return "The duration must be below a hundred years." if seconds > _MOST_S else None
+
+
+def describe(length: timedelta) -> str:
+    """``1 d``, ``12 h``, ``1 d 6 h``, ``0.5 s``."""
+    left = length.total_seconds()
+    parts = []
+    for unit, seconds in _SHOWN[:-1]:
+        count, left = divmod(left, seconds)
+        if count:
+            parts.append(f"{count:g} {unit}")
+    if left or not parts:
+        parts.append(f"{left:g} s")
+    return " ".join(parts)
