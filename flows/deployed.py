@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 
 from flows import pipeline as _plain
+from flows.cli.presentation import summary
 from flows.results import PipelineResult
 from flows.server.run_process import prepare_run_process
 from flows.spec.spec import PipelineSpec
+from trainer_lib.errors import TrainflowError
+from trainer_lib.secrets import mask
 
 
 # The parameters are written out, not taken over by functools.wraps: Prefect resolves their types in this module.
@@ -38,5 +41,20 @@ def pipeline(
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()
-    # The plain function: a flow inside of a flow would be a run of its own.
-    return _plain.pipeline.fn(spec, only=only, start=start, force=force, from_run=from_run, debug=debug)
+    try:
+        # The plain function: a flow inside of a flow would be a run of its own.
+        ended = _plain.pipeline.fn(spec, only=only, start=start, force=force, from_run=from_run, debug=debug)
+    except TrainflowError as error:
+        _log_summary(error.partial_result, spec)
+        raise
+    _log_summary(getattr(ended.data, "partial_result", None) if isinstance(ended, State) else ended, spec)
+    return ended
+
+
+def _log_summary(result: object, spec: PipelineSpec) -> None:
+    """End the log of the run, which `serve`, the worker and Prefect's UI show, with the summary of a terminal."""
+    if not isinstance(result, PipelineResult):
+        return
+    place = ["--storage", spec.storage]
+    lines = summary(result, ["trainflow", "ui", *place], ["trainflow", "sync", *place])
+    get_run_logger().info("%s", mask("\n".join(line.plain for line in lines).rstrip()))

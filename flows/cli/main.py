@@ -177,19 +177,12 @@ def ui(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; unset: a free one.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Browse the runs in MLflow's UI, on this machine only, until Ctrl-C."""
+    """Browse the runs in the UIs of MLflow and Prefect, on this machine only, until Ctrl-C."""
     quiet_environment()
-    from flows.cli.ui import find_place, page, served, wait_forever
+    from flows.cli.ui import find_place, show
 
-    place = find_place(spec, overrides or [], storage)
-    out = terminal.console()
-    with _until_stopped(), contextlib.ExitStack() as stack:
-        with out.status("starting MLflow"):
-            address = stack.enter_context(served(place, port))
-        out.print(f"MLflow: {page(address, place.experiment)}")
-        if place.server is None:
-            out.print("Ctrl-C ends it.")
-            wait_forever()
+    with _until_stopped():
+        show(find_place(spec, overrides or [], storage), port, terminal.console())
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`trainflow ui`: MLflow's pages for the runs of a storage, on this machine only, for as long as the command runs."""
+"""`trainflow ui`: the pages of MLflow and Prefect, on this machine only, for as long as the command runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.configs import TrackingConfig
 from tasks.tracking import default_tracking_uri
 from trainer_lib import guard
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HOST = "127.0.0.1"
 # MLflow opens in its view for language-model applications; this asks for the one with curves.
@@ -146,6 +149,21 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def prefect_served() -> Iterator[str]:
+    """A Prefect server inside the block, the embedded one unless another is configured; yields the link to its UI.
+
+    Raises:
+        TrainflowError: the configured server does not answer, or the embedded one did not start.
+    """
+    from flows.server.api import prefect_api, server_folder
+    from flows.server.sign_in import find_page, sign_in_link
+
+    with prefect_api() as url:
+        folder = server_folder(url)
+        yield sign_in_link(folder) if folder is not None else find_page() or url
+
+
+@contextlib.contextmanager
 def _guarded(place: TrackingPlace, port: int, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
     guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve())]
@@ -207,10 +225,30 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     )
 
 
-def wait_forever() -> NoReturn:
-    """Sleep until a signal ends the process."""
-    while True:
-        time.sleep(3600)
+def show(place: TrackingPlace, port: int | None, out: Console) -> None:
+    """Serve MLflow and Prefect and print their links, until a signal ends the process.
+
+    Where MLflow has a server of its own, nothing is started and nothing waits: what runs is named.
+    """
+    with contextlib.ExitStack() as stack:
+        with out.status("starting MLflow"):
+            address = stack.enter_context(served(place, port))
+        out.print(f"MLflow:  {page(address, place.experiment)}")
+        if place.server is not None:
+            from flows.server.sign_in import find_page
+
+            if link := find_page():
+                out.print(f"Prefect: {link}")
+            return
+        try:
+            with out.status("starting Prefect"):
+                link = stack.enter_context(prefect_served())
+            out.print(f"Prefect: {link}")
+        except TrainflowError as error:  # MLflow's pages are there all the same
+            out.print(f"Prefect: {error}")
+        out.print("Ctrl-C ends them. The links are for you alone: Prefect's carries its password.")
+        while True:
+            time.sleep(3600)
 
 
 def page(address: str, experiment: str | None) -> str:

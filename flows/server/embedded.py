@@ -50,6 +50,7 @@ CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
 SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
+SIGN_IN = "/trainflow-sign-in"  # see flows/server/sign_in.py
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
 # How long (seconds) a new server tries for the server lock: a client that checks it holds it briefly.
@@ -198,8 +199,15 @@ def _describe(folder: Path, description: dict[str, object]) -> None:
 def _build() -> uvicorn.Server:
     import uvicorn
     from prefect.server.api.server import create_app
+    from starlette.responses import FileResponse
+    from starlette.routing import Route
 
-    config = uvicorn.Config(create_app(final=True), log_level="error", lifespan="on", timeout_graceful_shutdown=3)
+    app = create_app(final=True)
+    page = Path(__file__).with_name("sign_in.html")
+    answer = FileResponse(page, headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"})
+    # First, because the UI answers to every path.
+    app.router.routes.insert(0, Route(SIGN_IN, lambda request: answer))
+    config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=3)
     return uvicorn.Server(config)
 
 

@@ -102,7 +102,7 @@ class Membership:
         found = self.description()
         if found is None:  # none is there, or it is still starting
             return
-        answers = _is_healthy(found["url"])
+        answers = is_healthy(found["url"])
         if answers and found.get("made_by") == self._made_by:
             return
         for number in (signal.SIGTERM, signal.SIGKILL) if answers else (signal.SIGKILL,):
@@ -121,7 +121,7 @@ class Membership:
     def _kill_hung(self) -> None:
         """Kill a server that was stopped with the clients' lock in its hand; one that works holds it for a moment."""
         found, pid = self.description(), self._server_pid()
-        if pid is not None and (found is None or not _is_healthy(found["url"])):
+        if pid is not None and (found is None or not is_healthy(found["url"])):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -134,7 +134,7 @@ class Membership:
         """Wait until the server answers; its URL and password."""
         while time.monotonic() < self._deadline:
             description = self.description()
-            if description is not None and _is_healthy(description["url"]):
+            if description is not None and is_healthy(description["url"]):
                 return description["url"], description["auth"]
             if self._process is not None and self._process.poll() not in (None, embedded.ANOTHER_SERVES):
                 raise self._failure(f"It ended with exit code {self._process.returncode}.")
@@ -251,7 +251,7 @@ class _Keeper(threading.Thread):
         if description is None or self._done.is_set():
             return
         pid = int(description["pid"])
-        if _is_healthy(description["url"]):
+        if is_healthy(description["url"]):
             self._answered_s, self._answering = time.monotonic(), pid
             self._pause_s = _LOOK_S
         elif self._answering == pid and time.monotonic() - self._answered_s > _HUNG_S:
@@ -311,7 +311,8 @@ def _unusable(home: Path, error: OSError) -> StorageError:
     )
 
 
-def _is_healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
+    """Whether a Prefect server answers at `url` (``http://127.0.0.1:41234``)."""
     host, _, port = url.removeprefix("http://").partition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=5)
     try:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,10 +200,21 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_pa
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     with running("ui", finished.spec, log=tmp_path / "log", env={"TMPDIR": str(temporary)}) as command:
-        address = command.wait_for("MLflow: http://127.0.0.1:").split()[1]
+        address = command.wait_for("MLflow:  http://127.0.0.1:").split()[1]
         assert re.search(r"/#/experiments/1/runs/[0-9a-f]{32}\?workflowType=machine_learning$", address)
         with urllib.request.urlopen(address, timeout=10) as page:
             assert b"<html" in page.read()
+        prefect = command.wait_for("Prefect: http://127.0.0.1:").split()[1]
+        origin, _, secret = prefect.partition("/trainflow-sign-in#")
+        with urllib.request.urlopen(prefect.partition("#")[0], timeout=10) as page:
+            text = page.read().decode()
+        assert "prefect-password" in text
+        assert secret.partition("&")[0] not in text, "the page alone lets nobody in"
+        answer = urllib.request.Request(f"{origin}/api/admin/version")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(answer, timeout=10)
+        answer.add_header("Authorization", f"Basic {secret.partition('&')[0]}")
+        assert urllib.request.urlopen(answer, timeout=10).status == 200
         assert not list(temporary.glob("trainflow*")), "what has no name is not left behind when this is killed"
         assert command.stop() == 0
     assert "Traceback" not in command.output
