@@ -165,6 +165,25 @@ def test_a_failed_run_that_was_deleted_gets_a_new_one_under_its_token(storage: S
     assert find_waiting(storage) is None
 
 
+def test_an_experiment_that_was_deleted_is_restored_and_its_run_goes_on(
+    storage: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = start(storage)
+    first.log_metrics({"loss": 1.0}, 1)
+    first.finish("FAILED")
+    assert delivery(first.handle).deliver()
+    client(first.handle.tracking_uri).delete_experiment(first.handle.experiment_id)
+
+    again = start(storage, token=first.handle.token)
+    again.log_metrics({"loss": 0.5}, 2)
+    again.finish("FINISHED")
+    assert delivery(again.handle).deliver()
+    [run] = runs(again.handle.tracking_uri)
+    assert (run.info.run_id, run.info.status) == (first.handle.run_id, "FINISHED")
+    assert points(again.handle.tracking_uri, run.info.run_id, "loss") == [(1, 1.0), (2, 0.5)]
+    assert "The MLflow experiment digits was deleted. It is restored with its runs" in caplog.text
+
+
 @pytest.mark.parametrize("metrics", [{}, {"loss": 2.0}, {"loss": 2.0, "accuracy": 1.0}])
 def test_what_is_left_of_a_run_that_was_deleted_is_set_aside(
     storage: Store, metrics: dict[str, float], caplog: pytest.LogCaptureFixture

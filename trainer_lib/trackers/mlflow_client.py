@@ -173,10 +173,20 @@ class Run(NamedTuple):
 
 
 def find_run(client: MlflowClient, head: Mapping[str, Any]) -> Run | None:
-    """Find the run of a session's token; of several, which a lost answer may have made, the oldest."""
+    """Find the run of a session's token; of several, which a lost answer may have made, the oldest.
+
+    An experiment that was deleted is restored first, and its runs with it: the session's may be one of them.
+    """
     experiment = client.get_experiment_by_name(head["experiment"])
     if experiment is None:
         return None
+    if experiment.lifecycle_stage != "active":
+        client.restore_experiment(experiment.experiment_id)
+        _log.warning(
+            "The MLflow experiment %s was deleted. It is restored with its runs, because this run is logged there; "
+            "tracking.experiment names another one.",
+            head["experiment"],
+        )
     return _search(client, experiment.experiment_id, TOKEN_TAG, head["token"], "ASC")
 
 
@@ -226,8 +236,6 @@ def _experiment_id(client: MlflowClient, name: str, artifact_location: str | Non
                 raise
             experiment = client.get_experiment_by_name(name)
     assert experiment is not None  # noqa: S101
-    if experiment.lifecycle_stage != "active":
-        client.restore_experiment(experiment.experiment_id)
     return str(experiment.experiment_id)
 
 
