@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from flows.past_runs import KEYS_FILE, RUN_FILE, read_record, run_folder
 from flows.plan import Plan
+from flows.plan_record import actual_of, write_half
 from flows.report import render_report
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.spec.spec import PipelineSpec
@@ -102,6 +103,7 @@ class RunRecord:
     def _close(self, status: str, *, stages: int) -> None:
         """Write the record and the report, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
+            self._write("plan", self._write_actual)
             self._write("report", self._write_report)
             if self.tracked is not None:
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
@@ -193,6 +195,13 @@ class RunRecord:
                 self._save({**self._record, **found})
 
     # -- the folder ---------------------------------------------------------------------------------------------------
+
+    def _write_actual(self) -> None:
+        """Keep what the stages took beside what was planned."""
+        outcomes = [each for each in self.result.stages if each.status == "ran" and each.manifest is not None]
+        ran = {each.stage: actual_of(StageManifest.from_dict(each.manifest or {}), each.seconds) for each in outcomes}
+        if ran:
+            write_half(self.folder, "actual", {"stages": ran})
 
     def _write_report(self) -> None:
         url = f"{self.folder.url}/{_REPORT}"  # its links are relative to where it lies

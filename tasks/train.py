@@ -73,6 +73,7 @@ def _train(
         resumed_from=result.resumed_from,
         checkpoints=result.checkpoints,
         parameters=result.parameters,
+        peak_bytes=result.peak_bytes,
         model=config.model,
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
         tracked_run=context.tracking.token if context.tracking else None,

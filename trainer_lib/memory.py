@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import resource
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,6 +136,22 @@ class MemoryTracker:
 
     def _gpu_bytes(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._uses_gpu() else 0
+
+
+def read_resident_bytes() -> int:
+    """Return the resident set of this process in bytes."""
+    return int(_this_process().memory_info().rss)
+
+
+def read_peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process had at one time, in bytes.
+
+    On a GPU it is what torch's allocator gave out; elsewhere the resident set, with the interpreter and its libraries.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def empty_device_cache(device: torch.device) -> None:

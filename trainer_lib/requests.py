@@ -21,10 +21,48 @@ from typing_extensions import override
 
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
+from trainer_lib.footprint import Estimate, Probe
 from trainer_lib.path_options import PathOptions
 from trainer_lib.preemption import Preemption
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry
+from trainer_lib.verb_results import (
+    CompareResult,
+    EvaluateResult,
+    ImportResult,
+    PredictResult,
+    PreparedSplit,
+    PrepareResult,
+    ScoreResult,
+    TrainResult,
+)
+
+__all__ = [
+    "FORMAT",
+    "CompareRequest",
+    "CompareResult",
+    "EstimateRequest",
+    "EvaluateRequest",
+    "EvaluateResult",
+    "ImportRequest",
+    "ImportResult",
+    "ModelRequest",
+    "PredictRequest",
+    "PredictResult",
+    "PrepareRequest",
+    "PrepareResult",
+    "PreparedData",
+    "PreparedSplit",
+    "ProbeRequest",
+    "Proof",
+    "RecipeFile",
+    "Request",
+    "ScoreRequest",
+    "ScoreResult",
+    "TrainRequest",
+    "TrainResult",
+    "read_request",
+]
 
 FORMAT = 1
 """Raised when a request changes its meaning: the machines of one training must run the same version."""
@@ -41,21 +79,6 @@ class RecipeFile:
     path: str
     root: str
     fallback: str | None = None
-
-
-@dataclass(frozen=True)
-class PreparedSplit:
-    """One split as prepare-data leaves it.
-
-    Attributes:
-        rows: number of rows.
-        shards: paths of its Arrow files below the stage's folder, in the order of the rows.
-        columns: name -> type of each column.
-    """
-
-    rows: int
-    shards: tuple[str, ...] = ()
-    columns: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,99 +102,6 @@ class Proof:
 
     stop_at: int | None = None
     kill: bool = False
-
-
-# -- results ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PrepareResult:
-    """Files written, the splits they hold, and what the recipe notes for its model."""
-
-    files: tuple[FileEntry, ...]
-    splits: dict[str, PreparedSplit]
-    info: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """A finished training.
-
-    Attributes:
-        files: those of the exported model, below `model/`.
-        metrics: as the Trainer returns them.
-        global_step: optimizer steps, those before a resume included.
-        global_samples: training samples seen, likewise.
-        world_size: processes.
-        resumed_from: optimizer step that training continued from; None: it began at the start.
-        checkpoints: names of the committed checkpoints, newest first.
-        parameters: number of the model's parameters.
-    """
-
-    files: tuple[FileEntry, ...]
-    metrics: dict[str, Any]
-    global_step: int
-    global_samples: int
-    world_size: int
-    resumed_from: int | None
-    checkpoints: tuple[str, ...]
-    parameters: int
-
-
-@dataclass(frozen=True)
-class EvaluateResult:
-    """Files written, and the metrics: split -> name -> value."""
-
-    files: tuple[FileEntry, ...]
-    metrics: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class PredictResult:
-    """Parquet files written, and the number of predicted rows."""
-
-    files: tuple[FileEntry, ...]
-    rows: int
-
-
-@dataclass(frozen=True)
-class ScoreResult:
-    """Files written, the number of predicted rows, and the column of their ids (None: they are numbered)."""
-
-    files: tuple[FileEntry, ...]
-    rows: int
-    id_column: str | None
-
-
-@dataclass(frozen=True)
-class CompareResult:
-    """Differences between two trainings in the order of time, and what was compared (counts by name)."""
-
-    differences: tuple[dict[str, Any], ...]
-    compared: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class ImportResult:
-    """An imported checkpoint.
-
-    Attributes:
-        step: optimizer step.
-        url: where it is committed.
-        parameters: parameters with optimizer state.
-        files: number of files.
-        bytes: their size.
-        left_out: names in the source folder that were not imported.
-        notes: sentences about what differs after resuming.
-    """
-
-    step: int
-    url: str
-    parameters: int
-    files: int
-    bytes: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -296,6 +226,32 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
     eval_split: str | None = None
     proof: Proof | None = None
     preemption: Preemption | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest(ModelRequest[Estimate], verb="estimate", result=Estimate):
+    """Work out what training would take, on fake tensors.
+
+    Attributes:
+        processes: those that the training would have.
+    """
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    processes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
+    """Train as the arguments say, with the clock running; `output` is a folder that the owner removes.
+
+    Attributes:
+        rows: rows of the eval split that are evaluated at most.
+    """
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    rows: int = 512
 
 
 @dataclass(frozen=True, kw_only=True)

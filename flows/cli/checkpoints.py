@@ -146,11 +146,11 @@ def _function(text: str) -> tuple[RecipeFile, str]:
 
 
 def _imported(result: ImportResult, destination: str) -> list[Text]:
-    from flows.cli.inventory import size
+    from flows.sizes import describe_bytes
 
     left_out = ", ".join(result.left_out) or "nothing"
     return [
-        Text(f"imported  step {result.step}, {result.parameters} parameters, {size(result.bytes)}", "green"),
+        Text(f"imported  step {result.step}, {result.parameters} parameters, {describe_bytes(result.bytes)}", "green"),
         Text(f"  where     {shown(result.url)}"),
         Text(f"  left out  {left_out}"),
         *(Text(f"  note      {note}") for note in result.notes),

@@ -9,6 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from flows.cli.presentation import shown
+from flows.sizes import describe_bytes
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, is_link, list_excess, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
@@ -245,7 +246,7 @@ def listing(found: Sequence[Entry]) -> list[Text]:
 def _row(entry: Entry) -> tuple[str, str, str, str, str]:
     when = entry.info.commit.created if entry.info is not None else "-"
     state = ", ".join([entry.state, *(["best"] if entry.best else []), *(["in use"] if entry.readers else [])])
-    return str(entry.step), when, size(entry.bytes), state, shown(entry.url)
+    return str(entry.step), when, describe_bytes(entry.bytes), state, shown(entry.url)
 
 
 def intact_lines(problems: Mapping[str, Sequence[str]]) -> list[Text]:
@@ -268,15 +269,6 @@ def intact_lines(problems: Mapping[str, Sequence[str]]) -> list[Text]:
 def pruned(removed: Sequence[Mapping[str, Any]], *, dry_run: bool) -> list[Text]:
     """A line per checkpoint that was (or would be) removed, and what that frees."""
     verb, freed = ("would remove", "would be freed") if dry_run else ("removed", "freed")
-    lines = [Text(f"{verb}  {shown(each['url'])}  {size(each['bytes'])}  {each['why']}") for each in removed]
-    total = f"{size(sum(each['bytes'] for each in removed))} {freed}" if removed else "Nothing has to go."
+    lines = [Text(f"{verb}  {shown(each['url'])}  {describe_bytes(each['bytes'])}  {each['why']}") for each in removed]
+    total = f"{describe_bytes(sum(each['bytes'] for each in removed))} {freed}" if removed else "Nothing has to go."
     return [*lines, Text(total, "bold")]
-
-
-def size(count: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -19,6 +19,7 @@ from flows.cli import checkpoints, presentation, terminal
 from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
 from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
+from flows.cli.planning import plan
 from flows.cli.predicting import predict
 from flows.cli.proof import prove_resume
 from flows.cli.resume import resume
@@ -193,6 +194,7 @@ def _until_stopped() -> Iterator[None]:
 
 
 # The commands of the other files follow those above in `trainflow --help`.
+app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
 for command in (status, sync, serve, deploy, join, predict):

@@ -70,6 +70,7 @@ class TrainFacts(StageFacts, stage="train"):
         resumed_from: optimizer step that the attempt continued from; None: it began at the start.
         checkpoints: names of the committed checkpoints.
         parameters: number of the model's parameters.
+        peak_bytes: the largest memory of a process; None: an older version trained it.
         model: settings that the recipe's build_model was given.
         mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
         tracked_run: the same run, by the name that it has before its server is reached.
@@ -83,6 +84,7 @@ class TrainFacts(StageFacts, stage="train"):
     resumed_from: int | None = None
     checkpoints: tuple[str, ...] = ()
     parameters: int | None = None
+    peak_bytes: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     mlflow_run_id: str | None = None
     tracked_run: str | None = None

@@ -238,6 +238,16 @@ def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | N
     return None, f"{problems[0]}{more}"
 
 
+def look_up_in(storage: str, stage: str, folder: str) -> StageManifest | None:
+    """The result that a stage committed in a folder of its own, whatever its key; None without an intact one."""
+    store = _folder(storage, stage, folder)
+    try:
+        commit = read_commit(store, kind="stage")
+        return None if commit is None else StageManifest.from_commit(store.url, commit)
+    except (DamagedError, NewerVersionError):
+        return None
+
+
 def belongs_to_other_key(store: Store, key: StageKey) -> bool:
     """Whether what lies in the stage's folder, finished or not, was made under another key."""
     made_for: set[str] = set()

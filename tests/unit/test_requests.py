@@ -13,12 +13,14 @@ from trainer_lib.preemption import Preemption
 from trainer_lib.records import to_record
 from trainer_lib.requests import (
     CompareRequest,
+    EstimateRequest,
     EvaluateRequest,
     ImportRequest,
     PredictRequest,
     PreparedData,
     PreparedSplit,
     PrepareRequest,
+    ProbeRequest,
     Proof,
     RecipeFile,
     Request,
@@ -43,6 +45,8 @@ REQUESTS: list[Request[Any]] = [
         proof=Proof(3, kill=True),
         preemption=Preemption(command=("check", "it"), headers={"a": "b"}, every_s=1.0),
     ),
+    EstimateRequest(output="o", recipe=RECIPE, data=DATA, eval_split="test", processes=4),
+    ProbeRequest(output="o", recipe=RECIPE, data=DATA, args={"max_steps": 9}, rows=7),
     EvaluateRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test")),
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
     ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),

@@ -49,6 +49,16 @@ def micro_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings:
     return settings.share(args.per_device_train_batch_size, data_parallel_size, field="per_device_train_batch_size")
 
 
+def rows_at_a_time(args: ArgumentGroups, *, data_parallel_size: int) -> int:
+    """Return the samples that a process really trains on at a time: its share of the global batch may be smaller.
+
+    Raises:
+        ConfigError: as in `micro_batch_size`.
+    """
+    share = -(-total_batch_size(args, data_parallel_size=data_parallel_size) // data_parallel_size)
+    return min(micro_batch_size(args, data_parallel_size=data_parallel_size), share)
+
+
 def accumulation_steps(args: ArgumentGroups, *, data_parallel_size: int) -> int:
     """Return the micro-batches that a process adds up for one full global batch, at least 1."""
     if args.global_batch_size is None:

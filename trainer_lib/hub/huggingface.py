@@ -350,3 +350,32 @@ def _render_record(content: Content) -> bytes:
         "lineage": content.lineage,
     }
     return json.dumps(record, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def check_access(repo: str, *, field: str, writes: bool, timeout_s: float) -> None:
+    """Check that the Hub answers within `timeout_s` seconds and that this user may use a model's repository.
+
+    A repository that does not exist yet may be written to: publishing creates it.
+
+    Raises:
+        ConfigError: the Hub refuses the token, or the repository cannot be read. StorageError: there is no answer.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    hub = HuggingFaceHub(repo, field=field, action="upload" if writes else "download")
+    with hub.errors_translated():
+        api = _open_api()
+        try:
+            api.repo_info(repo, repo_type="model", timeout=timeout_s)
+        except RepositoryNotFoundError:
+            if not writes:
+                raise
+    # The Hub has refused a wrong token by now, whatever the repository.
+    if writes and api.token is None and get_token() is None:
+        raise ConfigError(
+            "There is no login for the Hub, so nothing can be written there.",
+            field=field,
+            value=hub.target,
+            remedy="Set HF_TOKEN to a token that may write there.",
+        )

@@ -11,6 +11,7 @@ from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.memory import read_peak_bytes
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
@@ -46,7 +47,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     with stopped_by_notice(work, trainer):
         trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
-    trainer._trainflow.comm.barrier()
+    peaks = trainer._trainflow.comm.gather_json(read_peak_bytes(trainer._trainflow.world.device))
     result: TrainResult | None = None
     if work.rank == 0:
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
@@ -59,6 +60,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             resumed_from=events.resumed_from,
             checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
+            peak_bytes=max(peaks or ()),
         )
     trainer._trainflow.comm.barrier()
     distributed.shutdown()

@@ -29,6 +29,7 @@ def test_a_check_has_a_storage_an_experiment_and_a_hub_of_its_own(path: Path) ->
     assert spec.storage == f"{load_spec(path).storage}/limited"
     assert (spec.publish.to, spec.publish.revision, spec.publish.enabled) == (None, None, True)
     assert spec.tracking.experiment == "toy-limited"
+    assert limited(path, 'evaluate.require={"test_error": "< 0.1"}').evaluate.require == {}
     assert spec.tracking.tags == {"team": "a", "trainflow.limit": "5"}
 
 

@@ -1,0 +1,118 @@
+"""Before a training: what workers find out about it, on fake tensors or in a few real steps. Nothing is kept."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tasks.configs import TrainConfig
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.progress import StageProgress
+from tasks.stage.runner import StageAttempt
+from tasks.stage.spec_words import in_words_of_spec
+from tasks.stage.worker import model_fields, sent_arguments
+from trainer_lib.footprint import Estimate, Probe
+from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.requests import EstimateRequest, ProbeRequest
+from trainer_lib.storage import Store
+
+PROBED_STEPS = 13
+_FOLDER = "probe"
+_ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole training mean nothing here
+    "max_steps": PROBED_STEPS,
+    "warmup_steps": 0,
+    "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": None,
+    "save_total_limit": None,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": None,
+    "eval_on_start": False,
+    "eval_delay": 0,
+    "push_to_hub": False,
+    "report_to": "none",
+}
+
+
+def estimate_training(config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts]) -> Estimate:
+    """Build the model without values in one worker, and run a step on fake tensors.
+
+    Raises:
+        TrainflowError: the recipe cannot build its model or make a batch.
+    """
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    request = EstimateRequest(
+        **_fields(config, context, data, Store.open(context.storage)),
+        args=sent_arguments(config.args, context),
+        model=config.model,
+        train_split=config.train_split,
+        eval_split=config.eval_split,
+        processes=own.world_size,
+    )
+    alone = LaunchConfig(
+        kind="in_process" if own.kind == "in_process" else "process",
+        processes=1,
+        env=own.env,
+        devices=own.devices,
+        device_order=own.device_order,
+    )
+    with in_words_of_spec("train"):
+        return launch(request, alone, env={}, on_line=_ignore, on_event=_ignore)
+
+
+def probe_training(
+    config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts], *, on_line: Callable[[str], None]
+) -> Probe:
+    """Train a few steps as the spec says, evaluate some rows and save once, in a folder that is removed.
+
+    Raises:
+        TrainflowError: the training failed.
+    """
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    changed: dict[str, Any] = dict(_ONLY_PROBED)
+    for name in ("eval", "save"):
+        if str(getattr(args, f"{name}_strategy")) != "no":
+            changed |= {f"{name}_strategy": "steps", f"{name}_steps": PROBED_STEPS}
+    folder = f"{_FOLDER}-{os.urandom(8).hex()}"
+    store = Store.open(context.storage).child(folder)
+    request = ProbeRequest(
+        **_fields(config, context, data, store),
+        args=sent_arguments({**config.args, **changed}, context),
+        model=config.model,
+        train_split=config.train_split,
+        eval_split=config.eval_split if "eval_steps" in changed else None,
+    )
+    started = time.monotonic()
+    try:
+        with in_words_of_spec("train"):
+            found = launch(request, own, env={}, on_line=on_line, on_event=_ignore)
+    finally:
+        Store.open(context.storage).delete_tree(folder)
+    whole = time.monotonic() - started
+    evaluation = (found.evaluation_row_s or 0.0) * min(request.rows, _rows(data, request.eval_split))
+    known = PROBED_STEPS * found.step_s + found.warm_up_s + evaluation + (found.save_s or 0.0)
+    return replace(found, overhead_s=max(0.0, whole - known))
+
+
+def _rows(data: StageManifest[PrepareFacts], split: str | None) -> int:
+    return 0 if split is None else data.facts.splits[split].rows
+
+
+def _fields(
+    config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts], store: Store
+) -> dict[str, Any]:
+    attempt = StageAttempt("train", store, 1, 0, StageProgress("train"), lambda: False)
+    try:
+        return {**model_fields(config, context, attempt, data), "tracking": False}
+    finally:
+        attempt.progress.close()
+
+
+def _ignore(_: object) -> None:
+    return

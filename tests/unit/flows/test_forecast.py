@@ -1,0 +1,194 @@
+"""What a plan says about length, room and time, and what it finds that cannot work, without starting a worker."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.forecast import Forecast, Found, Length, forecast
+from flows.obstacles import Obstacle, find_obstacles
+from flows.plan import Plan
+from flows.plan_record import compare, read_plan_record, write_half
+from flows.spec.spec import PipelineSpec, load_spec
+from tasks.stage.facts import PrepareFacts
+from tasks.stage.manifest import StageManifest, stage_store
+from tests.support.hub_server import HubServer
+from tests.support.toy import project
+from trainer_lib.commit import write_commit
+from trainer_lib.errors import CodeError
+from trainer_lib.footprint import Estimate, ModelSize, Probe
+from trainer_lib.records import to_record
+from trainer_lib.requests import PreparedSplit
+from trainer_lib.storage import Store
+
+SIZE = ModelSize(10, 10, 40, 40, 80, 20, None, 40, 40)
+ESTIMATE = Estimate(SIZE, process_bytes=1000, tokens_per_sample=3.0, device="cpu")
+PROBE = Probe(10, 0.5, 2.0, 0.01, 1.5, 5000, 700, "cpu", overhead_s=3.0)
+FACTS = PrepareFacts({"train": PreparedSplit(64), "test": PreparedSplit(16)})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return project(tmp_path / "project")
+
+
+def length(path: Path, processes: int = 1, **args: Any) -> Length:
+    spec = load_spec(path, ("train.eval_split=test", *(f"train.args.{name}={value}" for name, value in args.items())))
+    return Length.of(spec.resolver.arguments(spec.train.args), FACTS, spec.train, processes)
+
+
+@pytest.mark.parametrize(
+    ("args", "steps", "samples", "evaluations", "saves"),
+    [
+        ({"max_steps": 20}, 20, 160, 0, 5),
+        ({"max_steps": -1, "num_train_epochs": 2}, 16, 128, 0, 4),
+        ({"max_steps": -1, "num_train_epochs": 2, "global_batch_size": 60}, 4, 128, 0, 1),
+        ({"max_steps": -1, "global_batch_size": 60, "dataloader_drop_last": True}, 3, 180, 0, 1),
+        ({"max_steps": 20, "eval_strategy": "epoch", "save_strategy": "no"}, 20, 160, 3, 0),
+        ({"max_steps": 20, "eval_strategy": "steps", "eval_steps": 0.5, "eval_on_start": True}, 20, 160, 3, 5),
+    ],
+)
+def test_the_length_follows_from_rows_and_arguments(
+    path: Path, args: dict[str, Any], steps: int, samples: int, evaluations: int, saves: int
+) -> None:
+    found = length(path, **args)
+    assert (found.steps, found.samples, found.evaluations, found.saves) == (steps, samples, evaluations, saves)
+    assert found.evaluated_rows == 16
+
+
+def prepared(spec: PipelineSpec) -> Plan:
+    """A plan of a spec whose data is committed."""
+    key = Plan.of(spec).key_of("prepare-data", {})
+    store = stage_store(spec.storage, key)
+    if store.exists("COMMIT.json"):
+        return Plan.of(spec)
+    store.write_bytes("key.json", key.to_json())
+    files = [store.write_bytes("data.json", b"{}")]
+    meta = {"stage": key.stage, "key": key.digest, "metrics": {}, "meta": to_record(FACTS)}
+    write_commit(store, "stage", files, meta)
+    return Plan.of(spec)
+
+
+def planned(plan: Plan, found: Found) -> Forecast:
+    return forecast(plan, ask=lambda data: found)
+
+
+def test_without_prepared_data_it_says_what_is_missing(path: Path) -> None:
+    plan = Plan.of(load_spec(path))
+    found = planned(plan, Found())
+    assert found.length is None
+    [sentence] = found.missing
+    assert sentence.startswith("The data is not prepared (never run before)")
+    assert "trainflow run SPEC --only prepare" in sentence
+    assert find_obstacles(plan, found) == []
+    json.dumps(found.to_dict())
+
+
+def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
+    spec = load_spec(path, ("train.eval_split=test", "train.args.eval_strategy=epoch", "train.args.save_total_limit=1"))
+    found = planned(prepared(spec), Found(ESTIMATE, PROBE))
+    # 8 steps, an evaluation of 16 rows, two saves.
+    assert found.seconds == pytest.approx(3.0 + 8 * 0.5 + 2.0 + 16 * 0.01 + 2 * 1.5)
+    assert (found.peak_bytes, found.tokens, found.strategy) == (700, 64 * 3, "single")
+    assert found.room is not None
+    assert found.room.needed_bytes == 2 * 5000 + 2 * 40
+    assert found.planned()["checkpoint_bytes"] == 5000
+
+
+def test_without_a_probe_memory_is_worked_out_and_the_time_is_not_known(path: Path) -> None:
+    found = planned(prepared(load_spec(path)), Found(ESTIMATE))
+    assert found.own is not None
+    assert found.peak_bytes == 1000 + (found.own.total or 0)
+    assert (found.seconds, found.time_source) == (None, "")
+
+
+def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[Obstacle]:
+    plan = prepared(load_spec(path, overrides))
+    return find_obstacles(plan, planned(plan, found or Found(ESTIMATE)))
+
+
+def test_a_split_that_does_not_exist_is_found(path: Path) -> None:
+    [found] = obstacles(path, "predict.split=tset")
+    assert (found.field, found.is_fatal) == ("predict.split", True)
+    assert found.remedy is not None
+    assert "Did you mean 'test'?" in found.remedy
+
+
+def test_a_training_split_that_does_not_exist_ends_the_forecast(path: Path) -> None:
+    found = obstacles(path, "train.train_split=trian", found=Found(error=CodeError("unreached")))
+    assert [each.field for each in found] == ["train.train_split"]
+
+
+def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage(path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: real._replace(free=1000))
+    [found] = obstacles(path, found=Found(ESTIMATE, PROBE))
+    assert found.field == "storage"
+    assert "2 checkpoints of 5 kB, and the model), and 1 kB are free" in found.what
+
+
+def test_what_the_recipe_raises_in_a_worker_is_among_what_cannot_work(path: Path) -> None:
+    error = CodeError("KeyError: 'width'", field="build_model", remedy="Mend it.")
+    [found] = obstacles(path, found=Found(error=error))
+    assert (found.what, found.remedy, found.is_fatal) == ("KeyError: 'width'", "Mend it.", True)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_TOKEN", server.token)
+        yield server
+
+
+def test_a_hub_that_refuses_or_does_not_answer_is_found(
+    path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = "publish.to=hf://acme/model"
+    assert obstacles(path, publish) == []
+    [absent] = obstacles(path, publish, "train.model.base=hf://acme/base")
+    assert absent.field == "train.model.base"
+    assert "(404)" in absent.what
+    monkeypatch.delenv("HF_TOKEN")
+    [stranger] = obstacles(path, publish)
+    assert stranger.field == "publish.to"
+    hub.fault = lambda method, target: "drop"
+    [silent] = obstacles(path, publish)
+    assert "cannot be reached" in silent.what
+
+
+def test_an_mlflow_server_that_does_not_answer_is_said_and_not_fatal(path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    [found] = obstacles(path, "tracking.enabled=true", f"tracking.uri={address}")
+    assert (found.field, found.value, found.is_fatal) == ("tracking.uri", address, False)
+    assert "Connection refused" in found.what
+
+
+def test_plan_and_outcome_are_kept_side_by_side(tmp_path: Path) -> None:
+    folder = Store.open(str(tmp_path / "runs" / "abc"))
+    assert read_plan_record(folder) == {}
+    write_half(folder, "planned", {"stages": {"train": {"seconds": 10.0, "peak_bytes": 200, "steps": 5}}})
+    assert compare(read_plan_record(folder)) == []
+    write_half(
+        folder, "actual", {"stages": {"train": {"seconds": 11.0, "peak_bytes": None, "steps": 5}, "predict": {}}}
+    )
+    rows = {each.quantity: each for each in compare(read_plan_record(folder))}
+    assert set(rows) == {"seconds", "steps"}
+    assert rows["seconds"].difference == pytest.approx(0.1)
+    assert rows["steps"].difference == 0
+    folder.write_bytes("plan.json", b"{torn")
+    assert read_plan_record(folder) == {}
+
+
+def test_a_manifest_is_the_same_for_a_plan_that_was_prepared_by_hand(path: Path) -> None:
+    reason = prepared(load_spec(path)).reasons["prepare-data"]
+    assert isinstance(reason.manifest, StageManifest)
+    assert reason.hit

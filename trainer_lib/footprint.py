@@ -1,0 +1,184 @@
+"""How many bytes a rank holds while it trains, under each strategy. Arithmetic on a model's sizes, without torch.
+
+W processes, parameters P (trained ones T), gradients G, optimizer state O, activations A, all in bytes::
+
+    strategy   parameters    gradients   optimizer   for the exchange
+    single     P             G           O           -
+    DDP        P             G           O           G: the buckets, copies of the gradients
+    FSDP       P/W           G/W         O/W         gathered units, and their gradients
+    ZeRO 1     P + T/W       G           O/W         two buckets
+    ZeRO 2     P + T/W       G/W         O/W         two buckets
+    ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters
+
+Activations, with the temporary tensors of the peak, are those of one micro-batch under every strategy. ZeRO holds a
+second copy of what is trained, from which the optimizer works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+ZERO_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's own `reduce_bucket_size`; a smaller model has smaller buckets."""
+_BYTES_OF_BUCKET_ELEMENT = 4
+STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model and its optimizer take, in bytes; on one rank that shares nothing.
+
+    Attributes:
+        parameters: number of parameters, each once, however many names it has.
+        trainable: number of those that are trained.
+        parameter_bytes: of all of them, with the buffers.
+        gradient_bytes: of the gradients of the trained ones.
+        optimizer_bytes: of the optimizer's state; None: not known.
+        activation_bytes: beyond all of the above, at the peak of a step, for one micro-batch; None: not known.
+        evaluation_bytes: beyond the parameters, at the peak of one batch of evaluation; None: not known, or none.
+        gathered_bytes: of the parameters that FSDP has whole at one time.
+        stored_bytes: of the weights and buffers in a checkpoint.
+        micro_batch: samples of the micro-batch whose activations these are.
+    """
+
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    activation_bytes: int | None
+    evaluation_bytes: int | None
+    gathered_bytes: int
+    stored_bytes: int
+    micro_batch: int = 1
+
+    @property
+    def checkpoint_bytes(self) -> int | None:
+        """The bytes of one checkpoint: weights and optimizer state, and not the few kilobytes beside them."""
+        return None if self.optimizer_bytes is None else self.stored_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of one rank under a strategy.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        processes: number of ranks.
+        exchange: of buffers and gathered tensors that only the exchange between ranks needs.
+        activations: with temporary tensors, at the peak of a step; None: not known.
+        evaluation: beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.
+    """
+
+    strategy: str
+    processes: int
+    parameters: int
+    gradients: int
+    optimizer: int | None
+    exchange: int
+    activations: int | None
+    evaluation: int | None = None
+
+    @property
+    def total(self) -> int | None:
+        """The peak of training, or of the evaluations in it; None where a part of it is not known."""
+        if self.optimizer is None or self.activations is None:
+            return None
+        training = self.gradients + self.exchange + self.activations
+        return self.parameters + self.optimizer + max(training, self.evaluation or 0)
+
+
+def footprints(
+    size: ModelSize, processes: int, *, alone: int | None = None, bucket_elements: int = ZERO_BUCKET_ELEMENTS
+) -> list[Footprint]:
+    """The bytes of a rank under every strategy; all but "single" on `processes` ranks.
+
+    Args:
+        alone: samples of the micro-batch of one process alone, whose activations grow with it; None: as on each rank.
+        bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
+    """
+    share = _divided_by(processes)
+    whole, gradients, optimizer = size.parameter_bytes, size.gradient_bytes, size.optimizer_bytes
+    gathered = min(size.gathered_bytes, whole)
+    bucket = 2 * _BYTES_OF_BUCKET_ELEMENT * min(bucket_elements, size.trainable)
+    masters = share(gradients)
+    held: dict[str, tuple[int, int, int | None, int]] = {
+        "single": (whole, gradients, optimizer, 0),
+        "ddp": (whole, gradients, optimizer, gradients),
+        "fsdp": (share(whole), share(gradients), share(optimizer), 2 * gathered),
+        "zero-1": (whole + masters, gradients, share(optimizer), bucket),
+        "zero-2": (whole + masters, share(gradients), share(optimizer), bucket),
+        "zero-3": (share(whole) + masters, share(gradients), share(optimizer), bucket + gathered),
+    }
+    return [
+        Footprint(
+            name,
+            1 if name == "single" else processes,
+            parameters=parameters,
+            gradients=held_gradients,
+            optimizer=held_optimizer,
+            exchange=exchange,
+            activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
+            evaluation=size.evaluation_bytes,
+        )
+        for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
+    ]
+
+
+def _scaled(size: ModelSize, micro_batch: int | None) -> int | None:
+    if size.activation_bytes is None or micro_batch is None:
+        return size.activation_bytes
+    return round(size.activation_bytes * micro_batch / size.micro_batch)
+
+
+def _divided_by(processes: int) -> Callable[..., int]:
+    # The largest part of a division that does not come out even.
+    return lambda amount: None if amount is None else math.ceil(amount / processes)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of a training before its first step.
+
+    Attributes:
+        size: of the model, for one micro-batch.
+        process_bytes: resident memory of a worker that has loaded its libraries and data and no model yet.
+        tokens_per_sample: whole numbers in the model's main input, of the first batches; None: it takes no tokens.
+        device: type of the device that it was worked out for ("cpu", "cuda").
+        notes: sentences about what could not be worked out, and why.
+    """
+
+    size: ModelSize
+    process_bytes: int
+    tokens_per_sample: float | None
+    device: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a few real steps took; times in seconds, bytes of the rank that has the most.
+
+    Attributes:
+        steps: optimizer steps that were measured, without the first ones, which are slow.
+        step_s: the median of one step.
+        warm_up_s: what the first steps took beyond that.
+        evaluation_row_s: per row that was evaluated; None: the training evaluates nothing.
+        save_s: one save; None: the training saves nothing.
+        checkpoint_bytes: size of that save; None likewise.
+        peak_bytes: the largest memory of a process: on a GPU that of torch's allocator, else the resident set.
+        device: type of the device.
+        overhead_s: of the whole probe, from its launch to its end, what was none of the above.
+    """
+
+    steps: int
+    step_s: float
+    warm_up_s: float
+    evaluation_row_s: float | None
+    save_s: float | None
+    checkpoint_bytes: int | None
+    peak_bytes: int
+    device: str
+    overhead_s: float = 0.0

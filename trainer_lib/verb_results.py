@@ -1,0 +1,115 @@
+"""What workers answer: one result for each verb, and the prepared split that a result holds. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.storage import FileEntry
+
+
+@dataclass(frozen=True)
+class PreparedSplit:
+    """One split as prepare-data leaves it.
+
+    Attributes:
+        rows: number of rows.
+        shards: paths of its Arrow files below the stage's folder, in the order of the rows.
+        columns: name -> type of each column.
+    """
+
+    rows: int
+    shards: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PrepareResult:
+    """Files written, the splits they hold, and what the recipe notes for its model."""
+
+    files: tuple[FileEntry, ...]
+    splits: dict[str, PreparedSplit]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished training.
+
+    Attributes:
+        files: those of the exported model, below `model/`.
+        metrics: as the Trainer returns them.
+        global_step: optimizer steps, those before a resume included.
+        global_samples: training samples seen, likewise.
+        world_size: processes.
+        resumed_from: optimizer step that training continued from; None: it began at the start.
+        checkpoints: names of the committed checkpoints, newest first.
+        parameters: number of the model's parameters.
+        peak_bytes: the largest memory of a process (`trainer_lib.memory.read_peak_bytes`).
+    """
+
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, Any]
+    global_step: int
+    global_samples: int
+    world_size: int
+    resumed_from: int | None
+    checkpoints: tuple[str, ...]
+    parameters: int
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateResult:
+    """Files written, and the metrics: split -> name -> value."""
+
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """Parquet files written, and the number of predicted rows."""
+
+    files: tuple[FileEntry, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Files written, the number of predicted rows, and the column of their ids (None: they are numbered)."""
+
+    files: tuple[FileEntry, ...]
+    rows: int
+    id_column: str | None
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """Differences between two trainings in the order of time, and what was compared (counts by name)."""
+
+    differences: tuple[dict[str, Any], ...]
+    compared: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """An imported checkpoint.
+
+    Attributes:
+        step: optimizer step.
+        url: where it is committed.
+        parameters: parameters with optimizer state.
+        files: number of files.
+        bytes: their size.
+        left_out: names in the source folder that were not imported.
+        notes: sentences about what differs after resuming.
+    """
+
+    step: int
+    url: str
+    parameters: int
+    files: int
+    bytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
