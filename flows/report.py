@@ -27,6 +27,7 @@ from urllib.parse import quote, urlsplit
 import jinja2
 from markupsafe import Markup
 
+from flows.plan_record import Comparison
 from trainer_lib.secrets import mask
 
 MAX_POINTS = 1500  # of one curve: more than a screen has pixels
@@ -57,7 +58,7 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
 
     Args:
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
-            and `versions` (package to version).
+            and `versions` (package to version), and `compared` (rows of `flows.plan_record.compare`).
         history: the trainer's log, one mapping per entry with its `step` (`TrainerState.log_history`).
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
@@ -75,10 +76,30 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         charts=draw_charts(history),
         tables=_metric_tables(result),
         gates=[{**gate, "value": _shown(gate["value"])} for gate in result.get("gates") or ()],
+        compared=[_compared_row(row) for row in result.get("compared") or ()],
         places=_places(result),
         files=_files(result),
         versions=result.get("versions") or _versions(),
     )
+
+
+def _compared_row(row: Comparison) -> dict[str, str]:
+    """A planned number beside the one that came, as text."""
+
+    def shown(value: float | None) -> str:
+        if value is None:
+            return ""
+        return _duration(value) if row.unit == "s" else _bytes(int(value)) if row.unit == "bytes" else f"{value:,.0f}"
+
+    share = "" if row.difference is None else f"{row.difference:+.1%}"
+    what = {"seconds": "time", "peak_bytes": "peak memory", "checkpoint_bytes": "checkpoint"}.get(row.quantity)
+    return {
+        "stage": row.stage,
+        "what": what or row.quantity,
+        "planned": shown(row.planned),
+        "actual": shown(row.actual),
+        "difference": share,
+    }
 
 
 def draw_charts(history: Sequence[Mapping[str, Any]]) -> list[Chart]:

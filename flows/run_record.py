@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from flows.past_runs import KEYS_FILE, RUN_FILE, read_record, run_folder
 from flows.plan import Plan
-from flows.plan_record import actual_of, write_half
+from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import render_report
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.spec.spec import PipelineSpec
@@ -211,7 +211,8 @@ class RunRecord:
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(_REPORT):
             return
-        result = {**self.result.to_dict(), "started": self._started}
+        compared = compare(read_plan_record(self.folder))
+        result = {**self.result.to_dict(), "started": self._started, "compared": compared}
         text = render_report(result, self._read_history())
         self.folder.write_bytes(_REPORT, text.encode())
         if self.tracked is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flows.plan_record import Comparison
 from flows.report import MAX_POINTS, draw_charts, render_report
 from tests.support.repository import ROOT
 
@@ -235,3 +236,15 @@ def test_drawing_leaves_no_trace_in_matplotlib_and_needs_no_pyplot() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_plan_is_shown_beside_what_came_of_it() -> None:
+    rows = [
+        Comparison("train", "seconds", "s", 50.0, 63.0),
+        Comparison("train", "peak_bytes", "bytes", 2e6, 1.9e6),
+        Comparison("train", "steps", "", 300.0, 300.0),
+    ]
+    text = render_report({"name": "toy", "compared": rows})
+    assert "Plan and outcome" in text
+    assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2.0 MB", "1.9 MB", "peak memory"))
+    assert "Plan and outcome" not in render_report({"name": "toy"})
