@@ -53,7 +53,7 @@ def like_one_process(folder: str) -> dict[str, Any]:
 def parity(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("parity")
     alone = tokens(str(folder / "alone"))
-    return folder, alone, run_distributed(like_one_process, 2, str(folder))
+    return folder, alone, run_distributed(like_one_process, 2, str(folder), timeout_s=150)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -96,7 +96,7 @@ def stops_and_goes_on(folder: str) -> dict[str, Any]:
 
 def test_resuming_is_exact(tmp_path: Path) -> None:
     """Two groups, frozen, unused and tied parameters, buffers; dropout; in fp32 and bf16, offloaded or not."""
-    ranks = run_distributed(stops_and_goes_on, 2, str(tmp_path))
+    ranks = run_distributed(stops_and_goes_on, 2, str(tmp_path), timeout_s=150)
     for rank in ranks:
         for name, (whole, resumed) in rank.items():
             try:
@@ -154,7 +154,7 @@ def test_it_goes_on_in_another_way(tmp_path: Path) -> None:
     folder = str(tmp_path)
     whole = awkward(f"{folder}/whole", ROWS, dropout=0.0)
     awkward(f"{folder}/one process to stage 3", ROWS, stop=3, dropout=0.0)
-    found = run_distributed(moves, 2, folder)[0]
+    found = run_distributed(moves, 2, folder, timeout_s=150)[0]
     found |= run_distributed(alone, 1, folder)[0]
     found["stage 2 to one process"] = awkward(f"{folder}/stage 2 to one process", ROWS, resume=True, dropout=0.0)
     assert found.keys() == {*MOVES, "never stopped"}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
@@ -31,6 +32,12 @@ RUN: dict[str, Any] = {
     "logging_steps": 1,
 }
 LAYERS = {"fsdp": "full_shard auto_wrap"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("transformers.models.llama.modeling_llama", "peft"):
+        yield
 
 
 def losses(one: Trainer) -> list[float]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 
 pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("keras", "transformers.modeling_utils", KERAS_BACKEND="torch"):
+        yield
 
 
 def train(folder: str, dropout: float = 0.0, norm: bool = False, stop: int = 0, **given: Any) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.seq2seq import Copier, Tokens, rows, seq2seq_trainer, t5
 from trainer_lib import DataCollatorForSeq2Seq
 from trainer_lib.errors import ConfigError
 
 ROWS = rows(11)  # 3 a batch and rank: the last round leaves one rank with two rows and another with none
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("transformers.models.t5.modeling_t5"):
+        yield
 
 
 def predicted(folder: str, kind: str) -> dict[str, Any]:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.gradients import assert_close, gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import trainer
 
 QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("transformers.models.llama.modeling_llama", "peft"):
+        yield
 
 
 def classifier() -> Any:

@@ -2,11 +2,15 @@
 
 The children are forked from a clean single-threaded server that has torch imported already, so a group of two costs
 tenths of a second. Nothing outlives the call: every child is joined or killed, and each has a watchdog of its own.
+What else takes seconds to import (transformers, Keras) a module's tests import once, with `loaded`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -14,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,8 +33,49 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "trainer_lib.trainer", "tests.support.training"])
 
 
+# The connection to a process that has more modules imported than the server.
+_loaded: list[Connection] = []
+
+
 class RemoteFailure(AssertionError):
     """A child died, hung, or failed with an error that cannot be sent to the parent."""
+
+
+@contextlib.contextmanager
+def loaded(*modules: str, **env: str) -> Iterator[None]:
+    """Within the block, the processes of `run_distributed` are forked from one that has imported these modules.
+
+    Args:
+        modules: what is imported once instead of once in every process; it must not start threads.
+        env: variables that the import needs.
+    """
+    _keep_sockets_out_of_tmp()
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_serve, args=(theirs, modules, {**os.environ, **env}), name="loaded")
+    process.start()
+    theirs.close()
+    _loaded.append(ours)
+    try:
+        yield
+    finally:
+        _loaded.remove(ours)
+        ours.close()
+        process.join(GRACE_S)
+        process.kill()
+        process.join()
+
+
+def _serve(connection: Connection, modules: tuple[str, ...], env: dict[str, str]) -> None:
+    """Start the groups that are asked for, until the connection is closed."""
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ.clear()
+    os.environ.update(env)
+    for name in modules:
+        importlib.import_module(name)
+    with contextlib.suppress(EOFError):
+        while True:
+            asked = pickle.loads(connection.recv_bytes())
+            connection.send(_answer(functools.partial(_start, multiprocessing.get_context("fork"), *asked)))
 
 
 def run_distributed(
@@ -57,13 +102,28 @@ def run_distributed(
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    try:
+        if not _loaded:
+            return _start(_context, world_size, shared, timeout_s, fn, args)
+        _loaded[-1].send_bytes(pickle.dumps((world_size, shared, timeout_s, fn, args)))
+        failed, payload, text = _loaded[-1].recv()
+        if failed:
+            raise _rebuilt("the group", payload, text)
+        return list(pickle.loads(payload))
+    finally:
+        del store
+
+
+def _start(
+    context: Any, world_size: int, shared: dict[str, str], timeout_s: float, fn: Callable[..., Any], args: Any
+) -> list[Any]:
     children: dict[Connection, tuple[int, BaseProcess]] = {}
     child: BaseProcess
     try:
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = context.Pipe(duplex=False)
             ranked = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            child = _context.Process(target=_child, args=(theirs, ranked, timeout_s, fn, args), name=f"rank-{rank}")
+            child = context.Process(target=_child, args=(theirs, ranked, timeout_s, fn, args), name=f"rank-{rank}")
             child.start()
             theirs.close()
             children[ours] = (rank, child)
@@ -75,7 +135,6 @@ def run_distributed(
             if child.is_alive():
                 child.kill()
                 child.join()
-        del store
 
 
 def _keep_sockets_out_of_tmp() -> None:
@@ -104,14 +163,28 @@ def _collect(children: Mapping[Connection, tuple[int, BaseProcess]], deadline: f
                 child.join(GRACE_S)
                 raise RemoteFailure(f"rank {rank} died with exit code {child.exitcode}") from None
             if failed:
-                raise _rebuilt(rank, payload, text)
+                raise _rebuilt(f"rank {rank}", payload, text)
             results[rank] = pickle.loads(payload)
     return [results[rank] for rank in sorted(results)]
 
 
-def _rebuilt(rank: int, payload: bytes | None, text: str) -> BaseException:
-    error = RemoteFailure(f"rank {rank} failed") if payload is None else pickle.loads(payload)
-    error.add_note(f"on rank {rank}:\n{text}")
+def _answer(call: Callable[[], Any]) -> tuple[bool, bytes | None, str]:
+    """Whether a call failed; its result or error, pickled (None: it cannot be); the traceback."""
+    try:
+        return False, pickle.dumps(call()), ""
+    except BaseException as error:  # whatever it is, the parent must see it
+        text = traceback.format_exc()
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)
+        except Exception:
+            return True, None, text
+        return True, payload, text
+
+
+def _rebuilt(where: str, payload: bytes | None, text: str) -> BaseException:
+    error = RemoteFailure(f"{where} failed") if payload is None else pickle.loads(payload)
+    error.add_note(f"on {where}:\n{text}")
     assert isinstance(error, BaseException)
     return error
 
@@ -124,25 +197,23 @@ def _child(
     os.environ.clear()
     os.environ.update(env)
     faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True)
-    try:
+
+    def call() -> Any:
         import torch
 
         from trainer_lib import distributed
 
         torch.set_num_threads(1)
         try:
-            connection.send((False, pickle.dumps(fn(*args)), ""))
+            return fn(*args)
         finally:
             distributed.shutdown()
-    except BaseException as error:  # whatever it is, the parent must see it
-        text = traceback.format_exc()
-        try:
-            payload = pickle.dumps(error)
-            pickle.loads(payload)
-        except Exception:
-            payload = None
-        connection.send((True, payload, text))
-        raise SystemExit(1) from None
+
+    try:
+        answer = _answer(call)
+        connection.send(answer)
+        if answer[0]:
+            raise SystemExit(1)
     finally:
         faulthandler.cancel_dump_traceback_later()
         connection.close()
