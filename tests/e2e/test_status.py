@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import engine, running, trainflow
+from tests.support.prefect_home import make_home
 
 SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.05); y = self.linear(")
 SHORT = (
@@ -24,10 +25,10 @@ SHORT = (
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_run_is_seen_marked_and_continued(tmp_path: Path) -> None:
+def test_a_killed_run_is_seen_marked_and_continued(tmp_path: Path, prefect_database: Path) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
     storage = tmp_path / "project" / "store"
-    with engine(tmp_path / "prefect") as env:
+    with engine(make_home(tmp_path / "prefect", prefect_database)) as env:
         with running("run", spec, *SHORT, log=tmp_path / "log", env=env) as command:
             command.wait_for("train         step ")
             [found] = status(storage, env)
