@@ -13,6 +13,7 @@ from prefect.client.schemas.objects import State
 from flows import pipeline as _plain
 from flows.cli.presentation import summary
 from flows.results import PipelineResult
+from flows.server.automations import require_another_try
 from flows.server.run_process import prepare_run_process
 from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import TrainflowError
@@ -41,6 +42,7 @@ def pipeline(
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()
+    require_another_try()
     try:
         # The plain function: a flow inside of a flow would be a run of its own.
         ended = _plain.pipeline.fn(spec, only=only, start=start, force=force, from_run=from_run, debug=debug)

@@ -23,7 +23,7 @@ from flows.cli.planning import plan
 from flows.cli.predicting import predict
 from flows.cli.proof import prove_resume
 from flows.cli.resume import resume
-from flows.cli.schedules import deploy, serve
+from flows.cli.schedules import deploy, serve, watch
 from flows.cli.signals import stoppable
 from flows.cli.status import status
 from flows.cli.sync import sync
@@ -197,7 +197,7 @@ def _until_stopped() -> Iterator[None]:
 app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
-for command in (status, sync, serve, deploy, join, predict):
+for command in (status, sync, serve, deploy, watch, join, predict):
     app.command()(command)
 
 

@@ -10,107 +10,78 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import psutil
 from rich.text import Text
 
+from flows.prefect_runs import FLOW
 from flows.server.api import prefect_api, server_folder
+from flows.server.automations import run_environment, set_retries
 from flows.server.embedded import SERVED_TAG
+from flows.server.new_data import EVERY_S, Watch
+from flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from flows.server.run_process import OWNER, SERVER_FOLDER
-from flows.spec.spec import PipelineSpec
+from flows.server.schedule import Schedule, show_firings
+from flows.server.serve_log import log_path, logged
+from flows.spec.spec import PipelineSpec, parse_spec
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch.in_process import set_environment
+from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
 
-_POOL_TYPE = "process"
 _ENTRYPOINT = "flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Seconds that a run may take to save and end: longer than the stages' own grace.
 _END_S = 90.0
+# How many of the next firing times are shown, and seconds that the end waits for a look at watched data.
+_SHOWN = 3
+_WATCH_END_S = 5.0
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When a deployment runs by itself: by `cron`, every `interval_s` seconds, or never.
-
-    Raises:
-        ConfigError: both are given, or the time zone is unknown. (That `cron` can be read is checked by `prefect`.)
-    """
-
-    cron: str | None = None
-    interval_s: float | None = None
-    timezone: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.cron is not None and self.interval_s is not None:
-            raise ConfigError(
-                "A schedule is either by cron or by interval.",
-                field="--interval",
-                value=self.interval_s,
-                remedy="Drop one.",
-            )
-        if self.timezone is not None:
-            try:
-                ZoneInfo(self.timezone)
-            except (ZoneInfoNotFoundError, ValueError) as error:
-                raise ConfigError(
-                    "This time zone does not exist.",
-                    field="--timezone",
-                    value=self.timezone,
-                    remedy="Name one of the IANA database, such as Europe/Berlin.",
-                ) from error
-
-    def __str__(self) -> str:
-        if self.cron is not None:
-            return f"cron {self.cron} ({self.timezone or 'UTC'})"
-        return f"every {self.interval_s:g} s" if self.interval_s is not None else "no schedule"
-
-    def prefect(self) -> PrefectSchedule | None:
-        """This schedule as Prefect's own object; None without a schedule.
-
-        Raises:
-            ConfigError: `cron` cannot be read.
-        """
-        from prefect.client.schemas.schedules import CronSchedule
-        from prefect.schedules import Cron, Interval
-
-        if self.interval_s is not None:
-            return Interval(self.interval_s, timezone=self.timezone)
-        if self.cron is None:
-            return None
-        try:
-            CronSchedule(cron=self.cron)
-        except ValueError as error:
-            raise ConfigError(
-                "This is not a schedule in cron's notation.",
-                field="--cron",
-                value=self.cron,
-                remedy="Five fields: minute hour day-of-month month day-of-week, such as '0 3 * * *'.",
-            ) from error
-        return Cron(self.cron, timezone=self.timezone)
-
-
-def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Callable[[str], object]) -> None:
+def serve(
+    spec: PipelineSpec,
+    schedule: Schedule,
+    *,
+    name: str | None,
+    say: Callable[[str], object],
+    watch: str | None = None,
+    watch_every_s: float = EVERY_S,
+    retry_crashed: int = 0,
+) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
 
     The schedule is paused when the process ends, so no runs pile up while no process would run them.
+
+    Args:
+        watch: folder or URL; a run starts when its listing changes.
+        watch_every_s: seconds between two looks at it.
+        retry_crashed: how often a run that crashed runs again.
     """
     when = schedule.prefect()
     name = name or spec.name
-    with prefect_api() as url, _environment(url), tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder:
+    watching = None if watch is None else Watch(watch, f"{FLOW}/{name}", spec, say)
+    if watching is not None:
+        watching.require_listable()
+    path = log_path(spec.storage, spec.folder, name)
+    with (
+        logged(path),
+        prefect_api() as url,
+        _environment(url, run_environment(retry_crashed)),
+        tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder,
+    ):
         from prefect.runner import Runner
 
         # At INFO each poll logs the runs that wait for their turn.
@@ -118,11 +89,65 @@ def serve(spec: PipelineSpec, schedule: Schedule, *, name: str | None, say: Call
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into each run's process.
         _forget_planned_runs(name)
-        runner.add_deployment(_deployment(spec, name, when, tags=[SERVED_TAG] if server_folder(url) else []))
-        say(f"Serving pipeline/{name}: {schedule}. Ctrl-C ends it.")
+        deployment = _deployment(spec, name, when, tags=[SERVED_TAG] if server_folder(url) else [])
+        deployment_id = runner.add_deployment(deployment)
+        _set_retries(deployment_id, name, retry_crashed, heartbeats=False)
+        say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
+        if dates := schedule.next_firings(_SHOWN):
+            say(show_firings(dates))
+        say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
-        with contextlib.chdir(folder):
+        with contextlib.chdir(folder), _watched(watching, watch_every_s):
             asyncio.run(_until_signalled(runner, say))
+
+
+@contextlib.contextmanager
+def _watched(watching: Watch | None, every_s: float) -> Iterator[None]:
+    """Inside the block, look for new data in the background."""
+    if watching is None:
+        yield
+        return
+    watching.say(f"Watching {watching.url}: new data there starts a run.")
+    done = threading.Event()
+    thread = threading.Thread(target=watching.run, args=(done, every_s), name="trainflow-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        # A look at a store that is away takes as long as its timeouts; it changes nothing any more.
+        thread.join(_WATCH_END_S)
+
+
+def watch_for(
+    url: str, deployment: str, *, every_s: float, say: Callable[[str], object], done: threading.Event
+) -> None:
+    """Look for new data under `url` until `done` is set, and start the deployment on the configured server.
+
+    Raises:
+        ConfigError: no server is configured, there is no such deployment, or the URL cannot be listed.
+    """
+    _require_server()
+    with prefect_api():
+        from prefect.client.orchestration import get_client
+        from prefect.exceptions import ObjectNotFound
+
+        full = deployment if "/" in deployment else f"{FLOW}/{deployment}"
+        with get_client(sync_client=True) as client:
+            try:
+                found = client.read_deployment_by_name(full)
+            except (ObjectNotFound, ValueError) as error:
+                known = [each.name for each in client.read_deployments()]
+                raise ConfigError(
+                    "This deployment does not exist.",
+                    field="DEPLOYMENT",
+                    value=deployment,
+                    remedy=suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC.",
+                ) from error
+        watching = Watch(url, full, parse_spec(found.parameters["spec"]), say)
+        watching.require_listable()
+        say(f"Watching {url} for {full}, every {every_s:g} s. Ctrl-C ends it.")
+        watching.run(done, every_s)
 
 
 async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
@@ -168,35 +193,82 @@ def _runs() -> set[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _environment(url: str) -> Iterator[None]:
+def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, set the variables that the process of each run inherits."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
-    with set_environment(own):
+    with set_environment({**own, **more}):
         yield
 
 
-def deploy(spec: PipelineSpec, schedule: Schedule, *, pool: str, create_pool: bool, name: str | None) -> list[Text]:
+@dataclass(frozen=True)
+class Target:
+    """Where a deployment's runs are started.
+
+    Attributes:
+        pool: the work pool.
+        create_pool: create it if it does not exist.
+        pool_type: what it has to be; None: what it is, or a new one of processes.
+        image: the container that runs it, for pools of type docker and kubernetes.
+        variables: further job variables, as NAME=VALUE.
+        limit: how many of its runs may be at work at once, the others wait; None: any number.
+        retry_crashed: how often a run that crashed runs again.
+        watch: folder or URL that is to be watched; None: none.
+    """
+
+    pool: str
+    create_pool: bool = False
+    pool_type: str | None = None
+    image: str | None = None
+    variables: Sequence[str] = ()
+    limit: int | None = None
+    retry_crashed: int = 0
+    watch: str | None = None
+
+
+def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str | None) -> list[Text]:
     """Register the pipeline with a work pool of the configured server; return what to do next, in lines.
 
     Raises:
-        ConfigError: no server is configured, or the pool is absent or not of processes on the worker's machine.
+        ConfigError: no server is configured, or the pool is absent or of another type.
     """
     when = schedule.prefect()
     name = name or spec.name
+    wanted = None if target.pool_type is None else require_type(target.pool_type)
+    if target.watch is not None:
+        Watch(target.watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
-            _require_pool(client, pool, create=create_pool)
+            kind, template = require_pool(client, target.pool, wanted, create=target.create_pool)
+        env = {**_RUN_ENVIRONMENT, **run_environment(target.retry_crashed)}
+        variables = read_variables(target.variables, target.image, kind, template, env)
         _forget_planned_runs(name)
-        _deployment(spec, name, when, work_pool_name=pool, job_variables={"env": _RUN_ENVIRONMENT}).apply()
-    return [
-        Text(f"Deployed pipeline/{name} to the work pool {pool}: {schedule}."),
-        Text(f"  a worker   prefect worker start --pool {pool}"),
-        Text(f"  a run now  prefect deployment run pipeline/{name}"),
+        deployed = _deployment(
+            spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
+        ).apply(image=variables.get("image"))
+        _set_retries(deployed, name, target.retry_crashed, heartbeats=True)
+    lines = [Text(f"Deployed {FLOW}/{name} to the work pool {target.pool}: {schedule}.")]
+    if dates := schedule.next_firings(_SHOWN):
+        lines.append(Text(f"  {show_firings(dates)}"))
+    if kind in IN_CONTAINERS:
+        lines.append(Text(f"  its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"))
+    lines += [
+        Text(f"  a worker   {start_command(target.pool, kind)}"),
+        Text(f"  a run now  prefect deployment run {FLOW}/{name}"),
     ]
+    if target.watch is not None:
+        lines.append(Text(f"  new data   trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"))
+    return lines
+
+
+def _set_retries(deployment_id: Any, name: str, retries: int, *, heartbeats: bool) -> None:
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        set_retries(client, deployment_id, name, retries, heartbeats=heartbeats)
 
 
 def _require_server() -> None:
@@ -207,33 +279,6 @@ def _require_server() -> None:
             "A deployment needs a Prefect server that stays.",
             field="PREFECT_API_URL",
             remedy="Start one (prefect server start) and set PREFECT_API_URL; or use `trainflow serve` on one machine.",
-        )
-
-
-def _require_pool(client: SyncPrefectClient, name: str, *, create: bool) -> None:
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectNotFound
-    from prefect.workers.process import ProcessWorker
-
-    try:
-        found = client.read_work_pool(name)
-    except ObjectNotFound as error:
-        if not create:
-            raise ConfigError(
-                "This work pool does not exist.",
-                field="--pool",
-                value=name,
-                remedy=f"Add --create-pool, or: prefect work-pool create --type {_POOL_TYPE} {name}",
-            ) from error
-        template = ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=name, type=_POOL_TYPE, base_job_template=template))
-        return
-    if found.type != _POOL_TYPE:
-        raise ConfigError(
-            f"This work pool is of type {found.type}; trainflow deploys to {_POOL_TYPE} pools.",
-            field="--pool",
-            value=name,
-            remedy=f"Name another one: prefect work-pool create --type {_POOL_TYPE} NAME",
         )
 
 

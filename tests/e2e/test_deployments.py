@@ -80,9 +80,12 @@ def test_a_served_schedule_fires_by_itself_and_trains(tmp_path: Path) -> None:
         [commit] = wait_for("a scheduled run that trains", lambda: trained(tmp_path / "project" / "store"))
         assert (commit.parent / "model" / "model.safetensors").exists()
         serving.wait_for("push-to-hub   ran")  # the summary that a terminal shows
-        serving.wait_for("Finished in state Completed()")
+        wait_for("two firings", lambda: serving.output.count("Finished in state Completed()") >= 2)
+        assert serving.output.count("Next: ") == 1
         assert serving.stop(signal.SIGTERM) == 0
     assert "Traceback" not in serving.output, serving.output
+    log = (tmp_path / "project" / "store" / "logs" / "serve-toy.log").read_text()
+    assert log.count("Finished in state Completed()") >= 2
 
 
 def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path, prefect_database: Path) -> None:
@@ -253,13 +256,54 @@ def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> 
     absent = trainflow("deploy", spec, "--pool", "other", env=server.environ)
     assert absent.code == 2
     assert "--create-pool" in absent.err
+    near = trainflow("deploy", spec, "--pool", "mian", env=server.environ)
+    assert near.code == 2
+    assert "Did you mean 'main'?" in near.err
     made = trainflow("deploy", spec, "--pool", "other", "--create-pool", "--cron", "0 3 * * *", env=server.environ)
     assert made.code == 0, made.err
     assert server.api("GET", "work_pools/other")["type"] == "process"
     server.prefect("work-pool", "create", "--type", "docker", "containers")
-    wrong = trainflow("deploy", spec, "--pool", "containers", env=server.environ)
+    wrong = trainflow("deploy", spec, "--pool", "containers", "--pool-type", "process", env=server.environ)
     assert wrong.code == 2
-    assert "of type docker" in wrong.err
+    assert "of type docker, not process" in wrong.err
+    image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
+    deployed = trainflow("deploy", spec, *image, "--name", "boxed", "--limit-runs", "1", env=server.environ)
+    assert deployed.code == 0, deployed.err
+    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["boxed"]}}})
+    variables = deployment["job_variables"]
+    assert (variables["image"], variables["mem_limit"]) == ("registry.example/toy:1", "2g")
+    assert deployment["global_concurrency_limit"]["limit"] == 1
+
+
+def test_a_crashed_run_runs_again_but_one_that_never_began_does_not(server: Server, tmp_path: Path) -> None:
+    spec = toy.project(tmp_path)
+    server.prefect("work-pool", "create", "--type", "process", "idle")  # no worker: what happens to states is the point
+    retried = ("--pool", "idle", "--name", "crashing", "--retry-crashed", "2")
+    assert trainflow("deploy", spec, *retried, env=server.environ).code == 0
+    assert trainflow("deploy", spec, *retried, env=server.environ).code == 0
+    automations = [each["name"] for each in server.api("POST", "automations/filter", {})]
+    assert sorted(automations) == [
+        "trainflow: crashed runs of pipeline/crashing run again",
+        "trainflow: silent runs of pipeline/crashing crash",
+    ]
+    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["crashing"]}}})
+    assert deployment["job_variables"]["env"]["TRAINFLOW_CRASH_RETRIES"] == "2"
+
+    def crashed(*states: str) -> str:
+        run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+        for state in (*states, "CRASHED"):
+            server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": state}, "force": True})
+        return str(run["id"])
+
+    never_began, was_at_work = crashed("PENDING"), crashed("PENDING", "RUNNING")
+
+    def state_of(run: str) -> str:
+        return str(server.api("GET", f"flow_runs/{run}")["state"]["name"])
+
+    wait_for("the retry", lambda: state_of(was_at_work) == "AwaitingRetry", 60)
+    assert state_of(never_began) == "Crashed"
+    assert trainflow("deploy", spec, "--pool", "idle", "--name", "crashing", env=server.environ).code == 0
+    assert server.api("POST", "automations/filter", {}) == []
 
 
 def test_the_example_file_deploys_the_digits_every_night(server: Server) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 from flows.server.api import prefect_api, server_folder
 from flows.server.embedded import SERVED_TAG
 from flows.server.run_process import OWNER, SERVER_FOLDER
-from flows.server.serving import Schedule, _deployment, _forget_planned_runs
+from flows.server.schedule import Schedule
+from flows.server.serving import _deployment, _forget_planned_runs
 from flows.spec.spec import PipelineSpec, load_spec
 from tests.support import toy
 from tests.support.prefect_home import make_home
