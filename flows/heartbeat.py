@@ -132,10 +132,9 @@ class _Heart:
     def __init__(self, folder: Store) -> None:
         self._folder = folder
         self._id = uuid.uuid4().hex
-        self._about = {
+        self._about: dict[str, Any] = {
             "holder": asdict(Holder.this_process(SILENT_S)),
             "flow_run_id": _flow_run_id(),
-            "api": configured_api(),
         }
         self._state: Event = {}
         self._wake, self._done = threading.Event(), False
@@ -183,6 +182,8 @@ class _Heart:
         try:
             # After a long pause of this machine another one may have removed it.
             if not self._folder.exists(f"{self._id}.json"):
+                # Not before: Prefect takes long to read its settings, and a run that changes nothing has no sign.
+                self._about.setdefault("api", configured_api())
                 self._folder.write_bytes(f"{self._id}.json", json.dumps(self._about).encode())
             self._folder.write_bytes(f"{self._id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it

@@ -152,10 +152,10 @@ def sweep_dead_runs() -> list[DeadRun]:
 
 def configured_api() -> str | None:
     """The address of the Prefect server that this process is set to use, without secrets; None: an embedded one."""
-    from prefect.settings import Settings
+    from prefect.settings.models.api import APISettings
 
     # Read at each call: the address of an embedded server is in the current settings, too.
-    url = Settings().api.url
+    url = APISettings().url
     return mask(url) if url else None
 
 

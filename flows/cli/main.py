@@ -5,11 +5,11 @@ A bad spec is refused before Prefect, MLflow or torch is imported, so everything
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +50,9 @@ app.add_typer(checkpoints.app, name="checkpoints")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the failure's documented code; no traceback unless ``--debug``."""
+    if argv is None:
+        # At its end the interpreter would walk through every object of Prefect once more.
+        atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)
     # From the words themselves: where a failure is caught, the command's parsed options are out of reach.
     debug, as_json = "--debug" in given, "--json" in given
@@ -65,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
+        import traceback
+
         details = traceback.format_exc()
         if as_json:
             record = {"class": type(error).__name__, "message": str(error)}
@@ -75,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _version(asked: bool) -> None:
     if asked:
+        from importlib import metadata
+
         typer.echo(f"trainflow {metadata.version('trainflow')}")
         raise typer.Exit
 

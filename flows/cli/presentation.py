@@ -8,7 +8,6 @@ import platform
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -200,6 +199,8 @@ def save_details(details: str) -> Path | None:
 
 
 def _versions() -> str:
+    from importlib import metadata
+
     found = [f"Python {platform.python_version()} on {platform.platform()}"]
     for package in ("trainflow", "prefect", "mlflow", "torch", "fsspec"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -11,12 +11,12 @@ import typer
 from flows.cli import presentation, terminal
 from flows.cli.execution import execute
 from flows.cli.options import Debug, Json
-from flows.past_runs import PastRun, describe_changes, find_run, newest_unfinished
 from flows.server.api import quiet_environment
 from flows.spec.spec import storage_of
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
+    from flows.past_runs import PastRun
     from flows.plan import Plan
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
@@ -43,6 +43,7 @@ def resume(
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
     quiet_environment()
+    from flows.past_runs import describe_changes
     from flows.plan import Plan
     from flows.recorded_spec import read_recorded_spec
     from tasks.stage.manifest import summary
@@ -100,6 +101,7 @@ def _storage_here() -> str:
 
 
 def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
+    from flows.past_runs import find_run, newest_unfinished
     from flows.run_status import find_statuses
 
     if run is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ def reachable(api: str) -> Iterator[None]:
             field="prefect",
             value=api,
             remedy="What is committed stays: run the same command again.",
-            details="".join(traceback.format_exception(error)),
+            details=_traceback(error),
         ) from error
     except httpx.HTTPStatusError as error:
         if not str(error.request.url).startswith(api.rstrip("/")):
@@ -41,8 +40,14 @@ def reachable(api: str) -> Iterator[None]:
             field="prefect",
             value=api,
             remedy="Read the server's log. What is committed stays: run the same command again.",
-            details="".join(traceback.format_exception(error)),
+            details=_traceback(error),
         ) from error
+
+
+def _traceback(error: Exception) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))
 
 
 def require_answer(api: str) -> None:

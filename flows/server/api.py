@@ -23,9 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
-from flows.server import embedded
-from flows.server.answers import reachable, require_answer
-from flows.server.membership import Membership
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
 
 # What we set unless the user did. Everything outward is off; see docs/deployments.md.
@@ -79,6 +76,9 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
         from prefect.settings import get_current_settings
 
+        from flows.server.answers import reachable, require_answer
+        from flows.server.membership import Membership
+
         settings = get_current_settings()
     if settings.api.url:
         if meanwhile is not None:
@@ -102,6 +102,8 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
 def server_folder(url: str) -> Path | None:
     """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
     from prefect.settings import get_current_settings
+
+    from flows.server import embedded
 
     for path in (get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}"):
         with contextlib.suppress(OSError, ValueError):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +183,8 @@ def _check_tracking(spec: PipelineSpec) -> None:
     scheme, separator, _ = uri.partition("://")
     if not spec.tracking.enabled or not separator:
         return
+    from importlib import metadata
+
     plugins = {point.name for point in metadata.entry_points(group="mlflow.tracking_store")}
     # "mysql+pymysql" names a driver as well.
     if scheme.partition("+")[0] not in _TRACKING_SCHEMES | plugins:

@@ -22,14 +22,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.suggestions import nearest
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 _HTTP_TIMEOUT_S = 30.0
 _RACY_NS = 2_000_000_000
@@ -219,6 +221,8 @@ def _is_library(name: Path) -> bool:
 
 
 def _distribution(rest: str, field: str, source: str) -> metadata.Distribution:
+    from importlib import metadata
+
     name = rest.partition("/")[0]
     try:
         return metadata.distribution(name)
