@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Each round is one or two requests to Prefect's server.
 EVERY_S = 3.0
+# Seconds before the first one: a stage that ends sooner, with nothing to show, asks the server nothing.
+FIRST_S = 1.0
 # Seconds that the end of a stage waits for the last drawing; a server that hangs must not cost more.
 _CLOSE_S = 1.0
 _log = logging.getLogger(__name__)
@@ -67,7 +69,9 @@ class RunLink:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while not self._done.is_set():
+        if self._done.wait(FIRST_S) and self._wanted is None:
+            return
+        while True:
             try:
                 with quick_client() as client:
                     while True:
@@ -78,7 +82,8 @@ class RunLink:
                             return
             except Exception as error:  # the server is away: the work is not
                 _log.debug("Prefect's server did not answer: %s", error)
-                self._done.wait(EVERY_S)
+                if self._done.wait(EVERY_S):
+                    return
 
     def _exchange(self, client: SyncPrefectClient) -> None:
         if not self._cancelled.is_set() and not self._done.is_set():
