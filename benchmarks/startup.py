@@ -31,7 +31,7 @@ import psutil
 from benchmarks._result import arguments, publish, spread
 from flows.server.embedded import LINGER
 
-SIZES = {"smallest": (1, 1), "full": (5, 15)}  # rounds, epochs
+SIZES = {"smallest": (1, 1), "full": (3, 15)}  # rounds, epochs
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = ROOT / "examples/digits/pipeline.yaml"
 WANTED = {"unchanged": 3.0, "cold": 6.0, "stages": 2.0, "first_line": 0.5, "digits_to_plain": 1.8}

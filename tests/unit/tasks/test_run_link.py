@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import uuid
+
+import pytest
 
 from tasks.prefect_internals import settings_for_every_thread
 from tasks.stage.run_link import RunLink
@@ -27,3 +30,24 @@ def test_a_server_that_hangs_holds_nothing_up() -> None:
     assert asked < 0.5
     assert took < 2.0
     assert not link._thread.is_alive(), "it gives up by itself"
+
+
+def test_a_stage_that_ends_at_once_asks_nothing_but_shows_what_it_drew() -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.5)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        with settings_for_every_thread({PREFECT_API_URL: url}):
+            RunLink("train", uuid.uuid4(), uuid.uuid4()).close()
+            with pytest.raises(TimeoutError):
+                server.accept()
+            server.settimeout(10)
+            link = RunLink("train", uuid.uuid4(), uuid.uuid4())
+            link.draw(100.0, "step 2/2")
+            ending = threading.Thread(target=link.close)
+            ending.start()
+            server.accept()[0].close()
+            ending.join()
+    link._thread.join(30)
+    assert not link._thread.is_alive()
