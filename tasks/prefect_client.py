@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tasks.prefect_internals import without_retries
+
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
@@ -25,10 +27,9 @@ def quick_client(limit_s: float = LIMIT_S) -> Iterator[SyncPrefectClient]:
         httpx.HTTPError: the server did not answer in time, or refused the request.
     """
     from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        without_retries(),
         get_client(sync_client=True, httpx_settings={"timeout": limit_s}) as client,
     ):
         yield client

@@ -11,6 +11,9 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_once: tuple[Any, Any] | None = None
+"""Settings, and the same without retries."""
+
 
 @contextlib.contextmanager
 def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
@@ -28,6 +31,25 @@ def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
         context = prefect.context.get_settings_context()
         with prefect.context._temporary_global_settings_context(context):
             yield
+
+
+@contextlib.contextmanager
+def without_retries() -> Iterator[None]:
+    """Inside the block, and in this context alone, Prefect's client sends each request once.
+
+    Prefect's own `temporary_settings` makes all of its settings anew, a tenth of a second each time.
+    """
+    import prefect.context
+    from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
+
+    global _once
+    context = prefect.context.get_settings_context()
+    known = _once
+    if known is None or known[0] is not context.settings:
+        known = context.settings, context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
+        _once = known
+    with prefect.context.SettingsContext(profile=context.profile, settings=known[1]):
+        yield
 
 
 @contextlib.contextmanager
