@@ -7,6 +7,7 @@
     unchanged   the same command again: nothing is left to do
     cold        the same again without a server, which also ends with it
     stages      `_noop_stages`: a flow of five stages that do nothing, while a server lingers
+    torch       `import torch` alone, in which a busy machine's seconds can be counted
 
 They alternate, so their ratios hold on a busy machine, too. Processor seconds count every process of a command and what
 the server used meanwhile. Wanted on a quiet machine: unchanged 3 s, cold 6 s, stages 2 s, the first line of output
@@ -31,7 +32,7 @@ import psutil
 from benchmarks._result import arguments, publish, spread
 from flows.server.embedded import LINGER
 
-SIZES = {"smallest": (1, 1), "full": (3, 15)}  # rounds, epochs
+SIZES = {"smallest": (1, 1), "full": (2, 15)}  # rounds, epochs
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = ROOT / "examples/digits/pipeline.yaml"
 WANTED = {"unchanged": 3.0, "cold": 6.0, "stages": 2.0, "first_line": 0.5, "digits_to_plain": 1.8}
@@ -75,6 +76,7 @@ def measure(folder: Path, rounds: int, epochs: int) -> dict[str, Any]:
     for number in range(rounds):
         settings = [f"storage={folder / str(number)}", f"train.args.num_train_epochs={epochs}"]
         digits = [*program, "flows.cli.main", "run", str(SPEC), *settings]
+        taken["torch"].append(_take([sys.executable, "-c", "import torch"], environment))
         taken["plain"].append(_take(plain, environment))
         taken["digits"].append(_take(digits, environment))
         taken["unchanged"].append(_take(digits, environment))
@@ -92,7 +94,8 @@ def _summary(taken: Mapping[str, list[Taken]]) -> dict[str, Any]:
     }
     quietest = {name: {unit: min(getattr(one, unit) for one in each) for unit in units} for name, each in taken.items()}
     ratios = {unit: quietest["digits"][unit] / quietest["plain"][unit] for unit in ("wall_s", "cpu_s")}
-    return {"digits_to_plain": ratios, "quietest": quietest, "spread": spreads}
+    imports = {name: round(each["wall_s"] / quietest["torch"]["wall_s"], 2) for name, each in quietest.items()}
+    return {"digits_to_plain": ratios, "times_import_torch": imports, "quietest": quietest, "spread": spreads}
 
 
 def _take(command: list[str], environment: Mapping[str, str]) -> Taken:
