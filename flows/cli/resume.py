@@ -43,10 +43,8 @@ def resume(
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
     quiet_environment()
-    from flows.past_runs import describe_changes
     from flows.plan import Plan
     from flows.recorded_spec import read_recorded_spec
-    from tasks.stage.manifest import summary
 
     out = terminal.console(stderr=as_json)
 
@@ -58,8 +56,7 @@ def resume(
     plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.begun)
     plan.require_committed()
     _require_sources(plan)
-    if changed := describe_changes(spec.storage, past, plan.early_keys):
-        say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
+    _say_changes(past, plan, say)
     named = [*([run] if run else []), *(["--storage", storage] if storage else [])]
     execute(
         spec,
@@ -73,6 +70,14 @@ def resume(
         force=_still_forced(past, plan),
         from_run=past.from_run,
     )
+
+
+def _say_changes(past: PastRun, plan: Plan, say: Callable[[str], object]) -> None:
+    from flows.past_runs import describe_changes
+    from tasks.stage.manifest import summary
+
+    if changed := describe_changes(plan.spec.storage, past, plan.early_keys):
+        say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
 
 
 def _still_forced(past: PastRun, plan: Plan) -> list[str]:
