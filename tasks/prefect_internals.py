@@ -37,7 +37,7 @@ def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
 def without_retries() -> Iterator[None]:
     """Inside the block, and in this context alone, Prefect's client sends each request once.
 
-    Prefect's own `temporary_settings` makes all of its settings anew, a tenth of a second each time.
+    Prefect's own `temporary_settings` copies all of its settings, a tenth of a second each time.
     """
     import prefect.context
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
