@@ -24,6 +24,7 @@ from typing import Any, Literal
 from flows.past_runs import run_folder
 from flows.plan import Plan
 from flows.prefect_runs import configured_api
+from flows.removal import await_removal
 from flows.results import RUN_ID_CHARS
 from tasks.stage.progress import Event, describe, subscribe
 from tasks.stage.retry import now
@@ -37,6 +38,7 @@ BEAT_S = 10.0
 SILENT_S = 30.0
 PAUSE_S = 300.0
 _LIMIT = 16_384
+_NUMBERS = ("step", "max_steps", "eta_s")
 _log = logging.getLogger(__name__)
 
 Life = Literal["running", "suspended", "unknown", "dead"]
@@ -55,6 +57,9 @@ class Sign:
         progress: how far that stage was, for people.
         at: when the last beat was written, by the writer's clock.
         beat: the last beat as it stands there.
+        step, max_steps: optimizer steps, or batches, of the stage; None: not known.
+        eta_s: seconds until the stage ends, as it was estimated at the last beat.
+        since: when the stage began, ISO-8601 in UTC.
     """
 
     id: str
@@ -65,6 +70,15 @@ class Sign:
     progress: str
     at: str | None
     beat: bytes
+    step: float | None = None
+    max_steps: float | None = None
+    eta_s: float | None = None
+    since: str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """How much of its stage is done, from 0 to 1; None: not known."""
+        return min(self.step / self.max_steps, 1.0) if self.step is not None and self.max_steps else None
 
     @property
     def file(self) -> str:
@@ -83,11 +97,14 @@ class Sign:
 
 @contextlib.contextmanager
 def beating(plan: Plan) -> Iterator[None]:
-    """Keep a sign of life for the run of `plan` inside the block; a run that changes nothing needs none."""
-    heart = _Heart(run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS]).child(ALIVE))
-    wanted = [reason for name, reason in plan.reasons.items() if plan.is_wanted(name)]
-    if plan.context.force or not all(reason.hit for reason in wanted):
-        heart.start()
+    """Keep a sign of life for the run of `plan` inside the block, from before its record is read to its end."""
+    folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
+    heart = _Heart(folder.child(ALIVE))
+    # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
+    heart.start()
+    # A removal that had begun may have taken the sign with it.
+    while await_removal(folder):
+        heart.write()
     with subscribe(heart.listen):
         try:
             yield
@@ -142,7 +159,7 @@ class _Heart:
 
     def start(self) -> None:
         """Write the sign, and keep it."""
-        self._write()
+        self.write()
         self._thread = threading.Thread(target=self._keep, name="trainflow-heartbeat", daemon=True)
         self._thread.start()
 
@@ -150,9 +167,7 @@ class _Heart:
         """Remember where the run is; a stage that starts is written down at once."""
         kind = event.get("event")
         if kind == "stage":
-            self._state = {"stage": event.get("stage"), "text": event.get("status")}
-            if event.get("status") == "started" and self._thread is None:
-                self.start()
+            self._state = {"stage": event.get("stage"), "text": event.get("status"), "since": now()}
             self._wake.set()
         elif kind in ("progress", "log"):
             known = {**self._state, **{name: value for name, value in event.items() if value is not None}}
@@ -174,11 +189,20 @@ class _Heart:
             self._wake.wait(BEAT_S)
             self._wake.clear()
             if not self._done:
-                self._write()
+                self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the sign, with the newest state."""
         state = self._state
-        beat = {"beat": uuid.uuid4().hex, "at": now(), "stage": state.get("stage"), "progress": state.get("text")}
+        known = {name: state[name] for name in _NUMBERS if isinstance(state.get(name), int | float)}
+        beat = {
+            "beat": uuid.uuid4().hex,
+            "at": now(),
+            "stage": state.get("stage"),
+            "progress": state.get("text"),
+            "since": state.get("since"),
+            **known,
+        }
         try:
             # After a long pause of this machine another one may have removed it.
             if not self._folder.exists(f"{self._id}.json"):
@@ -212,6 +236,8 @@ def _read(alive: Store, name: str) -> Sign | None:
         progress=str(beat.get("progress") or ""),
         at=str(beat["at"]) if beat.get("at") else None,
         beat=str(beat.get("beat")).encode(),
+        since=str(beat["since"]) if beat.get("since") else None,
+        **{name: beat[name] for name in _NUMBERS if isinstance(beat.get(name), int | float)},
     )
 
 

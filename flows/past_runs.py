@@ -1,6 +1,7 @@
 """The runs that are recorded on a storage: which there are, how far each came, and the one that an id means.
 
     <storage>/runs/<id>/run.json        written by `flows.run_record`, again as each stage ends
+    <storage>/runs/<id>/tags/<name>     a name that a person gave it (`trainflow tag`)
 
 The id is the first 16 hex digits of the pipeline's key: repeating a command with the same spec and recipe goes on with
 the same run.
@@ -9,11 +10,14 @@ the same run.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from flows.removal import await_removal
 from tasks.stage.keys import Difference, StageKey
 from tasks.stage.manifest import StageManifest, compare_keys, look_up_under
 from trainer_lib.errors import ConfigError
@@ -23,11 +27,19 @@ from trainer_lib.suggestions import nearest
 RUNS = "runs"
 RUN_FILE = "run.json"
 KEYS_FILE = "keys.json"
+SPEC_FILE = "spec.yaml"
+ARGUMENTS_FILE = "arguments.json"
+TAGS = "tags"
+NEWEST = "last"
+"""In place of an id: the run that was started last."""
 _RUN_FILE_BYTES = 1 << 20
 _KEYS_BYTES = 64 << 20
 _SHORTEST = 4
 """Characters that the beginning of an id must have to stand for it."""
 _LISTED = 5
+_AT_ONCE = 16
+"""Records that are read at the same time from a store that is not a disk."""
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,9 @@ class PastRun:
         name: the pipeline's name.
         status: RUNNING, FINISHED, FAILED or KILLED; one that died without a word stays RUNNING until it is swept.
         started: when the command began, ISO-8601 in UTC.
+        run_name: its name in Prefect and MLflow; the pipeline's name where an older version recorded it.
         stages: stage -> content key of the result that this run made or found committed.
+        worked_in: stage -> content key of the folder that it worked in last, committed or not.
         failed: the stage that failed or was stopped; None: none did, or the process died.
         mlflow_run_id: its MLflow run; None: there is none.
         only, start, from_run, force: what its command had chosen.
@@ -51,7 +65,9 @@ class PastRun:
     name: str
     status: str
     started: str
+    run_name: str = ""
     stages: Mapping[str, str] = field(default_factory=dict)
+    worked_in: Mapping[str, str] = field(default_factory=dict)
     failed: str | None = None
     mlflow_run_id: str | None = None
     only: str | None = None
@@ -74,9 +90,24 @@ class PastRun:
         except ValueError:
             return None
 
+    @property
+    def seconds(self) -> float | None:
+        """How long its last command took; None while it runs."""
+        try:
+            ended = datetime.fromisoformat(str(self.record.get("ended")))
+            return (ended - datetime.fromisoformat(self.started)).total_seconds()
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What its stages measured, by name."""
+        found = self.record.get("metrics")
+        return found if isinstance(found, dict) else {}
+
     def __str__(self) -> str:
         ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()
-        return f"{self.id} ({self.name}, {self.started[:16].replace('T', ' ')} UTC, {ended})"
+        return f"{self.id} ({self.run_name or self.name}, {self.started[:16].replace('T', ' ')} UTC, {ended})"
 
 
 def run_folder(storage: str, run_id: str) -> Store:
@@ -101,12 +132,21 @@ def list_runs(storage: str) -> list[PastRun]:
         StorageError: the storage cannot be read.
     """
     runs = Store.open(storage).child(RUNS)
-    found = [_read(name, read_record(runs.child(name))) for name in runs.children()]
+    names = runs.children()
+
+    def read(name: str) -> PastRun | None:
+        return _read(name, read_record(runs.child(name)))
+
+    if runs.is_local or len(names) < 2:
+        found = [read(name) for name in names]
+    else:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = list(pool.map(read, names))
     return sorted((run for run in found if run is not None), key=lambda run: (run.started, run.id), reverse=True)
 
 
 def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
-    """The run that `text` means: its id or the beginning of it, or the id of its MLflow run.
+    """The run that `text` means: its id or the beginning of it, its name, a tag, the id of its MLflow run, or "last".
 
     Args:
         field: the option that named it, for the message of an error.
@@ -116,15 +156,18 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
         ConfigError: no such run, several, or one of another pipeline.
     """
     runs = list_runs(storage)
-    matching = [run for run in runs if _is_meant(run, text)]
+    own = [run for run in runs if pipeline in (None, run.name)]
+    matching = own[:1] if text == NEWEST else [run for run in runs if _is_meant(run, text)]
+    # Tags lie in files of their own, which are read only where nothing else fits.
+    matching = matching or [run for run in own if text in read_tags(storage, run)]
     if not matching:
         raise _unknown(storage, text, runs, field, pipeline)
     if len(matching) > 1:
         raise ConfigError(
-            "Several runs begin with this id.",
+            "Several runs are meant by this.",
             field=field,
             value=text,
-            remedy=f"Give more of it: {', '.join(run.id for run in matching)}.",
+            remedy=f"Name one of them: {', '.join(run.id for run in matching)}.",
         )
     [run] = matching
     if pipeline is not None and run.name != pipeline:
@@ -136,6 +179,62 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
             remedy=f"Name a run of {pipeline}: {_listed(others)}." if others else f"No run of {pipeline} is recorded.",
         )
     return run
+
+
+# -- tags -------------------------------------------------------------------------------------------------------------
+
+
+def read_tags(storage: str, run: PastRun) -> list[str]:
+    """The names that people gave a run, in their order."""
+    return sorted(run_folder(storage, run.id).children(TAGS))
+
+
+def tag_run(storage: str, run: PastRun, name: str) -> None:
+    """Give a run a name, under which it is found and which keeps it from being cleaned up. Safe to repeat.
+
+    Raises:
+        ConfigError: not a name, another run has it, or the run was removed meanwhile.
+        StorageError: the storage cannot be written.
+    """
+    if not _TAG.fullmatch(name) or name == NEWEST:
+        raise ConfigError(
+            "A tag consists of letters, digits, '.', '_' and '-', at most 64 of them, and is not 'last'.",
+            field="NAME",
+            value=name,
+            remedy="Choose a name such as baseline or v1.2.",
+        )
+    for other in list_runs(storage):
+        if other.id != run.id and (name in (other.id, other.run_name) or name in read_tags(storage, other)):
+            raise ConfigError(
+                f"The run {other} is found under this name.",
+                field="NAME",
+                value=name,
+                remedy=f"Choose another one, or take it from that run: trainflow tag {other.id} {name} --remove.",
+            )
+    folder = run_folder(storage, run.id)
+    folder.create(f"{TAGS}/{name}", json.dumps({"tag": name}).encode())
+    # After the tag is there: a removal that began before has not seen it, and one that begins now will.
+    await_removal(folder)
+    if not folder.exists(RUN_FILE):
+        folder.delete_tree(TAGS)
+        raise ConfigError("This run has just been removed.", field="RUN", value=run.id, remedy="Tag another one.")
+
+
+def untag_run(storage: str, run: PastRun, name: str) -> None:
+    """Take a name from a run.
+
+    Raises:
+        ConfigError: the run does not have it.
+    """
+    tags = read_tags(storage, run)
+    if name not in tags:
+        raise ConfigError(
+            f"The run {run.id} does not have this tag.",
+            field="NAME",
+            value=name,
+            remedy=f"Its tags are {', '.join(tags)}." if tags else "It has none.",
+        )
+    run_folder(storage, run.id).delete(f"{TAGS}/{name}")
 
 
 def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun:
@@ -215,7 +314,7 @@ def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
 
 
 def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
-    stages, sources, force = (record.get(key) for key in ("stages", "sources", "force"))
+    stages, worked_in, sources, force = (record.get(key) for key in ("stages", "worked_in", "sources", "force"))
     if not isinstance(record.get("name"), str):
         return None
 
@@ -228,7 +327,9 @@ def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
         name=str(record["name"]),
         status=text("status") or "RUNNING",
         started=text("started") or "",
+        run_name=text("run_name") or "",
         stages=dict(stages) if isinstance(stages, dict) else {},
+        worked_in=dict(worked_in) if isinstance(worked_in, dict) else {},
         failed=text("failed"),
         mlflow_run_id=text("mlflow_run_id"),
         only=text("only"),
@@ -241,17 +342,23 @@ def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
 
 
 def _is_meant(run: PastRun, text: str) -> bool:
-    return text in (run.id, run.mlflow_run_id) or (len(text) >= _SHORTEST and run.id.startswith(text))
+    if text in (run.id, run.run_name, run.mlflow_run_id):
+        return True
+    return len(text) >= _SHORTEST and run.id.startswith(text)
 
 
 def _unknown(storage: str, text: str, runs: Iterable[PastRun], field: str, pipeline: str | None) -> ConfigError:
     own = [run for run in runs if pipeline in (None, run.name)]
     by_name = {name: run.id for run in own for name in (run.id, run.mlflow_run_id) if name}
+    by_name |= {run.run_name: run.run_name for run in own if run.run_name}
     near = nearest(text, by_name)
     remedy = f"Did you mean {near}? " if near else ""
     remedy += f"Recorded are {_listed(own)}." if own else "No run of this pipeline is recorded there."
     return ConfigError(
-        f"No run with this id is recorded in {Store.open(storage).url}.", field=field, value=text, remedy=remedy
+        f"No run with this id, name or tag is recorded in {Store.open(storage).url}.",
+        field=field,
+        value=text,
+        remedy=remedy,
     )
 
 

@@ -27,6 +27,7 @@ from flows.heartbeat import beating
 from flows.plan import Plan
 from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import PipelineResult
+from flows.run_logs import keep_logs
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
@@ -78,8 +79,7 @@ def pipeline(
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.
-        from_run: id of an earlier run, whose results are taken for the stages before the first; without `only` and
-            `start` the first is the stage that failed in it.
+        from_run: id of an earlier run that gives the stages before the first; by default its failed stage is the first.
         debug: keep the workers' run files, and show tracebacks.
 
     Returns:
@@ -92,12 +92,14 @@ def pipeline(
     result = PipelineResult(spec.name, "", spec.storage)
     ending = expected_ending()
     try:
-        with own_flow_run() as began:
+        with own_flow_run() as flow_run:
+            began = flow_run.began
             plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug, as_of=began)
             # Before the first stage: hours of training must not end at a read-only folder.
             Store.open(plan.spec.storage).ensure_writable(field="storage")
             plan.require_committed()
-            with beating(plan), RunRecord(plan, result) as record:
+            with beating(plan), RunRecord(plan, result) as record, keep_logs(record.folder):
+                flow_run.rename(result.run_name)
                 run_stages(plan, record)
                 ending.close_undisturbed()
         ending.result = result

@@ -75,11 +75,31 @@ def created_by_this_process() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def own_flow_run() -> Iterator[datetime | None]:
-    """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
+class OwnFlowRun:
+    """The run of a flow, as its body sees it."""
 
-    Yields when the run began, if this is a retry of it; None: it begins now.
+    def __init__(self, began: datetime | None = None) -> None:
+        self.began = began
+        """When its first attempt began; None: this is the first."""
+        self.name: str | None = None
+        """Its name in Prefect, once `rename` has set it."""
+        self.ended = threading.Event()
+        self.changed = threading.Event()
+
+    def rename(self, name: str | None) -> None:
+        """Have the run called `name` in Prefect, soon; None leaves its name. Never waits."""
+        self.name = name
+        self.changed.set()
+
+    def end(self) -> None:
+        """Note that the body has ended."""
+        self.ended.set()
+        self.changed.set()
+
+
+@contextlib.contextmanager
+def own_flow_run() -> Iterator[OwnFlowRun]:
+    """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
 
     Nothing here fails the flow; a server that does not answer costs it three seconds at most.
     """
@@ -88,14 +108,14 @@ def own_flow_run() -> Iterator[datetime | None]:
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     if run is None:
-        yield None
+        yield OwnFlowRun()
         return
+    own = OwnFlowRun(run.start_time if run.run_count > 1 else None)
     tags = TagsContext.get().current_tags
     kept = {tag for tag in tags if not tag.startswith(_TAG)}
     # Without the mark another process has created the run, or ran it before: its labels stand there until ours do.
     is_marked = kept != tags
-    ended = threading.Event()
-    arguments = run.id, kept if is_marked else None, ended
+    arguments = run.id, kept if is_marked else None, own
     introduce = threading.Thread(target=_introduce, args=arguments, name="trainflow-sweep", daemon=True)
     introduce.start()
     if not is_marked:
@@ -103,17 +123,17 @@ def own_flow_run() -> Iterator[datetime | None]:
     # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
     with TagsContext(current_tags=kept):
         try:
-            yield run.start_time if run.run_count > 1 else None
+            yield own
         finally:
-            ended.set()
+            own.end()
             introduce.join(_CLOSE_S)
 
 
-def _introduce(flow_run_id: UUID, tags: set[str] | None, ended: threading.Event) -> None:
-    """Label a run, until it succeeds or the run has ended; replace its tags unless they are None; then sweep."""
+def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> None:
+    """Label a run, until it succeeds or the run has ended; replace its tags unless they are None; sweep; name it."""
     pause_s = 1.0
     while not _is_labelled(flow_run_id, tags):
-        if ended.wait(pause_s):
+        if own.ended.wait(pause_s):
             return
         pause_s = min(2 * pause_s, _PAUSE_S)
     try:
@@ -122,6 +142,13 @@ def _introduce(flow_run_id: UUID, tags: set[str] | None, ended: threading.Event)
                 _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
     except Exception as error:  # the next command sweeps, too
         _log.debug("Dead runs were not looked for: %s", error)
+    own.changed.wait()
+    try:
+        if own.name is not None:
+            with quick_client() as client:
+                client.update_flow_run(flow_run_id, name=own.name)
+    except Exception as error:  # a name is no reason to fail
+        _log.debug("The flow run is not named: %s", error)
 
 
 def _is_labelled(flow_run_id: UUID, tags: set[str] | None) -> bool:

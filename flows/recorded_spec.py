@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flows.past_runs import PastRun, run_folder
+from flows.past_runs import SPEC_FILE, PastRun, run_folder
 from flows.spec.spec import PipelineSpec, parse_spec
 from flows.stages import all_stages
 from tasks.stage import sources as _sources
@@ -57,7 +57,7 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
 def _read_spec(storage: str, run: PastRun) -> dict[str, Any]:
     from trainer_lib.yaml_text import YamlProblem, parse_yaml
 
-    data = run_folder(storage, run.id).read_if_exists("spec.yaml", limit=_SPEC_BYTES)
+    data = run_folder(storage, run.id).read_if_exists(SPEC_FILE, limit=_SPEC_BYTES)
     what = "is gone from the storage"
     try:
         raw = None if data is None else parse_yaml(data.decode())

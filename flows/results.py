@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class StageOutcome:
 class PipelineResult:
     """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it.
 
+    `run_name` is its name in Prefect and MLflow; None before it is given.
     `mlflow_waiting` says what MLflow does not have yet, and where it waits; None: nothing does. `gates` are the checks
     of `evaluate.require`, as `tasks.stage.gates.GateCheck` has them; empty without a gate, or before it was checked.
     """
@@ -46,6 +47,7 @@ class PipelineResult:
     storage: str
     stages: list[StageOutcome] = field(default_factory=list)
     seconds: float = 0.0
+    run_name: str | None = None
     mlflow_run_id: str | None = None
     tracking_uri: str | None = None
     run_url: str | None = None
@@ -74,3 +76,52 @@ class PipelineResult:
         plain = {name: value for name, value in vars(self).items() if name not in ("stages", "error")}
         error = None if self.error is None else self.error.to_record()
         return {**plain, "stages": [asdict(outcome) for outcome in self.stages], "error": error}
+
+
+def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """How each stage ended, as a run's record has it.
+
+    Args:
+        earlier: what the record had: a stage that an earlier command of the run has run, and this one found committed,
+            keeps the time that it took.
+    """
+    found = dict(earlier or {})
+    for outcome in outcomes:
+        key = None if outcome.manifest is None else outcome.manifest.get("key")
+        before = found.get(outcome.stage)
+        is_known = isinstance(before, dict) and before.get("status") == "ran" and before.get("key") == key
+        if outcome.status == "cached" and is_known:
+            continue
+        found[outcome.stage] = {
+            "status": outcome.status,
+            "seconds": outcome.seconds,
+            "reason": outcome.reason,
+            "key": key,
+        }
+    return found
+
+
+def collect_metrics(outcomes: Iterable[StageOutcome]) -> dict[str, float]:
+    """What the stages measured, by name; those of a split begin with its name."""
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.manifest is not None:
+            found |= flat_metrics(outcome.manifest["metrics"])
+    return found
+
+
+def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics by one name each: ``{"test": {"test_error": 0.1}}`` is ``{"test_error": 0.1}``. Timings are left out."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            inner = {f"{name}_{key.removeprefix(f'{name}_')}": number for key, number in flat_metrics(value).items()}
+            flat |= inner
+        elif isinstance(value, int | float) and not isinstance(value, bool) and not is_timing(name):
+            flat[name] = value
+    return flat
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric says how long something took, and not how good it is."""
+    return name == "epoch" or name.endswith(("runtime", "_per_second"))

@@ -5,6 +5,7 @@
                    unfinished -> taken up by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
     keys.json      what the spec and the recipe decide of each stage's key: what has changed since
+    arguments.json every training argument of each stage, as this machine worked them out
     source/        the recipe's source closure
     trainflow_model.json   where the trained model's files lie, for `load_model`
     report.html    what ran, how long, the curve, the metrics
@@ -22,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flows.past_runs import KEYS_FILE, RUN_FILE, read_record, run_folder
+from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import render_report
-from flows.results import RUN_ID_CHARS, PipelineResult
+from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
+from flows.run_names import name_run
 from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
 from tasks import tracking
@@ -62,6 +64,7 @@ class RunRecord:
         self._started = now()
         self._record: dict[str, Any] = {}
         self._stages: dict[str, str] = {}
+        self._worked_in: dict[str, str] = {}
         self._sources: dict[str, str] = {}
         self._is_unchanged = False
         self._is_reported = False
@@ -109,7 +112,8 @@ class RunRecord:
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
                 self.tracked.end(status)
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
-            if self.tracked is not None or self._record.get("status") == "RUNNING":
+            is_over = self.tracked is None and self._record.get("status") != "RUNNING"
+            if not is_over or not self.folder.exists(RUN_FILE):
                 self._write("record", lambda: self._write_record(status))
         finally:
             self._finish_tracking(status, stages=stages)
@@ -136,17 +140,23 @@ class RunRecord:
         self.result.mlflow_run_id = known.get("mlflow_run_id")
         self.result.tracking_uri = known.get("tracking_uri")
         self.result.run_url = known.get("run_url")
+        self.result.run_name = known.get("run_name")
         if finished and has_run and not plan.context.force and all(reason.hit for reason in wanted.values()):
             self._is_unchanged = True  # nothing new happens: the finished run, and its report, stand for it
             self._leftovers = tracking.deliver_waiting(spec.tracking, storage)
             return
         self._keep_sources()
+        # A run that goes on keeps its name; what a finished run does again is another one.
+        self.result.run_name = None if finished else known.get("run_name")
+        self.result.run_name = self.result.run_name or name_run(spec, plan.pipeline_key[:RUN_ID_CHARS])
+        self._worked_in = dict(known.get("worked_in") or {})
         hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
         self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
         self.tracked = tracking.open_run(
             spec.tracking,
             storage,
             name=spec.name,
+            run_name=self.result.run_name,
             pipeline_key=plan.pipeline_key,
             params=_params(spec),
             # A finished run is history: what runs now gets an MLflow run of its own.
@@ -233,6 +243,16 @@ class RunRecord:
                 continue
         return []
 
+    def note_begin(self, stage: str, key: str) -> None:
+        """Record the folder that a stage is about to look into, so that nothing in it is cleaned up from now on."""
+        if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):
+            return
+        self._worked_in[stage] = key
+        try:
+            self._save({**self._record, "worked_in": dict(self._worked_in)})
+        except StorageError as unwritten:
+            _log.warning("The run's record could not be written: %s", unwritten)
+
     def note_stage(self, manifest: StageManifest) -> None:
         """Record that a stage's result is committed: of a run that dies later, this is what is known."""
         self._stages[manifest.stage] = manifest.key
@@ -273,10 +293,15 @@ class RunRecord:
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
+                "run_name": self.result.run_name,
                 "started": self._started,
                 "as_of": as_of.isoformat() if as_of is not None else self._started,
                 "ended": None if status == "RUNNING" else now(),
                 "stages": self._stages,
+                "worked_in": self._worked_in,
+                "planned": [name for name in plan.stages if plan.is_wanted(name)],
+                "outcomes": describe_outcomes(self.result.stages, self._record.get("outcomes")),
+                "metrics": collect_metrics(self.result.stages) or self._record.get("metrics", {}),
                 "failed": failed[0] if failed else None,
                 "only": plan.only,
                 "start": plan.start,
@@ -294,9 +319,11 @@ class RunRecord:
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
         spec, resolver = self.plan.spec, self.plan.context.resolver
-        self.folder.write_bytes("spec.yaml", dump_yaml(spec.to_record()).encode())
+        self.folder.write_bytes(SPEC_FILE, dump_yaml(spec.to_record()).encode())
         keys = {name: json.loads(key.to_json()) for name, key in self.plan.early_keys.items()}
         self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
+        arguments = {name: each.arguments.to_dict() for name, each in self.plan.stages.items() if each.arguments}
+        self.folder.write_bytes(ARGUMENTS_FILE, json.dumps(arguments).encode())
         own = {getattr(stage.config(spec), "recipe", None) for stage in all_stages()}
         for recipe in sorted({spec.recipe, *(name for name in own if name)}):
             for name, path in resolver.closure(recipe, spec.root).paths.items():

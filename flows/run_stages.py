@@ -17,7 +17,8 @@ from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.gates import judge
 from tasks.stage.manifest import StageManifest
 from tasks.stage.track import track_gates, track_stage
-from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.commit import COMMIT
+from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -77,6 +78,7 @@ class _StageRun:
     def run_alone(self, plan: StagePlan) -> None:
         """Call one stage's task."""
         started = datetime.now(UTC)
+        self._note_begin(plan)
         try:
             state = plan.stage.load_task()(plan.config, self._context, **self._inputs(plan), return_state=True)
         except BaseException as error:  # Ctrl-C or SIGTERM: what a stage raises by itself comes in its state
@@ -91,6 +93,7 @@ class _StageRun:
         futures: list[PrefectFuture[Any]] = []
         try:
             for plan in plans:
+                self._note_begin(plan)
                 futures.append(plan.stage.load_task().submit(plan.config, self._context, **self._inputs(plan)))
             for future in futures:
                 future.wait()
@@ -115,6 +118,13 @@ class _StageRun:
         elif reason.manifest is None:
             chosen = f"only {self._plan.only}" if self._plan.only else f"starts with {self._plan.start}"
             self._note(name, "skipped", chosen)
+        elif not reason.manifest.store().exists(COMMIT):
+            # The record names it by now, so it goes no more; before that nothing kept it.
+            raise StorageError(
+                f"The result of {name} was removed while this command began.",
+                field=reason.manifest.url,
+                remedy="Run the same command again.",
+            )
         else:
             self._keep(name, "cached", reason.reason, 0.0, reason.manifest)
 
@@ -133,6 +143,14 @@ class _StageRun:
         if not verdict.passed:
             self._skip_rest("held back by the gate")
             verdict.enforce("published")
+
+    def _note_begin(self, plan: StagePlan) -> None:
+        """Record which folder the stage looks into before it does: what a run's record names is not cleaned up."""
+        try:
+            key = self._plan.key_of(plan.stage.name, self._manifests)
+        except (TrainflowError, KeyError, TypeError):  # its input is missing, or cannot be read: the stage says so
+            return
+        self._record.note_begin(plan.stage.name, key.digest)
 
     def _inputs(self, plan: StagePlan) -> dict[str, StageManifest | None]:
         return plan.stage.choose_inputs(self._manifests)

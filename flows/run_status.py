@@ -39,6 +39,11 @@ class RunStatus:
     unswept: tuple[Sign, ...] = ()
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether a process works on it, or may."""
+        return self.state in ("running", "suspended", "silent")
+
+    @property
     def is_swept(self) -> bool:
         """Whether everything that names this run says how it ended."""
         return not self.unswept and not (self.state == "died" and self.run.status == "RUNNING")
@@ -60,6 +65,8 @@ class RunStatus:
             "state": self.state,
             "stage": sign.stage if sign is not None else run.failed,
             "progress": sign.progress if sign is not None else "",
+            "share": sign.share if sign is not None else None,
+            "eta_s": sign.eta_s if sign is not None else None,
             "process": str(sign.holder) if sign is not None else None,
             "died": run.record.get("died"),
             "heartbeat": sign.at if sign is not None else None,
@@ -69,6 +76,21 @@ class RunStatus:
             "mlflow_run_id": run.mlflow_run_id,
             "flow_run_id": sign.flow_run_id if sign is not None else None,
         }
+
+
+def read_status(storage: str, run: PastRun) -> RunStatus:
+    """How one run is, at one look: a process of another machine is not watched, and counts as running."""
+    return _status(run, read_signs(run_folder(storage, run.id)), set())
+
+
+def look(storage: str) -> list[RunStatus]:
+    """How every run recorded on a storage is, at one look, the newest first; of runs that have ended only the record.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    runs = list_runs(storage)
+    return [read_status(storage, run) if run.status == "RUNNING" else _status(run, [], set()) for run in runs]
 
 
 def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: None) -> list[RunStatus]:

@@ -314,13 +314,14 @@ def open_run(
     token: str | None = None,
     tags: Mapping[str, str] | None = None,
     project: Path | None = None,
+    run_name: str | None = None,
 ) -> TrackedRun | None:
     """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
 
     Args:
         config: the spec's `tracking` section; disabled returns None.
         storage: the pipeline's storage root.
-        name: the pipeline's name: default of experiment and run name.
+        name, run_name: the pipeline's, default of the experiment's, and the run's, unless `config` has one.
         pipeline_key: the key by which a later command finds the run.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
@@ -343,7 +344,7 @@ def open_run(
     # Stripped, because a quote in it would change the query.
     unfinished = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key) if resume and token is None else None
     try:
-        session = Session.create(spool, _head(handle, config.run_name or name, all_tags, unfinished))
+        session = Session.create(spool, _head(handle, config.run_name or run_name or name, all_tags, unfinished))
     except OSError as error:
         _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
         return None

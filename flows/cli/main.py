@@ -16,13 +16,16 @@ from typing import Annotated
 import typer
 
 from flows.cli import checkpoints, presentation, terminal
+from flows.cli.cleaning import collect_garbage
 from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
+from flows.cli.logs import logs
 from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
 from flows.cli.planning import plan
 from flows.cli.predicting import predict
 from flows.cli.proof import prove_resume
 from flows.cli.resume import resume
+from flows.cli.runs import compare, runs, show, tag
 from flows.cli.schedules import deploy, serve, watch
 from flows.cli.signals import stoppable
 from flows.cli.status import status
@@ -204,7 +207,8 @@ def _until_stopped() -> Iterator[None]:
 app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
-for command in (status, sync, serve, deploy, watch, join, predict):
+app.command("gc")(collect_garbage)
+for command in (status, runs, show, compare, logs, tag, sync, serve, deploy, watch, join, predict):
     app.command()(command)
 
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from flows.cli.terminal import STYLES, readable
-from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
+from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome, is_timing
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
 
@@ -38,7 +38,8 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
         lines.append(Text())
         lines += [Text.assemble((f"  {name:<12} ", "dim"), place) for name, place in places.items()]
     if result.pipeline_key:
-        lines.append(Text.assemble(("  run          ", "dim"), result.pipeline_key[:RUN_ID_CHARS]))
+        name = f" ({result.run_name})" if result.run_name else ""
+        lines.append(Text.assemble(("  run          ", "dim"), result.pipeline_key[:RUN_ID_CHARS], (name, "dim")))
     if result.tracking_uri:
         lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui_command), "bold")))
     if result.mlflow_waiting:
@@ -96,7 +97,7 @@ def _metrics(result: PipelineResult) -> list[Text]:
     measured = [each.manifest["metrics"] for each in result.stages if each.manifest is not None]
     for split, values in ((name, value) for metrics in measured for name, value in metrics.items()):
         if isinstance(values, Mapping):
-            names = [name for name, value in values.items() if isinstance(value, int | float) and not _is_timing(name)]
+            names = [name for name, value in values.items() if isinstance(value, int | float) and not is_timing(name)]
             text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
             lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
     return lines
@@ -113,10 +114,6 @@ def _gates(result: PipelineResult) -> list[Text]:
         )
         for gate in result.gates
     ]
-
-
-def _is_timing(name: str) -> bool:
-    return name == "epoch" or name.endswith(("runtime", "_per_second"))
 
 
 def _number(value: float) -> str:

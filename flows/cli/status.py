@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, print_json
 from flows.cli.presentation import shown
+from flows.cli.signals import stoppable
+from flows.cli.tables import table
 from flows.cli.ui import find_storage
 from flows.server.api import prefect_api, quiet_environment
 from tasks.configs import TrackingConfig
+from tasks.stage.progress import duration
 from tasks.tracking import deliver_waiting
-from trainer_lib.errors import TrainflowError
+from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
@@ -31,6 +37,8 @@ _COLOURS = {
     "stopped": "yellow",
 }
 _SHORT_ID = 8
+_BAR = 20
+_WATCH_EVERY_S = 2.0
 # Seconds that MLflow's server gets.
 _PATIENCE_S = 10
 
@@ -39,6 +47,9 @@ def status(
     spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
     overrides: Overrides = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Follow the runs at work, stage by stage, until they have ended.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -46,19 +57,23 @@ def status(
     quiet_environment()
     from flows.run_status import find_statuses
 
+    if watch and as_json:
+        raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
     tracking, place = find_storage(spec, overrides or [], storage, command="status")
     root = place.url
     out = terminal.console(stderr=True)
+    if watch:
+        _watch(root)
     found = find_statuses(root, lambda count: out.print(_waits_for(count)))
     warnings = []
     if any(not each.is_swept for each in found):
         with out.status("marking runs that died"):
             warnings = [*_mark(root, found), *_deliver(tracking, place)]
     if as_json:
-        runs = [each.to_dict() for each in found]
+        runs = [{**each.to_dict(), **_progress(each, found)} for each in found]
         print_json({"ok": True, "exit_code": 0, "storage": root, "runs": runs, "warnings": warnings})
         return
-    terminal.show(_lines(found, root))
+    terminal.show([*_lines(found, root), *_stages(found)])
     for warning in warnings:
         out.print(Text(f"warning: {warning}", "yellow"))
 
@@ -90,19 +105,66 @@ def _deliver(tracking: TrackingConfig, place: Store) -> list[str]:
     return ["MLflow did not take yet what waits for it: trainflow sync delivers the rest."]
 
 
+def _watch(root: str) -> None:
+    """Draw the runs at work, and draw them again, until none is at work or Ctrl-C."""
+    from rich.live import Live
+
+    from flows.run_status import look
+
+    with (
+        contextlib.suppress(Interrupted, Preempted),
+        stoppable(lambda _: None, remedy=""),
+        Live(console=terminal.console(), auto_refresh=False, transient=True) as live,
+    ):
+        found = look(root)
+        while at_work := [each for each in found if each.is_at_work]:
+            live.update(Group(*_lines(at_work, root), *_stages(found)), refresh=True)
+            time.sleep(_WATCH_EVERY_S)
+            found = look(root)
+
+
+def _progress(status: RunStatus, found: Sequence[RunStatus]) -> dict[str, Any]:
+    from flows.run_progress import describe_progress, estimate_rest
+
+    if not status.is_at_work:
+        return {}
+    stages = describe_progress(status, [each.run for each in found])
+    return {"stage_progress": [each.to_dict() for each in stages], "rest_s": estimate_rest(stages)}
+
+
+def _stages(found: Sequence[RunStatus]) -> list[Text]:
+    """The stages of each run at work: a bar, how long it took or takes, and when it is likely to end."""
+    from flows.run_progress import describe_progress, estimate_rest
+
+    lines: list[Text] = []
+    for status in found:
+        if not status.is_at_work:
+            continue
+        stages = describe_progress(status, [each.run for each in found])
+        rest = estimate_rest(stages)
+        left = "" if rest is None else f", about {duration(rest)} left"
+        name = status.run.run_name or status.run.name
+        lines += [Text(), Text(f"{status.run.id[:_SHORT_ID]} {name}{left}", "bold")]
+        rows = [("stage", "state", "", "time", "left", "")]
+        for each in stages:
+            took, eta = ("" if number is None else duration(number) for number in (each.seconds, each.eta_s))
+            rows.append((each.stage, each.state, _bar(each.share), took, eta, each.text))
+        lines += table(rows, [("", _COLOURS.get(each.state, "dim")) for each in stages], right=frozenset({3, 4}))
+    return lines
+
+
+def _bar(share: float | None) -> str:
+    if share is None:
+        return ""
+    full = round(share * _BAR)
+    return f"{'━' * full}{'╌' * (_BAR - full)} {share:4.0%}"
+
+
 def _lines(found: Sequence[RunStatus], root: str) -> list[Text]:
     if not found:
         return [Text(f"No run is recorded in {shown(root)}.")]
     rows = [("run", "pipeline", "state", "started", ""), *(_row(each) for each in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = []
-    for place, row in enumerate(rows):
-        padded = [row[column].ljust(widths[column]) for column in range(4)]
-        style = "dim" if place == 0 else _COLOURS.get(found[place - 1].state, "")
-        lines.append(
-            Text.assemble(*((f"{cell}  ", style if column == 2 else "") for column, cell in enumerate(padded)), row[4])
-        )
-    return lines
+    return table(rows, [("", "", _COLOURS.get(each.state, "")) for each in found])
 
 
 def _row(status: RunStatus) -> tuple[str, str, str, str, str]:

@@ -201,7 +201,7 @@ def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch
         if url is not None:
             monkeypatch.setenv("PREFECT_API_URL", url)
         heart = heartbeat._Heart(run.child("alive"))
-        heart._write()
+        heart.write()
         [sign] = heartbeat.read_signs(run)
         assert sign.api == api
         heartbeat.remove_sign(run, sign)

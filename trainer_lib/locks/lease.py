@@ -160,6 +160,26 @@ class Lease:
             _LOG.warning("A lease could not be released; it expires by itself: %s", error)
             _forget(self._folder, self.epoch, self._holder)
 
+    def remove(self) -> None:
+        """End the lease and remove every trace of it: for the holder that has removed the folder itself.
+
+        Raises:
+            StorageError: it cannot be removed; it expires by itself.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        if self.lost or not self._is_ours():
+            return  # another process has taken over, which may be making the folder again
+        # Our epoch goes last: until then no other process can take the folder.
+        for name in sorted(self._folder.children(), key=lambda name: name == _name(self.epoch, "json")):
+            self._folder.delete(name)
+        if self._folder.is_local:
+            with contextlib.suppress(OSError):  # another process may have begun to fill it again
+                self._folder.local_path().rmdir()
+                self._folder.local_path().parent.rmdir()
+
     def _is_ours(self) -> bool:
         if _newest(self._folder) != self.epoch:
             return False

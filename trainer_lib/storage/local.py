@@ -88,6 +88,11 @@ class LocalBackend:
     def open_write(self, rel: str) -> BinaryIO:
         """Open a buffered file; the entries of new folders above it are durable at once."""
         path = self.path(rel)
+        for _ in range(_TRIES - 1):
+            # Another process may remove the folder, which it found empty, right now.
+            with contextlib.suppress(FileNotFoundError):
+                _make_folders(path.parent)
+                return path.open("wb")
         _make_folders(path.parent)
         return path.open("wb")
 

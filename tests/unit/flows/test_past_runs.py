@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from flows.past_runs import find_run, list_runs, newest_unfinished
+from flows.past_runs import find_run, list_runs, newest_unfinished, read_tags, tag_run, untag_run
+from flows.removal import remove_run
 from trainer_lib.errors import ConfigError
+from trainer_lib.storage import Store
 
 FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"
 
@@ -55,12 +57,12 @@ def test_a_run_is_named_by_its_id_its_beginning_or_its_mlflow_run(storage: Path,
 
 def test_an_id_that_means_no_run_names_the_nearest_and_what_there_is(storage: Path) -> None:
     error = refused(storage, "3fa9c1d2e4b50618")
-    assert "No run with this id is recorded" in error.message
+    assert "No run with this id, name or tag is recorded" in error.message
     assert f"Did you mean {FIRST}?" in str(error.remedy)
     assert SECOND in str(error.remedy)
     assert OTHER not in str(error.remedy)
-    assert "Several runs" in refused(storage, "3fa9").message
-    assert "No run with this id" in refused(storage, "3f").message  # too short to stand for one
+    assert "Several runs are meant" in refused(storage, "3fa9").message
+    assert "No run with this id, name or tag" in refused(storage, "3f").message  # too short to stand for one
     assert "No run of this pipeline" in str(refused(storage / "nowhere", FIRST).remedy)
     assert "pipeline 'other'" in refused(storage, OTHER).message
     assert find_run(str(storage), OTHER, field="RUN").name == "other"
@@ -77,3 +79,46 @@ def test_the_newest_unfinished_run_is_the_one_that_nothing_replaced(storage: Pat
     assert SECOND in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="No run is recorded there"):
         newest_unfinished(str(storage / "nowhere"))
+
+
+def test_a_run_is_also_named_by_its_name_a_tag_or_as_the_last(storage: Path) -> None:
+    record(storage, "d" * 16, run_name="toy-lr0.01-3", started="2026-11-19T10:00:00Z")
+    where = str(storage)
+    assert find_run(where, "toy-lr0.01-3", field="RUN").id == "d" * 16
+    assert find_run(where, "last", field="RUN").id == OTHER
+    assert find_run(where, "last", field="RUN", pipeline="toy").id == SECOND
+    assert "Did you mean toy-lr0.01-3?" in str(refused(storage, "toy-lr0.1-3").remedy)
+    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")
+    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")  # safe to repeat
+    assert find_run(where, "baseline", field="RUN").id == FIRST
+
+
+def test_a_tag_names_one_run_until_it_is_taken_away(storage: Path) -> None:
+    where = str(storage)
+    first, second = (find_run(where, each, field="RUN") for each in (FIRST, SECOND))
+    tag_run(where, first, "v1.2")
+    for name in ("v1.2", FIRST, "last", "", "a/b", "../up"):
+        with pytest.raises(ConfigError) as caught:
+            tag_run(where, second, name)
+        assert (caught.value.field, caught.value.value) == ("NAME", name)
+    assert read_tags(where, second) == []
+    with pytest.raises(ConfigError, match="does not have this tag") as caught:
+        untag_run(where, first, "v1")
+    assert "v1.2" in str(caught.value.remedy)
+    untag_run(where, first, "v1.2")
+    tag_run(where, second, "v1.2")
+    assert read_tags(where, second) == ["v1.2"]
+
+
+def test_a_run_that_is_removed_cannot_be_tagged_and_a_tagged_one_is_not_removed(storage: Path) -> None:
+    where, folder = str(storage), Store.open(str(storage)).child("runs", FIRST)
+    run = find_run(where, FIRST, field="RUN")
+    tag_run(where, run, "kept")
+    assert not remove_run(folder, "run.json", lambda: bool(read_tags(where, run)))
+    assert find_run(where, "kept", field="RUN").id == FIRST
+    untag_run(where, run, "kept")
+    assert remove_run(folder, "run.json", lambda: bool(read_tags(where, run)))
+    with pytest.raises(ConfigError, match="just been removed"):
+        tag_run(where, run, "late")
+    assert not list((storage / "runs" / FIRST).rglob("*.json"))
+    assert not (storage / "runs" / FIRST / "tags").exists()

@@ -127,9 +127,9 @@ def test_a_run_that_ends_while_it_is_watched_has_not_died(tmp_path: Path, monkey
 
 def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) -> None:
     heart = heartbeat._Heart(Store.open(str(tmp_path / "runs" / "a")).child("alive"))
-    heart._write()
+    heart.write()
     [before] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
     heartbeat.remove_sign(Store.open(str(tmp_path / "runs" / "a")), before)
-    heart._write()
+    heart.write()
     [after] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
     assert (after.id, after.holder) == (before.id, before.holder)

@@ -1,0 +1,361 @@
+"""What nothing on a storage refers to, and its removal beside commands that are at work.
+
+Runs go first: those that are not at work, not among the newest of their pipeline, not tagged, registered or published.
+Then go the stages' folders that no record names any more. In every folder the commit file is removed first, under the
+folder's lease; then the records are read once more. A run writes down the folder that a stage will look into before it
+looks, so of a run that begins and a removal at least one sees the other: the commit file is put back, or the stage
+finds none and runs again. Two removals exclude each other by the same lease.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, Literal
+
+from flows.heartbeat import read_signs
+from flows.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs
+from flows.referrers import Folder, Referrer, Registry, collect_folders, find_publications
+from flows.removal import remove_run
+from tasks.configs import TrackingConfig
+from tasks.stage.manifest import STAGES
+from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
+from trainer_lib.commit import COMMIT, LIMIT, withdraw_folder
+from trainer_lib.errors import InfrastructureError, StorageError
+from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
+from trainer_lib.locks.readers import list_readers
+from trainer_lib.storage import Store
+
+LIMITED = "limited"
+"""Below a storage: the storage of its runs with `--limit`, which nothing refers to once they have ended."""
+CHECKPOINTS = "checkpoints"
+_AT_ONCE = 16
+_PLAN_FILE = "plan.json"
+_PLAN_KEPT = timedelta(days=1)
+_RECORD_BYTES = 4 << 20
+_log = logging.getLogger(__name__)
+
+Kind = Literal["run", "stage", "checkpoints", "publication"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One folder that can go, and why.
+
+    Attributes:
+        kind: "run" (a record), "stage" (a result, or what attempts left), "checkpoints" (of interrupted saves) or
+            "publication" (of an interrupted or limited run).
+        folder: of a stage its name and the folder's.
+    """
+
+    kind: Kind
+    store: Store
+    bytes: int
+    why: str
+    folder: Folder = ("", "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {"kind": self.kind, "url": self.store.url, "bytes": self.bytes, "why": self.why}
+
+
+@dataclass
+class Garbage:
+    """What can go from a storage, and what stays.
+
+    Attributes:
+        items: what can go, in the order in which it goes.
+        kept: id of a run -> why it stays.
+        in_use: URL of a folder that nothing refers to -> the process that works in it or reads it.
+        obstacle: why nothing may be removed; None: nothing is in the way.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    in_use: dict[str, str] = field(default_factory=dict)
+    obstacle: InfrastructureError | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What its removal frees."""
+        return sum(item.bytes for item in self.items)
+
+
+def find_garbage(
+    storage: str, *, keep: int | None = None, config: TrackingConfig | None = None, skip_registry: bool = False
+) -> Garbage:
+    """Find what nothing refers to. Nothing is changed.
+
+    Args:
+        keep: number of the newest runs of each pipeline that stay, failed ones included, beside the newest that
+            finished; None: every run stays.
+        config: the spec's `tracking` section; None: where a storage keeps its runs by default.
+        skip_registry: do not ask MLflow's registry.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    garbage = Garbage()
+    runs = list_runs(storage)
+    others = find_publications(storage)
+    if not skip_registry:
+        try:
+            others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+        except InfrastructureError as error:
+            garbage.obstacle = error
+    reasons = _why_runs_stay(storage, runs, keep, others)
+    garbage.kept = {run.id: reasons[run.id] for run in runs if run.id in reasons}
+    garbage.items += _find_runs(storage, [run for run in runs if run.id not in reasons], {run.id for run in runs}, keep)
+    staying = collect_folders((run for run in runs if run.id in reasons), others)
+    named = collect_folders(runs, others)
+    for store, folder in _stage_folders(storage):
+        if folder not in staying:
+            why = f"only {named[folder]} refers to it" if folder in named else "no run refers to it"
+            _add_stage(garbage, store, folder, why)
+        elif left := _uncommitted_checkpoints(store):
+            garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", folder))
+    _add_publications(garbage, Store.open(storage))
+    _add_limited(garbage, storage)
+    return garbage
+
+
+def _why_runs_stay(
+    storage: str, runs: Sequence[PastRun], keep: int | None, others: Sequence[Referrer]
+) -> dict[str, str]:
+    """Id of a run -> why it stays; runs that may go are absent."""
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    finished: set[str] = set()
+    folder = Store.open(storage).child(RUNS)
+    for run in runs:  # the newest first
+        seen[run.name] = seen.get(run.name, 0) + 1
+        is_newest = keep is None or seen[run.name] <= keep
+        is_last_good = run.is_finished and run.name not in finished
+        finished |= {run.name} if run.is_finished else set()
+        if process := _at_work(folder.child(run.id)):
+            found[run.id] = f"at work: {process}"
+        elif keep is None:
+            found[run.id] = "recorded"
+        elif is_newest:
+            found[run.id] = f"among the newest {keep} of {run.name}"
+        elif is_last_good:
+            found[run.id] = f"the newest of {run.name} that finished"
+        elif tags := folder.child(run.id).children(TAGS):
+            found[run.id] = f"tagged {', '.join(tags)}"
+        elif referrer := next((each for each in others if each.is_of(run)), None):
+            found[run.id] = referrer.what
+    return found
+
+
+def _at_work(folder: Store) -> str | None:
+    """The process at work on a run; one of another machine counts until `trainflow status` has seen it dead."""
+    return next((str(sign.holder) for sign in read_signs(folder) if sign.life() != "dead"), None)
+
+
+def _find_runs(storage: str, doomed: Sequence[PastRun], known: set[str], keep: int | None) -> Iterator[Item]:
+    folder = Store.open(storage).child(RUNS)
+    for run in doomed:
+        yield Item("run", folder.child(run.id), _size(folder.child(run.id)), f"beyond the newest {keep} of {run.name}")
+    for name in folder.children():
+        store = folder.child(name)
+        if name not in known and not _at_work(store) and not _is_new_plan(store):
+            yield Item("run", store, _size(store), "it has no record that can be read")
+
+
+def _is_new_plan(store: Store) -> bool:
+    """Whether a folder holds the plan of a run that was not started; plans are kept for a day."""
+    with suppress(ValueError, TypeError, KeyError, StorageError):
+        record = json.loads(store.read_if_exists(_PLAN_FILE, limit=_RECORD_BYTES) or b"{}")
+        return datetime.now(UTC) - datetime.fromisoformat(record["planned"]["made"]) < _PLAN_KEPT
+    return False
+
+
+def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:
+    root = Store.open(storage).child(STAGES)
+    for stage in root.children():
+        for name in root.children(stage):
+            yield root.child(stage, name), (stage, name)
+
+
+def _add_stage(garbage: Garbage, store: Store, folder: Folder, why: str) -> None:
+    if not store.list():
+        return  # some stores keep an empty folder
+    if user := _user_of(store):
+        garbage.in_use[store.url] = user
+    else:
+        garbage.items.append(Item("stage", store, _size(store), why, folder))
+
+
+def _user_of(store: Store) -> str | None:
+    """The process that works in a stage's folder, or reads it or a checkpoint of it."""
+    if (holder := find_holder(store)) is not None:
+        return str(holder)
+    return _reader_of(store)
+
+
+def _reader_of(store: Store) -> str | None:
+    places = [store, *(store.child(CHECKPOINTS, name) for name in store.children(CHECKPOINTS))]
+    return next((str(reader) for place in places for reader in list_readers(place)), None)
+
+
+def _uncommitted_checkpoints(store: Store) -> int:
+    """Bytes that interrupted saves left in a stage's folder in which no process works."""
+    root = store.child(CHECKPOINTS)
+    names = list_uncommitted(root)
+    return sum(_size(root.child(name)) for name in names) if names and find_holder(store) is None else 0
+
+
+def _add_publications(garbage: Garbage, root: Store) -> None:
+    """Add what a publication left that was stopped before its commit."""
+    for name in root.children("hub"):
+        target = root.child("hub", name)
+        revisions = target.child("revisions")
+        open_ones = [each for each in revisions.children() if not revisions.exists(f"{each}/{COMMIT}")]
+        if open_ones and find_holder(target) is None:
+            for each in open_ones:
+                store = revisions.child(each)
+                garbage.items.append(Item("publication", store, _size(store), "left by an interrupted publication"))
+
+
+def _add_limited(garbage: Garbage, storage: str) -> None:
+    """Add the results of runs with `--limit` that have ended."""
+    scratch = Store.open(storage).child(LIMITED)
+    runs = scratch.child(RUNS)
+    why = "a run with --limit that has ended"
+    if any(_at_work(runs.child(name)) for name in runs.children()):
+        return
+    for name in runs.children():
+        garbage.items.append(Item("run", runs.child(name), _size(runs.child(name)), why))
+    for store, folder in _stage_folders(scratch.url):
+        _add_stage(garbage, store, folder, why)
+    for name in scratch.children("hub"):
+        target = scratch.child("hub", name)
+        if find_holder(target) is None:
+            garbage.items.append(Item("publication", target, _size(target), why))
+
+
+def _size(store: Store) -> int:
+    return sum(info.size for info in store.list())
+
+
+# -- removing ---------------------------------------------------------------------------------------------------------
+
+
+def remove_garbage(
+    storage: str,
+    garbage: Garbage,
+    *,
+    config: TrackingConfig | None = None,
+    skip_registry: bool = False,
+    on_removed: Callable[[Item], object] = lambda _: None,
+) -> list[Item]:
+    """Remove what was found, unless something refers to it by now, and return what is gone.
+
+    Raises:
+        InfrastructureError: MLflow's registry cannot be asked; nothing more is removed then.
+        StorageError: the storage cannot be read or written.
+    """
+    if garbage.obstacle is not None:
+        raise garbage.obstacle
+    removed: list[Item] = []
+
+    def note(item: Item) -> None:
+        removed.append(item)
+        on_removed(item)
+
+    for item in garbage.items:
+        if item.kind == "run" and remove_run(item.store, RUN_FILE, partial(_is_needed, item.store)):
+            note(item)
+    stages = [item for item in garbage.items if item.kind == "stage"]
+    for start in range(0, len(stages), _AT_ONCE):
+        batch = stages[start : start + _AT_ONCE]
+        for item in _remove_stages(batch, lambda: _references_now(storage, config, skip_registry)):
+            note(item)
+    for item in garbage.items:
+        is_gone = item.kind == "checkpoints" and _remove_checkpoints(item.store)
+        if is_gone or (item.kind == "publication" and _remove_publication(item.store)):
+            note(item)
+    return removed
+
+
+def _is_needed(folder: Store) -> bool:
+    return _at_work(folder) is not None or bool(folder.children(TAGS))
+
+
+def _references_now(storage: str, config: TrackingConfig | None, skip_registry: bool) -> dict[str, str]:
+    """URL of every stage's folder that something refers to now -> what does."""
+    found: dict[str, str] = {}
+    runs = list_runs(storage)
+    others = find_publications(storage)
+    if not skip_registry:
+        others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+    limited = Store.open(storage).child(LIMITED).url
+    for place, named in ((storage, collect_folders(runs, others)), (limited, collect_folders(list_runs(limited), []))):
+        root = Store.open(place).child(STAGES)
+        found |= {root.child(*folder).url: what for folder, what in named.items()}
+    return found
+
+
+def _remove_stages(items: Iterable[Item], references: Callable[[], dict[str, str]]) -> Iterator[Item]:
+    """Remove those folders that no process works in or reads, and that nothing refers to."""
+    held: list[tuple[Item, Lease, bytes | None]] = []
+    try:
+        for item in items:
+            # `wait` is asked only while another process holds the folder: then this one leaves it alone.
+            lease = acquire_lease(item.store, wait=lambda: True)
+            if lease is None:
+                continue
+            commit = item.store.read_if_exists(COMMIT, limit=LIMIT)
+            held.append((item, lease, commit))
+            item.store.delete(COMMIT)
+        named = references()
+    except BaseException:
+        for item, lease, commit in held:
+            _put_back(item, lease, commit)
+        raise
+    for item, lease, commit in held:
+        if item.store.url in named or _reader_of(item.store) is not None or lease.lost:
+            _put_back(item, lease, commit)
+            continue
+        for name in item.store.children():
+            if name != "lease":
+                item.store.delete_tree(name)
+        lease.remove()
+        yield item
+
+
+def _put_back(item: Item, lease: Lease, commit: bytes | None) -> None:
+    try:
+        if commit is not None and not lease.lost:
+            item.store.create(COMMIT, commit)
+    finally:
+        lease.release()
+
+
+def _remove_checkpoints(store: Store) -> bool:
+    lease = acquire_lease(store, wait=lambda: True)
+    if lease is None:
+        return False
+    with lease:
+        return bool(delete_leftovers(store.child(CHECKPOINTS)))
+
+
+def _remove_publication(store: Store) -> bool:
+    parent, _, name = store.url.rstrip("/").rpartition("/")
+    target = Store.open(parent.removesuffix("/revisions")) if name[:5].isdigit() else store
+    lease = acquire_lease(target, wait=lambda: True)
+    if lease is None:
+        return False
+    with lease:
+        if target is not store and store.exists(COMMIT):
+            return False  # it was finished meanwhile
+        if target is store:
+            store.child("revisions").delete_tree()
+        else:
+            withdraw_folder(store)
+    return True

@@ -1,0 +1,75 @@
+"""Storages with recorded runs and committed results, made by hand: no stage is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tasks.stage.keys import StageKey, stage_key
+from trainer_lib.commit import write_commit
+from trainer_lib.storage import Store
+
+STAGES = ("prepare-data", "train", "evaluate")
+_FACTS: dict[str, dict[str, Any]] = {
+    "prepare-data": {"splits": {}},
+    "predict": {"rows": 1, "split": "test"},
+}
+
+
+def key_of(stage: str, seed: str) -> StageKey:
+    """Return the key that `seed` makes."""
+    return stage_key(stage, {"seed": seed, "recipe": {"recipe.py:prepare": hashlib.sha256(seed.encode()).hexdigest()}})
+
+
+def commit_stage(
+    storage: str, stage: str, seed: str, *, metrics: dict[str, Any] | None = None, facts: dict[str, Any] | None = None
+) -> str:
+    """Commit a result of 1,000 bytes under the key that `seed` makes, unless it is there, and return the key."""
+    key = key_of(stage, seed)
+    store = Store.open(storage).child("stages", stage, key.folder)
+    if store.exists("COMMIT.json"):
+        return key.digest
+    store.write_bytes("key.json", key.to_json())
+    entry = store.write_bytes("result.bin", seed.encode().ljust(1000, b"."))
+    named = {**_FACTS.get(stage, {}), **(facts or {}), "reason": "never run before", "attempt": 1, "rung": 0}
+    write_commit(store, "stage", [entry], {"stage": stage, "key": key.digest, "metrics": metrics or {}, "meta": named})
+    return key.digest
+
+
+def record_run(storage: str, run_id: str, *, day: int, stages: dict[str, str] | None = None, **fields: Any) -> None:
+    """Record a run that began on a day of November 2026."""
+    plain = {
+        "format": 1,
+        "name": "toy",
+        "run_name": f"toy-{day}",
+        "status": "FINISHED",
+        "started": f"2026-11-{day:02d}T03:00:00Z",
+        "ended": f"2026-11-{day:02d}T03:01:00Z",
+        "stages": stages or {},
+    }
+    Store.open(storage).child("runs", run_id).write_bytes("run.json", json.dumps({**plain, **fields}).encode())
+
+
+def nightly(storage: str, days: int, *, pipeline: str = "toy") -> list[str]:
+    """Record one run a day with results of its own, which share the data of the first day; return the runs' ids."""
+    ids = []
+    for day in range(1, days + 1):
+        run_id = hashlib.sha256(f"{pipeline} {day}".encode()).hexdigest()[:16]
+        seeds = {"prepare-data": f"{pipeline} data", "train": f"{pipeline} {day}", "evaluate": f"{pipeline} {day}"}
+        stages = {stage: commit_stage(storage, stage, seed) for stage, seed in seeds.items()}
+        record_run(storage, run_id, day=day, stages=stages, name=pipeline, metrics={"test_accuracy": 0.9 + day / 1000})
+        ids.append(run_id)
+    return ids
+
+
+def committed(storage: str | Path) -> set[tuple[str, str]]:
+    """Return (stage, folder) of every committed result."""
+    root = Store.open(str(storage)).child("stages")
+    return {
+        (stage, name)
+        for stage in root.children()
+        for name in root.children(stage)
+        if root.exists(f"{stage}/{name}/COMMIT.json")
+    }
