@@ -32,7 +32,8 @@ from flows.run_names import name_run
 from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
 from tasks import tracking
-from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
+from tasks.stage.logged_models import LoggedModel, describe_exported, link_evaluation, log_models
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
@@ -70,6 +71,7 @@ class RunRecord:
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
         self._data: StageManifest[PrepareFacts] | None = None
+        self._exported: LoggedModel | None = None
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
@@ -257,6 +259,8 @@ class RunRecord:
         """Record that a stage's result is committed: of a run that dies later, this is what is known."""
         self._stages[manifest.stage] = manifest.key
         self._describe_model(manifest)
+        if isinstance(manifest.facts, EvaluateFacts) and self.tracked is not None and self._exported is not None:
+            link_evaluation(self.tracked, self._exported, manifest)
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
@@ -274,7 +278,11 @@ class RunRecord:
         try:
             if self._is_unchanged and self.folder.exists(MODEL_FILE):
                 return
-            write_description(self.plan.spec.publish_config(), self.plan.context, self._data, manifest, self.folder)
+            config, context = self.plan.spec.publish_config(), self.plan.context
+            trained = write_description(config, context, self._data, manifest, self.folder)
+            self._exported = describe_exported(trained, self._data, manifest)
+            if self.tracked is not None:
+                log_models(self.tracked, trained, self._data, manifest)
         except (StorageError, CodeError) as unwritten:  # the model is committed all the same
             _log.warning("The model could not be described: %s", unwritten)
 

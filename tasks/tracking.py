@@ -11,15 +11,12 @@ storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRAC
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
 import logging
 import os
 import re
-import shutil
 import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -30,6 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.configs import TrackingConfig
+from tasks.source_tags import source_tags
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
@@ -160,6 +158,13 @@ class TrackedRun:
             if self._session is not None:
                 kept = self._session.keep_file(content.encode() if isinstance(content, str) else content)
                 self._session.write({"file": kept, "path": artifact_path})
+
+    def log_model(self, record: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Log a model by reference, with the small files that describe it, or what was measured with a model."""
+        with self._never_failing():
+            if self._session is not None:
+                kept = {path: self._session.keep_file(content) for path, content in files.items()}
+                self._session.write({**record, "files": kept})
 
     def log_dataset(
         self,
@@ -340,7 +345,7 @@ def open_run(
         return None
     uri, spool = tracking_uri(config, storage), spool_dir(storage)
     handle = RunHandle(token or uuid.uuid4().hex, config.experiment or name, uri, str(spool))
-    all_tags = _source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
+    all_tags = source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
     # Stripped, because a quote in it would change the query.
     unfinished = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key) if resume and token is None else None
     try:
@@ -384,16 +389,3 @@ def _artifact_location(uri: str) -> str | None:
 
 def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
     return {clean_key(key): mask(str(value)) for key, value in tags.items()}
-
-
-def _source_tags(name: str, project: Path | None) -> dict[str, str]:
-    tags = {"mlflow.source.name": f"trainflow run {name}", "mlflow.source.type": "PROJECT", "trainflow.pipeline": name}
-    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
-        tags["mlflow.user"] = getpass.getuser()
-    git = shutil.which("git")
-    if git is not None:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = [git, "-C", str(project or Path.cwd()), "rev-parse", "HEAD"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-            tags["mlflow.source.git.commit"] = done.stdout.strip()
-    return tags

@@ -134,10 +134,13 @@ def write_description(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
     run: Store,
-) -> None:
+) -> TrainedModel:
     """Write the description into a run's folder, ``<storage>/runs/<run>``, whose `source` holds the recipe's files.
 
     The other files stay where the stages wrote them.
+
+    Returns:
+        The description, as a publication would have it.
 
     Raises:
         StorageError: it cannot be written.
@@ -153,6 +156,7 @@ def write_description(
         run.write_bytes(f"{SOURCE}/{name}", content)
     places = Places(weights=place(model, "/model"), code=SOURCE, data=place(data, ""))
     run.write_bytes(FILE, replace(trained.description, places=places).to_json())
+    return trained
 
 
 def _module_path(closure: Closure, names: Iterable[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What each stage adds to the MLflow run of its pipeline: called by the flow, also for a cached stage.
 
-So every run is whole. Only the model is not copied again where an earlier run, which this one links to, has it.
+So every run is whole. The model is logged once it is described (`tasks.stage.logged_models`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from tasks.stage.facts import PrepareFacts, PublishFacts
 from tasks.stage.gates import GateVerdict
 from tasks.stage.manifest import StageManifest
 from tasks.tracking import TrackedRun
@@ -46,15 +46,6 @@ def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bo
             schema=split.columns,
             profile={"rows": split.rows},
         )
-
-
-def track_model(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:
-    """Log the model's folder, unless the run that trained it has it already."""
-    facts = manifest.facts
-    # A run that goes on may have been stopped before it had the files.
-    is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
-    if ran or is_its_run:
-        run.log_folder(manifest.store().child("model"), "model")
 
 
 def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:

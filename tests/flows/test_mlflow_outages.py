@@ -14,7 +14,7 @@ import pytest
 
 from flows.run_record import RunRecord
 from tests.support.command import running, trainflow
-from tests.support.mlflow_store import points, runs
+from tests.support.mlflow_store import client, points, runs
 from tests.support.runs import ALL, ran, run
 from tests.support.toy import project
 
@@ -61,9 +61,14 @@ def test_a_run_without_mlflow_is_delivered_whole_by_the_next_one_which_finds_eve
     for key in whole.data.metrics:
         late_steps, steps = ([step for step, _ in points(uri(folder), each.info.run_id, key)] for each in (late, whole))
         assert late_steps == steps, key
-    assert {"model", "report.html"} <= {
-        path.name for path in Path(late.info.artifact_uri.removeprefix("file://")).iterdir()
-    }
+    assert "report.html" in {path.name for path in Path(late.info.artifact_uri.removeprefix("file://")).iterdir()}
+    connected = client(uri(folder))
+    models = {each.name: each for each in connected.search_logged_models([late.info.experiment_id])}
+    mine = {name: each for name, each in models.items() if each.source_run_id == late.info.run_id}
+    assert set(mine) == {"toy", "checkpoint-4", "checkpoint-8"}
+    assert all(str(each.status) == "READY" for each in mine.values())
+    linked = {(each.key, each.step) for each in connected.get_logged_model(mine["toy"].model_id).metrics}
+    assert ("test_error", 8) in linked
     assert late.data.tags["trainflow.published_url"]
     assert len(run(folder, *settings).to_dict()["stages"]) == 5
     assert len(runs(uri(folder))) == 2

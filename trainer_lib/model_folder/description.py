@@ -35,17 +35,19 @@ LIMIT = 64 * 2**20
 
 @dataclass(frozen=True)
 class Places:
-    """Folders of the files, relative to the folder of the description; `..` leads upwards.
+    """Folders of the files: URLs, or paths from the folder of the description, in which `..` leads upwards.
 
     Attributes:
         weights: of the model's files.
         code: of the recipe's files.
         data: of the folder that holds `assets`.
+        checkpoint: name of a checkpoint of the stage that exported `weights`: the model has its weights instead.
     """
 
     weights: str = "."
     code: str = CODE
     data: str = "."
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,8 @@ from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescr
 from trainer_lib.storage import Store
 
 FIELD = "model"
+PIN = "pinned.json"
+"""Beside the description of a model that MLflow has: the digest that the model had when it was logged."""
 _RUN_FILE = "run.json"
 _RUNS = "runs"
 _TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")
@@ -69,8 +71,13 @@ class FoundModel:
             if commit is None:
                 raise DamagedError("The checkpoint is not complete.", field=FIELD, value=self.checkpoint)
             weights = commit.content_digest
-        decides = [one.code_digest, weights, content_digest(one.assets), one.info, one.rows, one.columns]
-        return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return model_digest(one, weights)
+
+
+def model_digest(one: ModelDescription, weights: str) -> str:
+    """SHA-256 of all that decides a model's predictions; `weights`: the content digest of its weights."""
+    decides = [one.code_digest, weights, content_digest(one.assets), one.info, one.rows, one.columns]
+    return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def require_trust(found: FoundModel, trust: bool | str) -> None:
@@ -167,6 +174,7 @@ def _read(store: Store, address: str) -> FoundModel:
         weights=_go(store, places.weights),
         code=_go(store, places.code),
         data=_go(store, places.data),
+        checkpoint=places.checkpoint,
     )
 
 
@@ -219,7 +227,9 @@ def _above(store: Store, levels: int) -> Store:
 
 
 def _go(store: Store, path: str) -> Store:
-    """The folder at a relative path, in which `..` leads upwards."""
+    """The folder at a URL, or at a relative path, in which `..` leads upwards."""
+    if "://" in path or path.startswith("/"):
+        return Store.open(path, field=FIELD)
     url = store.url.rstrip("/")
     for part in path.split("/"):
         if part == "..":

@@ -24,6 +24,7 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers import mlflow_client as calls
 from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
+from trainer_lib.trackers.mlflow_models import deliver_model
 from trainer_lib.trackers.shipper import Clock
 from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
+_MODELS = {"model", "measured"}  # kinds of records
 _log = logging.getLogger(__name__)
 
 
@@ -299,11 +301,13 @@ class _RunDelivery:
     def _send_files(self, session: Session, run_id: str) -> None:
         behind = session.state.files_offset
         for record, behind in session.read(behind, session.state.offset):  # noqa: B020 - read once
-            if not record.keys() & {"file", "folder", "params"}:
+            if not record.keys() & {"file", "folder", "params", *_MODELS}:
                 continue
             try:
                 if "file" in record:
                     self._send_file(session, run_id, record)
+                elif record.keys() & _MODELS:
+                    deliver_model(self._client, run_id, record, session.path / "files")
                 elif "folder" in record:
                     self._send_folder(run_id, Store.open(record["folder"]), record["path"])
                 elif "params" in record:
@@ -322,7 +326,7 @@ class _RunDelivery:
     def _send_file(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
         path = PurePosixPath(record["path"])
         with _private_folder() as folder:
-            # A link: the file keeps its own name on the server, and no bytes are copied.
+            # A link: the file keeps its name, and no bytes are copied.
             (folder / path.name).symlink_to(session.path / "files" / record["file"])
             calls.send_file(self._client, run_id, folder / path.name, path)
 

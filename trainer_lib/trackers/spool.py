@@ -314,7 +314,7 @@ def count_waiting(root: Path) -> Waiting | None:
         for record, _ in session.read(session.state.offset):
             points += len(record.get("m") or ())
         for record, _ in session.read(session.state.files_offset):
-            files += bool(record.keys() & {"file", "folder"})
+            files += bool(record.keys() & {"file", "folder", "model"})
     runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
     return Waiting(root, len(runs), points, files) if sessions else None
 

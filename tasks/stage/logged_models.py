@@ -1,0 +1,104 @@
+"""Logs a trained model and its kept checkpoints to MLflow, by reference: the weights stay on the storage."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.portable_model import TrainedModel, code_texts
+from tasks.stage.track import flatten_metrics
+from tasks.tracking import TrackedRun
+from trainer_lib.commit import content_digest, read_commit
+from trainer_lib.model_folder.description import FILE, Places
+from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.records import to_record
+from trainer_lib.trackers.model_record import ModelRecord
+from trainer_lib.trackers.params import clean_key
+
+_STEP = re.compile(r"checkpoint-(\d+)")
+_LABELS = ("label", "labels", "label_ids")
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """A model as MLflow is given it: the record, and the small files that describe it by path."""
+
+    record: ModelRecord
+    files: dict[str, bytes]
+
+
+def log_models(
+    run: TrackedRun,
+    trained: TrainedModel,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+) -> None:
+    """Log the model and every kept checkpoint, unless the run that trained it has them.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    facts = model.facts
+    # A run that goes on may have been stopped before it had them.
+    is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
+    for logged in logged_models(trained, data, model) if is_its_run else ():
+        run.log_model({"model": to_record(logged.record)}, logged.files)
+
+
+def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageManifest) -> None:
+    """Link the results of an evaluation to the model that was evaluated."""
+    keys = [clean_key(name) for name in flatten_metrics(evaluation.metrics)]
+    record = exported.record
+    run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
+
+
+def logged_models(
+    trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
+) -> Iterator[LoggedModel]:
+    """The kept checkpoints, oldest first, and then the exported model."""
+    for name in sorted(model.facts.checkpoints, key=_step_of):
+        commit = read_commit(model.store().child("checkpoints", name), kind="checkpoint")
+        if commit is not None:
+            yield _describe(trained, data, model, name, name, _step_of(name), commit.content_digest)
+    yield describe_exported(trained, data, model)
+
+
+def describe_exported(
+    trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
+) -> LoggedModel:
+    """The exported model."""
+    step, weights = model.facts.global_step or 0, content_digest(trained.description.weights)
+    return _describe(trained, data, model, trained.description.name, None, step, weights)
+
+
+def _describe(
+    trained: TrainedModel,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    name: str,
+    checkpoint: str | None,
+    step: int,
+    weights: str,
+) -> LoggedModel:
+    places = Places(weights=f"{model.url}/model", data=data.url, checkpoint=checkpoint)
+    description = replace(trained.description, places=places)
+    digest = model_digest(description, weights)
+    pinned = {"format": 1, "digest": digest}
+    files = {**code_texts(trained), FILE: description.to_json(), PIN: json.dumps(pinned).encode()}
+    columns = {key: kind for key, kind in description.columns.items() if key not in ("row_id", *_LABELS)}
+    tags = {f"trainflow.{stage}": key for stage, key in description.stages.items()}
+    tags |= {"trainflow.weights": places.weights if checkpoint is None else f"{model.url}/checkpoints/{checkpoint}"}
+    tags |= {"trainflow.data_digest": data.content_digest, "trainflow.code_digest": description.code_digest}
+    params = {"step": str(step), **{key: str(value)[:500] for key, value in description.versions.items()}}
+    return LoggedModel(
+        ModelRecord(name=name, digest=digest, step=step, columns=columns, params=params, tags=tags), files
+    )
+
+
+def _step_of(checkpoint: str) -> int:
+    found = _STEP.fullmatch(checkpoint)
+    return int(found[1]) if found else 0

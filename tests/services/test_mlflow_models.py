@@ -1,0 +1,175 @@
+"""Models that MLflow loads and serves, while their weights stay on the storage: a real server, fresh processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mlflow_proxy import mlflow_server
+from tests.support.mlflow_store import client
+from tests.support.model_folders import publish_line
+from trainer_lib.commit import content_digest
+from trainer_lib.errors import DamagedError
+from trainer_lib.model_folder import pyfunc
+from trainer_lib.model_folder.description import FILE, Places, read_description
+from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.trackers.mlflow_models import send_model
+from trainer_lib.trackers.model_record import ModelRecord
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+class Line:
+    """A published line, as a run would log it."""
+
+    def __init__(self, folder: Path, *, slope: float = 2.0) -> None:
+        publish_line(folder / "published", slope=slope)
+        described = read_description((folder / "published" / FILE).read_bytes(), FILE)
+        where = str(folder / "published")
+        self.description = replace(described, places=Places(weights=where, data=where))
+        self.digest = model_digest(self.description, content_digest(described.weights))
+        self.files = {"code/recipe.py": folder / "published" / "code" / "recipe.py"}
+        for name, content in (
+            (FILE, self.description.to_json()),
+            (PIN, json.dumps({"digest": self.digest}).encode()),
+        ):
+            (folder / name).write_bytes(content)
+            self.files[name] = folder / name
+        self.record = ModelRecord(name="line", digest=self.digest, step=8, columns={"x": "float64[*]"})
+        self.weights = folder / "published" / "model.safetensors"
+
+
+def _new_run(uri: str) -> tuple[Any, str]:
+    connected = client(uri)
+    return connected, str(connected.create_run("0").info.run_id)
+
+
+def _fresh(code: str, uri: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false", **environment}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+
+
+LOAD = """
+import mlflow
+model = mlflow.pyfunc.load_model("{}")
+print([round(value[0], 6) for value in model.predict([{{"x": [0.5]}}, {{"x": [-1.0]}}])["prediction"]])
+print(model.predict(model.input_example).columns.tolist())
+"""
+
+
+def test_a_model_is_logged_once_and_loaded_by_a_process_that_knows_only_the_server(uri: str, tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    connected, run_id = _new_run(uri)
+    connected.log_metric(run_id, "eval_error", 0.25, step=8)
+    connected.log_metric(run_id, "eval_error", 0.5, step=4)
+    ids = {send_model(connected, "0", run_id, line.record, line.files) for _ in range(2)}
+    [model_id] = ids
+    logged = connected.get_logged_model(model_id)
+    assert str(logged.status) == "READY"
+    assert [(each.key, each.value, each.step) for each in logged.metrics] == [("eval_error", 0.25, 8)]
+    run = connected.get_run(run_id)
+    assert [each.model_id for each in run.outputs.model_outputs] == [model_id]
+    assert len(connected.get_metric_history(run_id, "eval_error")) == 2
+
+    done = _fresh(LOAD.format(f"models:/{model_id}"), uri)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1.0, -2.0]", "['prediction']"]
+
+
+@pytest.mark.parametrize("changed", ["weights", "pin", "code"])
+def test_a_model_whose_files_differ_from_those_that_were_logged_is_refused(changed: str, tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    logged = tmp_path / "logged"
+    for path, file in line.files.items():
+        (logged / path).parent.mkdir(parents=True, exist_ok=True)
+        (logged / path).write_bytes(file.read_bytes())
+    if changed == "weights":
+        data = line.weights.read_bytes()
+        line.weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif changed == "pin":
+        (logged / FILE).write_bytes(replace(line.description, info={"slope": 3}).to_json())
+    else:
+        (logged / "code" / "recipe.py").write_bytes(b"open('executed', 'w')")
+    with pytest.raises(DamagedError):
+        pyfunc._load_pyfunc(str(logged))
+    assert not Path("executed").exists()
+
+
+def test_a_big_model_is_logged_as_fast_as_a_small_one(uri: str, tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    connected, run_id = _new_run(uri)
+    os.truncate(line.weights, 1 << 30)  # sparse: what reads it would need seconds
+    before = time.process_time()
+    model_id = send_model(connected, "0", run_id, line.record, line.files)
+    assert time.process_time() - before < 5
+    artifacts = list(connected.list_logged_model_artifacts(model_id)) + list(
+        connected.list_logged_model_artifacts(model_id, "trainflow")
+    )
+    assert 0 < sum(each.file_size or 0 for each in artifacts) < 20_000
+
+
+def test_a_server_of_mlflow_answers_a_request(uri: str, tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    connected, run_id = _new_run(uri)
+    model_id = send_model(connected, "0", run_id, line.record, line.files)
+    request = json.dumps({"dataframe_records": [{"x": [0.25]}]})
+    with _served(f"models:/{model_id}", uri, tmp_path) as port:
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/invocations",
+            data=request.encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.load(answer) == {"predictions": [{"prediction": [0.5]}]}
+
+
+@contextlib.contextmanager
+def _served(model: str, uri: str, folder: Path) -> Iterator[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", model, "--env-manager", "local"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    # The command starts `uvicorn` by its name.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false"}
+    with (folder / "serve.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env={**env, "PYTHONWARNINGS": "ignore", "TMPDIR": str(folder)},
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 150
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5):
+                break
+            assert process.poll() is None, (folder / "serve.log").read_text()
+            assert time.monotonic() < deadline, (folder / "serve.log").read_text()
+            time.sleep(0.2)
+        yield port
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,189 @@
+"""MLflow's models: LoggedModels by reference. With `mlflow_client` the only files that import mlflow.
+
+A LoggedModel holds the model's description, its code and an MLmodel file: a few kilobytes, whatever the size of the
+weights, which stay where training committed them. `mlflow.pyfunc` loads it through `trainer_lib.model_folder.pyfunc`,
+a module of this package, so that nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+from collections.abc import Collection, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.errors import first_line
+from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
+from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, ModelRecord, example_row
+from trainer_lib.yaml_text import dump_yaml
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+LOADER = "trainer_lib.model_folder.pyfunc"
+_TYPES = {
+    "bool": "boolean",
+    "int8": "integer",
+    "int16": "integer",
+    "int32": "integer",
+    "uint8": "integer",
+    "uint16": "integer",
+    "float16": "float",
+    "float32": "float",
+    "float64": "double",
+    "string": "string",
+    "bytes": "binary",
+}
+"""NumPy's names -> MLflow's; other integers are `long`."""
+
+
+def find_model(client: MlflowClient, experiment_id: str, digest: str, run_id: str | None = None) -> Any:
+    """The LoggedModel with a digest: of a run, or the newest of the experiment; None if there is none."""
+    query = f"tags.`{DIGEST_TAG}` = '{digest}'" + (f" AND source_run_id = '{run_id}'" if run_id else "")
+    order = [{"field_name": "creation_time", "ascending": False}]
+    found = list(client.search_logged_models([experiment_id], query, order_by=order))
+    return found[0] if found else None
+
+
+def send_model(
+    client: MlflowClient, experiment_id: str, run_id: str, record: ModelRecord, files: Mapping[str, Path]
+) -> str:
+    """Make the LoggedModel of a run, unless it is there; safe to repeat after any interruption.
+
+    Args:
+        files: path among its artifacts -> local file.
+
+    Returns:
+        The model's id.
+
+    Raises:
+        RefusedError: the server has no logged models.
+        Exception: whatever mlflow raises.
+    """
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
+    model = find_model(client, experiment_id, record.digest, run_id)
+    if model is None:
+        # With its tags, so that a process that dies right after is followed by one that finds it.
+        model = client.create_logged_model(
+            experiment_id,
+            name=record.name,
+            source_run_id=run_id,
+            tags=record.all_tags(),
+            params=record.params,
+            model_type="trainflow",
+        )
+    model_id = str(model.model_id)
+    if model.status != LoggedModelStatus.READY:
+        with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+            _write_folder(Path(folder), record, files, run_id, model_id)
+            client.log_model_artifacts(model_id, folder)
+        client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+    run = client.get_run(run_id)
+    outputs = run.outputs.model_outputs if run.outputs is not None else []
+    if model_id not in [each.model_id for each in outputs]:
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=record.step)])
+    link_metrics(client, run_id, model_id, record.step)
+    return model_id
+
+
+def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, keys: Collection[str] = ()) -> None:
+    """Link the run's points at an optimizer step to the model that they were measured with; safe to repeat.
+
+    Args:
+        keys: names of the metrics; none: those of the evaluations while training.
+    """
+    from mlflow.entities import Metric
+
+    linked = {(each.key, each.step) for each in client.get_logged_model(model_id).metrics or []}
+    found = []
+    for key in client.get_run(run_id).data.metrics:
+        if (key in keys if keys else key.startswith("eval")) and (key, step) not in linked:
+            points = [each for each in client.get_metric_history(run_id, key) if each.step == step]
+            # The newest point of the step, just as it is: the run gets no second one.
+            found += [max(points, key=lambda each: each.timestamp)] if points else []
+    if found:
+        metrics = [Metric(each.key, each.value, each.timestamp, each.step, model_id=model_id) for each in found]
+        client.log_batch(run_id, metrics=metrics)
+
+
+def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], folder: Path) -> None:
+    """Send what the spool holds about a model: the model itself, or what was measured with it.
+
+    Args:
+        folder: where the session's files are.
+
+    Raises:
+        RefusedError: the server has no logged models, or not this one.
+    """
+    experiment_id = str(client.get_run(run_id).info.experiment_id)
+    try:
+        if "model" in record:
+            files = {path: folder / name for path, name in record["files"].items()}
+            send_model(client, experiment_id, run_id, ModelRecord(**record["model"]), files)
+        else:
+            measured = record["measured"]
+            model = find_model(client, experiment_id, measured["digest"], run_id)
+            if model is not None:
+                link_metrics(client, run_id, str(model.model_id), measured["step"], measured["keys"])
+    except GoneError as error:  # the run is there: it is the server that has no logged models
+        raise RefusedError(first_line(error)) from error
+
+
+def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], run_id: str, model_id: str) -> None:
+    """Write the artifacts: the MLmodel file, an input example, what a serving environment needs, and the files."""
+    for path, local in files.items():
+        target = folder / FOLDER / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(local.read_bytes())
+    example = example_row(record.columns)
+    split = {"columns": list(example), "data": [list(example.values())]}
+    has_example = not any(isinstance(value, bytes) for value in example.values())
+    if has_example:
+        (folder / "input_example.json").write_text(json.dumps(split))
+        (folder / "serving_input_example.json").write_text(json.dumps({"dataframe_split": split}))
+    (folder / "requirements.txt").write_text(f"trainflow=={metadata.version('trainflow')}\n")
+    (folder / "python_env.yaml").write_text("dependencies:\n- -r requirements.txt\n")
+    (folder / "MLmodel").write_text(dump_yaml(_describe(record, run_id, model_id, has_example=has_example)))
+
+
+def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: bool) -> dict[str, Any]:
+    """The contents of the MLmodel file. Not written by `mlflow.models`, whose import takes seconds of a run."""
+    # Labels have other names in other recipes, so no column is required here: the model names one that is missing.
+    inputs = [{**_type(kind), "name": name, "required": False} for name, kind in record.columns.items()]
+    example = {
+        "artifact_path": "input_example.json",
+        "type": "dataframe",
+        "pandas_orient": "split",
+        "serving_input_path": "serving_input_example.json",
+    }
+    return {
+        "artifact_path": f"models:/{model_id}",
+        "flavors": {
+            "python_function": {
+                "data": FOLDER,
+                "env": {"virtualenv": "python_env.yaml"},
+                "loader_module": LOADER,
+                "python_version": platform.python_version(),
+            }
+        },
+        "mlflow_version": metadata.version("mlflow"),
+        "model_id": model_id,
+        "model_uuid": model_id,
+        "run_id": run_id,
+        "saved_input_example_info": example if has_example else None,
+        "signature": {"inputs": json.dumps(inputs), "outputs": None, "params": None},
+        "utc_time_created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
+    }
+
+
+def _type(kind: str) -> dict[str, Any]:
+    dtype, bracket, inside = kind.removesuffix("]").partition("[")
+    found: dict[str, Any] = {"type": _TYPES.get(dtype, "long")}
+    for _ in range(inside.count(",") + 1 if bracket else 0):
+        found = {"type": "array", "items": found}
+    return found
