@@ -33,7 +33,8 @@ from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
 from tasks import tracking
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
-from tasks.stage.logged_models import LoggedModel, describe_exported, link_evaluation, log_models
+from tasks.stage.gates import judge
+from tasks.stage.logged_models import LoggedModel, describe_exported, link_evaluation, log_models, register_model
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
@@ -261,6 +262,8 @@ class RunRecord:
         self._describe_model(manifest)
         if isinstance(manifest.facts, EvaluateFacts) and self.tracked is not None and self._exported is not None:
             link_evaluation(self.tracked, self._exported, manifest)
+            if judge(self.plan.spec.evaluate, manifest).passed:
+                register_model(self.tracked, self._exported, manifest, self.plan.spec.register)
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return

@@ -274,6 +274,13 @@ class EvaluateConfig(StageSettings):
         description='Gates: metric (<split>_<name>) and what it must be (">= 0.9", or {min: 0.5, max: 2}). An '
         "evaluation that fails one is committed, but its model is not published.",
     )
+    resamples: int = setting(
+        affects="result",
+        default=0,
+        ge=0,
+        le=5000,
+        description="Resamples of the rows that compute_metrics is called on, for comparing models; register sets it.",
+    )
     args: Options = setting(
         affects="result",
         default_factory=dict,
@@ -282,6 +289,26 @@ class EvaluateConfig(StageSettings):
     launch: Launch | None = setting(
         affects="nothing", default=None, description="How the processes are started; unset: like train."
     )
+
+
+class RegisterConfig(Settings):
+    """register: the trained model as a version of a model in MLflow's registry."""
+
+    name: str | None = Field(default=None, min_length=1, description="Name of the registered model; unset: none.")
+    alias: str = Field(default="champion", min_length=1, description="Alias of the best version.")
+    metric: str | None = Field(
+        default=None,
+        description="Metric (<split>_<name>, of compute_metrics) in which a version must be better to get the alias; "
+        "unset: only the first version gets it.",
+    )
+    greater_is_better: bool | None = Field(
+        default=None, description="Whether a greater metric is better; unset: unless its name ends in loss."
+    )
+    resamples: int = Field(
+        default=1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
+    )
+    description: str = Field(default="", description="Text of the version.")
+    tags: dict[str, str] = Field(default_factory=dict, description="Tags of the version.")
 
 
 class PredictConfig(StageSettings):

@@ -38,6 +38,6 @@ def evaluate(
         data,
         model,
         # A tuple, because a request is frozen.
-        request=partial(EvaluateRequest, splits=tuple(config.splits)),
+        request=partial(EvaluateRequest, splits=tuple(config.splits), resamples=config.resamples),
         output=lambda result: StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts()),
     )

@@ -256,10 +256,11 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model exported at `model_url` on each split."""
+    """Measure the model exported at `model_url` on each split, and on so many resamples of its rows."""
 
     model_url: str
     splits: tuple[str, ...]
+    resamples: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec
 from flows.cli.planning import plan
 from flows.cli.predicting import predict
 from flows.cli.proof import prove_resume
+from flows.cli.registry import models, promote, rollback
 from flows.cli.resume import resume
 from flows.cli.runs import compare, runs, show, tag
 from flows.cli.schedules import deploy, serve, watch
@@ -208,8 +209,9 @@ app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
 app.command("gc")(collect_garbage)
-for command in (status, runs, show, compare, logs, tag, sync, serve, deploy, watch, join, predict):
+for command in (status, runs, show, compare, logs, tag, sync, serve, deploy, watch, join, predict, models, promote):
     app.command()(command)
+app.command()(rollback)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the dotted key, the value and what to do.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from tasks.configs import (
     PredictConfig,
     PrepareConfig,
     PublishConfig,
+    RegisterConfig,
     Settings,
     TrackingConfig,
     TrainConfig,
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
 _PATHS = ("recipe", "root", "folder", "storage", "prepare.sources", "train.preemption.file", "publish.to")
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
+
+
+# Python's abstract classes have a method of this name, for classes; a spec is never registered with one.
+warnings.filterwarnings("ignore", 'Field name "register"')
 
 
 class PipelineSpec(Settings):
@@ -79,6 +85,9 @@ class PipelineSpec(Settings):
     evaluate: EvaluateConfig = Field(default=EvaluateConfig(), description="From model and splits to metrics.")
     predict: PredictConfig = Field(default=PredictConfig(), description="From model and a split to predictions.")
     publish: PublishConfig = Field(default=PublishConfig(), description="From model and metrics to a hub.")
+    register: RegisterConfig = Field(
+        default=RegisterConfig(), description="From a model to a version in MLflow's registry."
+    )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
 
     def evaluate_config(self) -> EvaluateConfig:
@@ -88,6 +97,7 @@ class PipelineSpec(Settings):
             update={
                 "args": {**self.train.args, **own.args},
                 "launch": own.launch or self.train.launch.on_one_machine(),
+                "resamples": own.resamples or (self.register.resamples if self.register.metric else 0),
             }
         )
 

@@ -213,6 +213,8 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     code = code_of(config, context)
     reached = code.reach(EVALUATE)
     fields = _inference_fields("evaluate", config, context, data, model, reached)
+    if not config.resamples:  # what was evaluated before there were any stays
+        fields.pop("resamples", None)
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)

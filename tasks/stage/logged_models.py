@@ -7,18 +7,24 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tasks.configs import RegisterConfig
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import TrainedModel, code_texts
 from tasks.stage.track import flatten_metrics
 from tasks.tracking import TrackedRun
 from trainer_lib.commit import content_digest, read_commit
+from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.records import to_record
+from trainer_lib.suggestions import suggestion
+from trainer_lib.trackers.mlflow_registry import Registration, Score
 from trainer_lib.trackers.model_record import ModelRecord
 from trainer_lib.trackers.params import clean_key
 
+_RESAMPLES_BYTES = 16 << 20
+RESAMPLES = "resamples"  # of a split: a file of evaluate
 _STEP = re.compile(r"checkpoint-(\d+)")
 _LABELS = ("label", "labels", "label_ids")
 
@@ -54,6 +60,57 @@ def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageMan
     keys = [clean_key(name) for name in flatten_metrics(evaluation.metrics)]
     record = exported.record
     run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
+
+
+def register_model(
+    run: TrackedRun, exported: LoggedModel, evaluation: StageManifest | None, config: RegisterConfig
+) -> None:
+    """Ask the registry for a version of the model; delivered with everything else of the run, once."""
+    if config.name is None:
+        return
+    record = exported.record
+    asked = Registration(
+        name=config.name,
+        digest=record.digest,
+        alias=config.alias,
+        description=config.description,
+        tags={**record.tags, **config.tags},
+        score=None if evaluation is None else _score(evaluation, config),
+    )
+    run.log_model({"registration": to_record(asked)}, {})
+
+
+def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
+    """How the evaluation measured the model in the metric of the comparison.
+
+    Raises:
+        ConfigError: it did not measure it.
+    """
+    if config.metric is None:
+        return None
+    known: list[str] = []
+    for split, values in evaluation.metrics.items():
+        path = f"{RESAMPLES}/{split}.json"
+        if not isinstance(values, dict) or path not in [entry.path for entry in evaluation.files]:
+            continue
+        found = json.loads(evaluation.store().read_bytes(path, limit=_RESAMPLES_BYTES))
+        for name, resampled in found["metrics"].items():
+            known.append(f"{split}_{name}")
+            if known[-1] == config.metric and name in values:
+                better = config.greater_is_better
+                return Score(
+                    metric=config.metric,
+                    value=float(values[name]),
+                    rows=found["rows"],
+                    is_greater_better=not name.endswith("loss") if better is None else better,
+                    resampled=tuple(resampled),
+                )
+    raise ConfigError(
+        "The evaluation has no such metric of compute_metrics.",
+        field="register.metric",
+        value=config.metric,
+        remedy=suggestion(config.metric, known) if known else "Return it from compute_metrics.",
+    )
 
 
 def logged_models(

@@ -90,7 +90,14 @@ def test_every_field_of_a_spec_is_documented() -> None:
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     settings = (configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig)
-    models = (PipelineSpec, *settings, configs.PreemptionSettings, configs.PublishConfig, configs.TrackingConfig)
+    models = (
+        PipelineSpec,
+        *settings,
+        configs.PreemptionSettings,
+        configs.PublishConfig,
+        configs.TrackingConfig,
+        configs.RegisterConfig,
+    )
     launch: Any = configs.LaunchSettings  # a dataclass of pydantic's, whose fields have another name
     for cls, fields in (*((model, model.model_fields) for model in models), (launch, launch.__pydantic_fields__)):
         for name, field in fields.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,12 +22,15 @@ import pytest
 from tests.support.mlflow_proxy import mlflow_server
 from tests.support.mlflow_store import client
 from tests.support.model_folders import publish_line
+from trainer_lib import load_model
 from trainer_lib.commit import content_digest
-from trainer_lib.errors import DamagedError
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder import pyfunc
 from trainer_lib.model_folder.description import FILE, Places, read_description
 from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.trackers.mlflow_models import send_model
+from trainer_lib.trackers.mlflow_registry import Registration, register
 from trainer_lib.trackers.model_record import ModelRecord
 
 
@@ -34,6 +38,13 @@ from trainer_lib.trackers.model_record import ModelRecord
 def uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with mlflow_server(tmp_path_factory.mktemp("mlflow")) as port:
         yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(autouse=True)
+def _code_is_removed() -> Iterator[None]:
+    yield
+    while loaded_models._FETCHED:
+        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
 
 
 class Line:
@@ -75,7 +86,9 @@ print(model.predict(model.input_example).columns.tolist())
 """
 
 
-def test_a_model_is_logged_once_and_loaded_by_a_process_that_knows_only_the_server(uri: str, tmp_path: Path) -> None:
+def test_a_model_is_logged_once_and_loaded_by_a_process_that_knows_only_the_server(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = Line(tmp_path)
     connected, run_id = _new_run(uri)
     connected.log_metric(run_id, "eval_error", 0.25, step=8)
@@ -88,6 +101,13 @@ def test_a_model_is_logged_once_and_loaded_by_a_process_that_knows_only_the_serv
     run = connected.get_run(run_id)
     assert [each.model_id for each in run.outputs.model_outputs] == [model_id]
     assert len(connected.get_metric_history(run_id, "eval_error")) == 2
+
+    register(connected, model_id, run_id, Registration(name="line", digest=line.digest))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    [predicted] = load_model("models:/line@champion", trust_code=True).predict([{"x": [0.5]}])["prediction"]
+    assert predicted.tolist() == [1.0]
+    with pytest.raises(ConfigError, match="no such model"):
+        load_model("models:/line@nothing", trust_code=True)
 
     done = _fresh(LOAD.format(f"models:/{model_id}"), uri)
     assert done.returncode == 0, done.stderr

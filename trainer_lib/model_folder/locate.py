@@ -7,6 +7,7 @@ An address is one of these::
     <storage>/stages/train/<key>/checkpoints/checkpoint-<n>    its weights at that optimizer step
     <storage>/hub/<name>, or a revision below it               a publication in a folder; its newest revision
     hf://organisation/name[@revision]                          a publication on the Hugging Face Hub
+    models:/name@alias, models:/name/3, models:/m-1a2b…        a model in MLflow, at MLFLOW_TRACKING_URI
     any folder with a trainflow_model.json                     a copy of one of these
 """
 
@@ -24,6 +25,7 @@ from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
 from trainer_lib.storage import Store
+from trainer_lib.trackers.mlflow_models import download_model
 
 FIELD = "model"
 PIN = "pinned.json"
@@ -119,6 +121,8 @@ def find_model(address: str) -> FoundModel:
     if address.startswith("hf://"):
         target = parse_target(address, field=FIELD)
         return _read_published(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
+    if address.startswith("models:/"):
+        return _read(Store.open(download_model(address)), address)
     store = Store.open(address, field=FIELD)
     if store.exists(FILE):
         found = _read(store, address)

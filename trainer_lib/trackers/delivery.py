@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
-_MODELS = {"model", "measured"}  # kinds of records
+_MODELS = {"model", "measured", "registration"}
 _log = logging.getLogger(__name__)
 
 
@@ -283,8 +283,7 @@ class _RunDelivery:
         session.save_state()
 
     def _send_other(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
-        # Each of these is safe to repeat.
-        try:
+        try:  # each of these is safe to repeat
             if "tags" in record:
                 calls.send_tags(self._client, run_id, record["tags"])
             elif "params" in record:
@@ -346,7 +345,7 @@ class _RunDelivery:
             if store.is_local:
                 calls.send_file(self._client, run_id, store.local_path(info.path), path)
                 continue
-            with _private_folder() as folder:  # one file at a time: no room for the whole folder is needed
+            with _private_folder() as folder:  # one file at a time needs no room for all
                 store.download(info.path, folder / path.name)
                 calls.send_file(self._client, run_id, folder / path.name, path)
 

@@ -7,8 +7,11 @@ a module of this package, so that nothing is unpickled.
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import platform
+import shutil
 import tempfile
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
@@ -16,14 +19,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.errors import first_line
-from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
+from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
+from trainer_lib.storage.outages import describe_outage
+from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
+from trainer_lib.trackers.mlflow_registry import read_registration, register
 from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, ModelRecord, example_row
 from trainer_lib.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_log = logging.getLogger(__name__)
 LOADER = "trainer_lib.model_folder.pyfunc"
 _TYPES = {
     "bool": "boolean",
@@ -47,6 +53,40 @@ def find_model(client: MlflowClient, experiment_id: str, digest: str, run_id: st
     order = [{"field_name": "creation_time", "ascending": False}]
     found = list(client.search_logged_models([experiment_id], query, order_by=order))
     return found[0] if found else None
+
+
+def download_model(address: str) -> Path:
+    """The folder that describes a model of MLflow, copied to this machine; removed when the process ends.
+
+    Args:
+        address: ``models:/name@alias``, ``models:/name/version`` or ``models:/m-id``.
+
+    Raises:
+        ConfigError: there is no such model, or it was not logged by trainflow. StoreUnreachableError: no answer.
+    """
+    load()
+    from mlflow.artifacts import download_artifacts
+    from mlflow.exceptions import MlflowException
+
+    folder = Path(tempfile.mkdtemp(prefix="trainflow-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        place = Path(download_artifacts(artifact_uri=address, dst_path=str(folder))) / FOLDER
+    except Exception as error:  # whatever mlflow and its stores raise
+        if describe_outage(error) is not None or not isinstance(error, MlflowException):
+            remedy = "Check MLFLOW_TRACKING_URI, and try again."
+            message = f"The registry does not answer: {first_line(error)}."
+            raise StoreUnreachableError(message, field="model", value=address, remedy=remedy) from error
+        raise ConfigError(
+            f"The registry has no such model: {first_line(error)}.",
+            field="model",
+            value=address,
+            remedy="Set MLFLOW_TRACKING_URI to its server; trainflow models lists names, versions and aliases.",
+        ) from error
+    if not place.is_dir():
+        remedy = "Load it with mlflow.pyfunc.load_model."
+        raise ConfigError("This model was not logged by trainflow.", field="model", value=address, remedy=remedy)
+    return place
 
 
 def send_model(
@@ -125,6 +165,13 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
         if "model" in record:
             files = {path: folder / name for path, name in record["files"].items()}
             send_model(client, experiment_id, run_id, ModelRecord(**record["model"]), files)
+        elif "registration" in record:
+            asked = read_registration(record["registration"])
+            if (model := find_model(client, experiment_id, asked.digest)) is None:
+                raise RefusedError("the model is not logged there")
+            version, verdict = register(client, str(model.model_id), run_id, asked)
+            client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
+            _log.warning("%s version %s is registered. %s", asked.name, version, verdict.reason)
         else:
             measured = record["measured"]
             model = find_model(client, experiment_id, measured["digest"], run_id)

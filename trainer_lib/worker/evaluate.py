@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from trainer_lib import distributed
+from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
@@ -23,6 +25,7 @@ from trainer_lib.worker.train import HISTORY
 
 PREFIX = "eval"
 ARTIFACTS = "artifacts"
+RESAMPLES = "resamples"
 OVERALL = "overall"  # what after_evaluate measured belongs to no split
 
 
@@ -38,9 +41,16 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [events_callback(work, args)])
     metrics: dict[str, dict[str, float]] = {}
+    resampled: list[FileEntry] = []
     for name, split in splits.items():
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
+        function = trainer.compute_metrics
+        remembered = Remembered(function) if request.resamples and function is not None else None
+        trainer.compute_metrics = remembered or function
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
+        trainer.compute_metrics = function
+        if remembered is not None and work.rank == 0:
+            resampled.append(_resample(work, store, name, remembered))
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
@@ -48,10 +58,19 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         metrics |= {OVERALL: extra} if extra else {}
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
         lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
-        files.append(store.write_bytes("metrics.json", lasting.encode()))
+        files += [store.write_bytes("metrics.json", lasting.encode()), *resampled]
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return EvaluateResult(tuple(files), metrics)
+
+
+def _resample(work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered) -> FileEntry:
+    """Write the metrics on resampled rows of a split; the file names the rows by their digest."""
+    shards = work.request.data.splits[split].shards
+    rows = content_digest(entry for entry in work.request.data.files if entry.path in shards)
+    work.events.emit("progress", message=f"{work.request.resamples:,} resamples of {split}")
+    record = {"rows": rows, "metrics": remembered.resampled(rows, work.request.resamples)}
+    return store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:

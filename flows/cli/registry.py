@@ -1,0 +1,125 @@
+"""The commands `trainflow models`, `promote` and `rollback`: MLflow's registry, and which version is champion."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from flows.cli import terminal
+from flows.cli.options import Debug, Json, Overrides, print_json
+from flows.cli.ui import find_storage
+from flows.server.api import quiet_environment
+from tasks.tracking import tracking_uri
+from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
+from trainer_lib.secrets import mask
+from trainer_lib.trackers import mlflow_registry
+from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, connect_timed
+from trainer_lib.trackers.shipper import Clock, shorten
+
+Spec = Annotated[
+    Path | None,
+    typer.Option("--spec", metavar="SPEC", help="A spec; unset: what is in this folder.", show_default=False),
+]
+Storage = Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The registered model.", show_default=False)]
+Alias = Annotated[str, typer.Option(metavar="ALIAS", help="The alias that moves.")]
+
+
+def models(
+    spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
+    overrides: Overrides = None,
+    storage: Storage = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the registered models: versions, aliases, scores, and why the champion moved or did not."""
+    with _registry(spec, overrides, storage, "models") as client:
+        found = list(mlflow_registry.list_versions(client))
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, "versions": found})
+        return
+    lines = [line for each in found for line in _lines(each)]
+    terminal.show(lines or [Text("No model is registered. Set register.name in the spec.")])
+
+
+def promote(
+    name: Name,
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)],
+    alias: Alias = mlflow_registry.CHAMPION,
+    spec: Spec = None,
+    storage: Storage = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Make a version the champion, if it is better on the same rows. Exit code 2 if it is not."""
+    with _registry(spec, None, storage, "promote") as client:
+        verdict = mlflow_registry.promote(client, name, version, alias=alias)
+    if not verdict.promoted:
+        raise ConfigError(
+            f"Version {version} does not become {alias}: {verdict.reason}",
+            field="promote",
+            value=name,
+            remedy="Train a better model, or set the alias in MLflow by hand.",
+        )
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "verdict": verdict.__dict__})
+    else:
+        terminal.show([Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")])
+
+
+def rollback(
+    name: Name,
+    alias: Alias = mlflow_registry.CHAMPION,
+    spec: Spec = None,
+    storage: Storage = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Give the champion's alias back to the version that had it before."""
+    with _registry(spec, None, storage, "rollback") as client:
+        now, before = mlflow_registry.roll_back(client, name, alias=alias)
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "version": now, "was": before})
+    else:
+        terminal.show([Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")])
+
+
+@contextlib.contextmanager
+def _registry(spec: Path | None, overrides: list[str] | None, storage: str | None, command: str) -> Iterator[Any]:
+    """A client of the registry; its failures get a type."""
+    quiet_environment()
+    config, place = find_storage(spec, overrides or [], storage, command=command)
+    uri = tracking_uri(config, place)
+    try:
+        yield connect_timed(uri, Clock())
+    except (GoneError, RefusedError) as error:
+        raise ConfigError(
+            f"The registry does not have this: {first_line(error.__cause__ or error)}.",
+            field=command,
+            value=mask(uri),
+            remedy="trainflow models lists the models, their versions and aliases.",
+        ) from error
+    except (ConfigError, typer.Exit):
+        raise
+    except Exception as error:  # whatever mlflow raises
+        raise StoreUnreachableError(
+            f"The registry does not answer: {shorten(error)}.",
+            field=command,
+            value=mask(uri),
+            remedy="Nothing was changed. Run the same command again when it answers.",
+        ) from error
+
+
+def _lines(version: dict[str, Any]) -> Iterator[Text]:
+    aliases = f"  [{', '.join(version['aliases'])}]" if version["aliases"] else ""
+    score = version["score"]
+    measured = f"  {score['metric']} {score['value']:.6g}" if score else ""
+    style = "green" if mlflow_registry.CHAMPION in version["aliases"] else ""
+    yield Text(f"{version['name']} {version['version']}{aliases}{measured}", style)
+    if version["verdict"]:
+        yield Text(f"  {version['verdict']['reason']}", "dim")

@@ -1,0 +1,33 @@
+"""Resamples of the same rows are the same for every model, so their differences are paired."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.outputs import EvalPrediction
+
+SEED = "0123456789abcdef" * 4
+
+
+def _accuracy(p: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((np.asarray(p.predictions).argmax(-1) == p.label_ids).mean())}
+
+
+def test_a_better_model_is_better_on_each_resample_of_the_rows() -> None:
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 2, 50)
+    good = np.eye(2)[labels]
+    bad = good.copy()
+    bad[:5] = bad[:5, ::-1]
+    values = []
+    for predictions in (good, bad):
+        remembered = Remembered(_accuracy)
+        assert remembered.resampled(SEED, 20) == {}
+        remembered(EvalPrediction(predictions, labels))
+        values.append(remembered.resampled(SEED, 20)["accuracy"])
+        assert remembered.resampled(SEED, 20)["accuracy"] == values[-1]
+    assert values[0] == [1.0] * 20
+    assert np.mean(values[1]) == pytest.approx(0.9, abs=0.03)
+    assert len(set(values[1])) > 3

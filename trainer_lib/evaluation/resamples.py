@@ -1,0 +1,59 @@
+"""Metrics on resampled rows: what a paired bootstrap needs to compare two models that were measured on the same rows.
+
+The resamples depend only on the rows (their digest seeds the draw), so every model that is measured on these rows gets
+the same ones, and the difference of two models on resample i is that of one pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.evaluation import nested
+from trainer_lib.outputs import EvalPrediction
+
+DIGITS = 6
+"""Significant digits that are kept: enough for quantiles, and few enough for a tag of MLflow."""
+
+
+class Remembered:
+    """A `compute_metrics` that keeps what it was given last.
+
+    Attributes:
+        given: predictions and labels, trees of arrays ``[rows, …]``; None before the first call.
+    """
+
+    def __init__(self, compute_metrics: Callable[..., Any]) -> None:
+        self._compute = compute_metrics
+        self.given: EvalPrediction | None = None
+
+    def __call__(self, p: EvalPrediction, **more: Any) -> Any:
+        """Call the function."""
+        self.given = p
+        return self._compute(p, **more)
+
+    def resampled(self, seed: str, resamples: int) -> dict[str, list[float]]:
+        """Metric -> its value on each resample of the rows; empty where nothing was given.
+
+        Args:
+            seed: hexadecimal digits that the rows decide.
+        """
+        if self.given is None:
+            return {}
+        arrays: list[Any] = []
+        tree = (self.given.predictions, self.given.label_ids)
+        nested.flatten_tree(tree, arrays)
+        structure = nested.describe_structure(tree)
+        rows = len(arrays[0])
+        draw = np.random.default_rng(int(seed[:16], 16))
+        found: dict[str, list[float]] = {}
+        for _ in range(resamples):
+            chosen = draw.integers(0, rows, rows)
+            predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
+            values: Mapping[str, Any] = self._compute(EvalPrediction(predictions, labels))
+            for name, value in values.items():
+                if isinstance(value, int | float | np.number):
+                    found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))
+        return {name: values for name, values in found.items() if len(values) == resamples}

@@ -1,0 +1,268 @@
+"""The model registry: versions, their aliases, and when the champion moves. Every step is safe to repeat.
+
+A version is created in one request with its tags and its description, and is found again by the digest of its model: a
+process that dies in between leaves a whole version or none. Aliases are set after it. The version that was champion
+before is a tag of the one that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.records import from_record, to_record
+from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
+from trainer_lib.trackers.model_record import DIGEST_TAG
+
+CANDIDATE = "candidate"
+CHAMPION = "champion"
+BEFORE_TAG = "trainflow.champion_before"
+SCORE_TAG = "trainflow.score"
+VERDICT_TAG = "trainflow.verdict"
+LOW, HIGH = 0.05, 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a model scored on the rows of a split, and on resamples of these rows that are the same for every model.
+
+    Attributes:
+        metric: its name, `<split>_<name>`.
+        value: on the rows.
+        rows: SHA-256 of the rows.
+        is_greater_better: whether a greater value is better.
+        resampled: the metric on each resample, shortened to 6 digits.
+    """
+
+    metric: str
+    value: float
+    rows: str
+    is_greater_better: bool
+    resampled: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a model is better than the champion, and why.
+
+    Attributes:
+        promoted: whether it becomes, or is, the champion.
+        reason: a sentence.
+        difference: how much better it is on the rows; None where nothing was compared.
+        low, high: 5 % and 95 % quantile of that difference over the resamples.
+    """
+
+    promoted: bool
+    reason: str
+    candidate: str
+    champion: str | None = None
+    metric: str | None = None
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    resamples: int = 0
+
+    def to_json(self) -> str:
+        """As one line of JSON."""
+        return json.dumps(to_record(self), allow_nan=False)
+
+
+def compare(candidate: str, score: Score | None, champion: str | None, best: Score | None) -> Verdict:
+    """Judge a version against the champion by a paired bootstrap: both were measured on the same resampled rows.
+
+    Args:
+        candidate, champion: their versions; no champion: the candidate becomes it.
+
+    Raises:
+        ConfigError: they were measured by another metric, or on other rows.
+    """
+    if champion is None or champion == candidate:
+        reason = "There is no champion yet." if champion is None else "It is the champion."
+        return Verdict(promoted=True, reason=reason, candidate=candidate, champion=champion)
+    if score is None or best is None:
+        who = f"version {candidate}" if score is None else f"the champion, version {champion},"
+        reason = f"Nothing is known of how {who} scored: set register.metric and evaluate."
+        return Verdict(promoted=False, reason=reason, candidate=candidate, champion=champion)
+    if (score.metric, score.rows) != (best.metric, best.rows):
+        what = f"by {best.metric}" if score.metric != best.metric else "on other rows"
+        raise ConfigError(
+            f"The champion, version {champion}, was measured {what}, so version {candidate} cannot be compared.",
+            field="promote",
+            value=f"{score.metric} on rows {score.rows[:12]}, champion: {best.metric} on rows {best.rows[:12]}",
+            remedy="Evaluate both models on the same rows.",
+        )
+    sign = 1 if score.is_greater_better else -1
+    differences = sorted(sign * (one - other) for one, other in zip(score.resampled, best.resampled, strict=False))
+    difference, count = sign * (score.value - best.value), len(differences)
+    low = differences[int(LOW * count)] if count else None
+    high = differences[min(count - 1, int(HIGH * count))] if count else None
+    is_better = difference > 0 and low is not None and low > 0
+    words = "better than" if is_better else "not clearly better than"
+    how = f"by {difference:.4g} ({low:.4g} to {high:.4g})" if low is not None else "without resamples"
+    reason = f"{score.metric} is {words} that of version {champion}: {how}."
+    return Verdict(
+        promoted=is_better,
+        reason=reason,
+        candidate=candidate,
+        champion=champion,
+        metric=score.metric,
+        difference=difference,
+        low=low,
+        high=high,
+        resamples=count,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """What a run asks of the registry.
+
+    Attributes:
+        name: the registered model.
+        alias: alias of the best version.
+        digest: SHA-256 of the run's model.
+        description, tags: of the version.
+        score: how the model scored; None: the alias is set only where there is none yet.
+    """
+
+    name: str
+    digest: str
+    alias: str = CHAMPION
+    description: str = ""
+    tags: dict[str, str] = field(default_factory=dict)
+    score: Score | None = None
+
+
+def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tuple[str, Verdict]:
+    """Register a model's version, unless it is there, and move the aliases; return the version and the verdict."""
+    version = _find_version(client, asked.name, asked.digest) or _create(client, model_id, run_id, asked)
+    current = find_alias(client, asked.name, CANDIDATE)
+    if current is None or int(current) < int(version):
+        client.set_registered_model_alias(asked.name, CANDIDATE, version)
+    known = client.get_model_version(asked.name, version).tags.get(VERDICT_TAG)
+    if known is not None:  # decided: what people have moved since stays
+        return version, from_record(Verdict, json.loads(known))
+    try:
+        verdict = promote(client, asked.name, version, alias=asked.alias)
+    except ConfigError as refused:
+        verdict = Verdict(promoted=False, reason=refused.message, candidate=version)
+    client.set_model_version_tag(asked.name, version, VERDICT_TAG, verdict.to_json())
+    return version, verdict
+
+
+def promote(client: Any, name: str, version: str, *, alias: str = CHAMPION) -> Verdict:
+    """Move the champion's alias to a version if that is better, and return why, or why not.
+
+    Raises:
+        ConfigError: the two were not measured on the same rows.
+        GoneError: there is no such version.
+    """
+    current = find_alias(client, name, alias)
+    scores = [_score_of(client, name, each) if each else None for each in (version, current)]
+    verdict = compare(version, scores[0], current, scores[1])
+    if verdict.promoted and current != version:
+        if current is not None:  # first: a process that dies in between has changed no alias
+            client.set_model_version_tag(name, version, BEFORE_TAG, current)
+        client.set_registered_model_alias(name, alias, version)
+    return verdict
+
+
+def roll_back(client: Any, name: str, *, alias: str = CHAMPION) -> tuple[str, str]:
+    """Give the alias back to the version that had it before; return both versions, the new one first.
+
+    Raises:
+        ConfigError: no version has the alias, or none had it before.
+    """
+    current = find_alias(client, name, alias)
+    before = None if current is None else client.get_model_version(name, current).tags.get(BEFORE_TAG)
+    if current is None or before is None:
+        raise ConfigError(
+            f"No version of {name} has the alias {alias}."
+            if current is None
+            else f"Version {current} is the first {alias} of {name}.",
+            field="rollback",
+            value=name,
+            remedy="trainflow models lists the versions; trainflow promote moves the alias.",
+        )
+    client.set_registered_model_alias(name, alias, before)
+    return before, current
+
+
+def find_alias(client: Any, name: str, alias: str) -> str | None:
+    """The version that has an alias; None if none has it, or there is no such model."""
+    with contextlib.suppress(GoneError, RefusedError):
+        return str(client.get_model_version_by_alias(name, alias).version)
+    return None
+
+
+def list_versions(client: Any) -> Iterator[dict[str, Any]]:
+    """Every version of every registered model: name, version, aliases, description, score, verdict, run."""
+    for model in client.search_registered_models(max_results=1000):
+        aliases: dict[str, list[str]] = {}
+        for alias, version in (model.aliases or {}).items():
+            aliases.setdefault(str(version), []).append(alias)
+        for each in sorted(_versions(client, model.name), key=lambda one: -int(one.version)):
+            score = each.tags.get(SCORE_TAG)
+            shown = {key: value for key, value in json.loads(score).items() if key != "resampled"} if score else None
+            verdict = each.tags.get(VERDICT_TAG)
+            yield {
+                "name": model.name,
+                "version": str(each.version),
+                "aliases": sorted(aliases.get(str(each.version), [])),
+                "description": each.description or "",
+                "score": shown,
+                "verdict": json.loads(verdict) if verdict else None,
+                "run_id": each.run_id,
+                "digest": each.tags.get(DIGEST_TAG),
+            }
+
+
+def _versions(client: Any, name: str) -> list[Any]:
+    quoted = name.replace("'", "''")
+    return list(client.search_model_versions(f"name='{quoted}'", max_results=10_000))
+
+
+def _find_version(client: Any, name: str, digest: str) -> str | None:
+    found = [each for each in _versions(client, name) if each.tags.get(DIGEST_TAG) == digest]
+    return str(min(found, key=lambda each: int(each.version)).version) if found else None
+
+
+def _create(client: Any, model_id: str, run_id: str, asked: Registration) -> str:
+    with contextlib.suppress(Exception):  # it is there, or the next request says what is wrong
+        client.create_registered_model(asked.name)
+    tags = {**asked.tags, DIGEST_TAG: asked.digest}
+    if asked.score is not None:
+        tags[SCORE_TAG] = json.dumps(to_record(asked.score), allow_nan=False)
+    by_id, location = f"models:/{model_id}", str(client.get_logged_model(model_id).artifact_location)
+    if location.startswith("mlflow-artifacts:"):
+        made = _create_from(client, by_id, model_id, run_id, asked, tags)
+    else:
+        # Given the id, a database would look for the model in the process's default store, and create that.
+        try:
+            made = _create_from(client, location, model_id, run_id, asked, tags)
+        except RefusedError:  # a server takes no path on its own disk
+            made = _create_from(client, by_id, model_id, run_id, asked, tags)
+    return str(made.version)
+
+
+def _create_from(
+    client: Any, source: str, model_id: str, run_id: str, asked: Registration, tags: Mapping[str, str]
+) -> Any:
+    text = asked.description or None
+    return client.create_model_version(
+        asked.name, source, run_id, dict(tags), description=text, await_creation_for=0, model_id=model_id
+    )
+
+
+def _score_of(client: Any, name: str, version: str) -> Score | None:
+    text = client.get_model_version(name, version).tags.get(SCORE_TAG)
+    return None if text is None else from_record(Score, json.loads(text))
+
+
+def read_registration(record: Mapping[str, Any]) -> Registration:
+    """A registration from the spool's plain data."""
+    return from_record(Registration, record)
