@@ -29,9 +29,10 @@ from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder import pyfunc
 from trainer_lib.model_folder.description import FILE, Places, read_description
 from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.trackers import mlflow_models
 from trainer_lib.trackers.mlflow_models import send_model
 from trainer_lib.trackers.mlflow_registry import Registration, register
-from trainer_lib.trackers.model_record import ModelRecord
+from trainer_lib.trackers.model_record import ModelRecord, example_row
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,20 @@ def test_a_model_whose_files_differ_from_those_that_were_logged_is_refused(chang
     with pytest.raises(DamagedError):
         pyfunc._load_pyfunc(str(logged))
     assert not Path("executed").exists()
+
+
+def test_a_signature_takes_the_numbers_of_json_and_the_arrays_of_a_frame() -> None:
+    import pandas as pd
+    from mlflow.models.utils import _enforce_schema
+    from mlflow.types import Schema
+
+    kinds = {"scan": "uint8[2,2]", "x": "float32[*]", "n": "int32", "flag": "bool", "text": "string"}
+    record = ModelRecord(name="m", digest="d", step=1, columns=kinds)
+    described = mlflow_models._describe(record, "r", "m-1", has_example=True)
+    schema = Schema.from_json(described["signature"]["inputs"])
+    row = {"scan": [[1, 2], [3, 4]], "x": [0.5], "n": 7, "flag": True, "text": "a"}
+    for given in (row, example_row(kinds)):
+        assert _enforce_schema(pd.DataFrame([given]), schema).to_dict("records")[0].keys() == kinds.keys()
 
 
 def test_a_big_model_is_logged_as_fast_as_a_small_one(uri: str, tmp_path: Path) -> None:

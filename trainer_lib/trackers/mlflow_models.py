@@ -31,20 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOADER = "trainer_lib.model_folder.pyfunc"
-_TYPES = {
-    "bool": "boolean",
-    "int8": "integer",
-    "int16": "integer",
-    "int32": "integer",
-    "uint8": "integer",
-    "uint16": "integer",
-    "float16": "float",
-    "float32": "float",
-    "float64": "double",
-    "string": "string",
-    "bytes": "binary",
-}
-"""NumPy's names -> MLflow's; other integers are `long`."""
+_TYPES = {"bool": "boolean", "string": "string", "bytes": "binary"}
+"""Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given."""
 
 
 def find_model(client: MlflowClient, experiment_id: str, digest: str, run_id: str | None = None) -> Any:
@@ -230,7 +218,8 @@ def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: b
 
 def _type(kind: str) -> dict[str, Any]:
     dtype, bracket, inside = kind.removesuffix("]").partition("[")
-    found: dict[str, Any] = {"type": _TYPES.get(dtype, "long")}
+    number = "double" if dtype.startswith(("float", "bfloat")) else "long"
+    found: dict[str, Any] = {"type": _TYPES.get(dtype, number)}
     for _ in range(inside.count(",") + 1 if bracket else 0):
         found = {"type": "array", "items": found}
     return found
