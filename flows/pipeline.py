@@ -11,8 +11,9 @@ imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
@@ -24,7 +25,9 @@ from typing_extensions import override
 
 from flows.ending import expect_ending, expected_ending
 from flows.heartbeat import beating
+from flows.live_report import live_report
 from flows.plan import Plan
+from flows.prefect_artifacts import run_artifacts
 from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import PipelineResult
 from flows.run_logs import keep_logs
@@ -98,7 +101,7 @@ def pipeline(
             # Before the first stage: hours of training must not end at a read-only folder.
             Store.open(plan.spec.storage).ensure_writable(field="storage")
             plan.require_committed()
-            with beating(plan), RunRecord(plan, result) as record, keep_logs(record.folder):
+            with _recorded(plan, result) as record:
                 flow_run.rename(result.run_name)
                 run_stages(plan, record)
                 ending.close_undisturbed()
@@ -114,6 +117,15 @@ def pipeline(
             raise
         return Cancelled(message="Interrupted (Ctrl-C).")
     return result
+
+
+@contextlib.contextmanager
+def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
+    """Inside the block, keep the run's record, sign of life, logs and report; afterwards, show Prefect how it ended."""
+    record = RunRecord(plan, result)
+    live = live_report(plan, result, record.folder)
+    with beating(plan), run_artifacts(result, record), record, keep_logs(record.folder), live:
+        yield record
 
 
 def run_pipeline(

@@ -10,6 +10,7 @@ the commands import the record through the pipeline; from cli/ that would be an 
 
 from __future__ import annotations
 
+import base64
 import functools
 import io
 import math
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import jinja2
@@ -29,7 +30,12 @@ from markupsafe import Markup
 
 from flows.plan_record import Comparison
 from trainer_lib.secrets import mask
+from trainer_lib.storage import Store
 
+if TYPE_CHECKING:
+    from flows.report_facts import ReportFacts
+
+REPORT = "report.html"
 MAX_POINTS = 1500  # of one curve: more than a screen has pixels
 COLORS = 5  # series colours in the template's style sheet; further series repeat them
 PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
@@ -53,13 +59,21 @@ class Chart:
     note: str
 
 
-def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> str:
+def render_report(
+    result: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]] = (),
+    *,
+    facts: ReportFacts | None = None,
+    refresh_s: int | None = None,
+) -> str:
     """The report as HTML text.
 
     Args:
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
             and `versions` (package to version), and `compared` (rows of `flows.plan_record.compare`).
         history: the trainer's log, one mapping per entry with its `step` (`TrainerState.log_history`).
+        facts: settings, machine, attempts; None leaves them out.
+        refresh_s: the run is at work, and the page reloads itself after as many seconds; None: it has ended.
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
     longest = max((stage["seconds"] for stage in stages), default=0.0)
@@ -80,6 +94,9 @@ def render_report(result: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         places=_places(result),
         files=_files(result),
         versions=result.get("versions") or _versions(),
+        facts=facts,
+        refresh_s=refresh_s,
+        written=_moment(None),
     )
 
 
@@ -102,15 +119,53 @@ def _compared_row(row: Comparison) -> dict[str, str]:
     }
 
 
+def write_page(folder: Store, name: str, page: str) -> None:
+    """Write the report, in one step where readers may be: on a disk by way of a draft; a store's put is one step."""
+    if not folder.is_local:
+        folder.write_bytes(name, page.encode())
+        return
+    folder.write_bytes(f".{name}.draft", page.encode())
+    (folder.local_path() / f".{name}.draft").replace(folder.local_path() / name)
+
+
 def draw_charts(history: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Loss (training and evaluation), the other evaluation metrics, learning rate: those that have points."""
     series = _series(history)
-    losses = {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
-    # train_loss is the mean over the whole run: a number, not a curve.
+    losses = _losses(series)
     metrics = {key: points for key, points in series.items() if key.startswith("eval_") and key not in losses}
     rate = {key: series[key] for key in ("learning_rate",) if key in series}
     charts = (("Loss", losses), ("Evaluation while training", metrics), ("Learning rate", rate))
     return [_draw(title, curves) for title, curves in charts if any(curves.values())]
+
+
+def draw_image(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """The losses as a PNG in a data URL, on white; None without a point."""
+    curves = {name: points for name, points in _losses(_series(history)).items() if points}
+    if not curves:
+        return None
+    with _drawing:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 3.8), dpi=100, layout="tight")
+        axes = figure.add_subplot()
+        for name, points in curves.items():
+            kept = _thinned(points)
+            values = [value if math.isfinite(value) else math.nan for _, value in kept]
+            axes.plot(
+                [step for step, _ in kept], values, label=name, marker="o" if len(kept) < 40 else "", markersize=3
+            )
+        axes.set_xlabel("optimizer step")
+        axes.grid(linewidth=0.4)
+        axes.legend()
+        buffer = io.BytesIO()
+        FigureCanvasAgg(figure).print_figure(buffer, format="png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _losses(series: Mapping[str, Series]) -> dict[str, Series]:
+    # train_loss is the mean over the whole run: a number, not a curve.
+    return {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
 
 
 def _series(history: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
@@ -286,8 +341,11 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
-def _moment(started: str | None) -> str:
-    moment = datetime.fromisoformat(started) if started else datetime.now(UTC)
+def _moment(started: str | float | None) -> str:
+    if isinstance(started, float):  # seconds since 1970
+        moment = datetime.fromtimestamp(started, UTC)
+    else:
+        moment = datetime.fromisoformat(started) if started else datetime.now(UTC)
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

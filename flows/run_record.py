@@ -26,7 +26,8 @@ from typing import Any, Self
 from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
-from flows.report import render_report
+from flows.report import REPORT, render_report, write_page
+from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
 from flows.run_names import name_run
 from flows.spec.spec import PipelineSpec
@@ -43,7 +44,6 @@ from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
-_REPORT = "report.html"
 _HISTORY_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ class RunRecord:
     Args:
         plan: what the run does.
         result: filled by the flow while the stages run; this adds key, MLflow run, report and duration.
+
+    Attributes:
+        history: the trainer's log, once the report was written.
     """
 
     def __init__(self, plan: Plan, result: PipelineResult) -> None:
@@ -73,6 +76,7 @@ class RunRecord:
         self._leftovers: tracking.Background | None = None
         self._data: StageManifest[PrepareFacts] | None = None
         self._exported: LoggedModel | None = None
+        self.history: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
@@ -217,19 +221,20 @@ class RunRecord:
             write_half(self.folder, "actual", {"stages": ran})
 
     def _write_report(self) -> None:
-        url = f"{self.folder.url}/{_REPORT}"  # its links are relative to where it lies
+        url = f"{self.folder.url}/{REPORT}"  # its links are relative to where it lies
         self.result.report_url = url
         if self._is_reported:
             return
         # The report there shows when the stages ran; a new one would show only cached stages.
-        if self._is_unchanged and self.result.ok and self.folder.exists(_REPORT):
+        if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
         compared = compare(read_plan_record(self.folder))
         result = {**self.result.to_dict(), "started": self._started, "compared": compared}
-        text = render_report(result, self._read_history())
-        self.folder.write_bytes(_REPORT, text.encode())
+        self.history = self._read_history()
+        text = render_report(result, self.history, facts=collect_facts(self.plan, self.result))
+        write_page(self.folder, REPORT, text)
         if self.tracked is not None:
-            self.tracked.log_file(text, _REPORT)
+            self.tracked.log_file(text, REPORT)
         self._is_reported = True
 
     def _read_history(self) -> list[dict[str, Any]]:
@@ -240,8 +245,10 @@ class RunRecord:
             try:
                 store = Store.open(outcome.manifest["url"])
                 data = store.read_if_exists("history.json", limit=_HISTORY_BYTES)
+                # Of the steps that no log covers: all of them, where `logging_steps` is larger than the training.
+                losses = store.read_if_exists("losses.json", limit=_HISTORY_BYTES)
                 if data:
-                    return list(json.loads(data))
+                    return [*json.loads(data), *json.loads(losses or b"[]")]
             except (ValueError, StorageError):
                 continue
         return []

@@ -20,7 +20,7 @@ from tasks.stage.facts import PublishFacts
 from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest
 from tasks.stage.publication import find_publication_problem
-from tasks.stage.track import track_evaluation, track_publication, track_splits
+from tasks.stage.track import track_evaluation, track_publication, track_splits, track_training
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import nearest
 
@@ -136,6 +136,7 @@ TABLE: tuple[Stage, ...] = (
         several_machines=True,
         splits=_train_splits,
         places=lambda manifest: {"model": f"{manifest.url}/model"},
+        track=track_training,
     ),
     Stage(
         name="evaluate",

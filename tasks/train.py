@@ -78,6 +78,8 @@ def _train(
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
         tracked_run=context.tracking.token if context.tracking else None,
         metrics_code=measured_by,
+        device=result.device,
+        mfu=result.mfu,
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)
 

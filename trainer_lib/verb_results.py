@@ -46,6 +46,8 @@ class TrainResult:
         checkpoints: names of the committed checkpoints, newest first.
         parameters: number of the model's parameters.
         peak_bytes: the largest memory of a process (`trainer_lib.memory.read_peak_bytes`).
+        device: what each process trained on, as its driver names it.
+        mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
     """
 
     files: tuple[FileEntry, ...]
@@ -57,6 +59,8 @@ class TrainResult:
     checkpoints: tuple[str, ...]
     parameters: int
     peak_bytes: int | None = None
+    device: str | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)

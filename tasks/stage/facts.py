@@ -74,6 +74,8 @@ class TrainFacts(StageFacts, stage="train"):
         model: settings that the recipe's build_model was given.
         mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
         tracked_run: the same run, by the name that it has before its server is reached.
+        device: what each process trained on, as its driver names it.
+        mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
             an older version trained it.
     """
@@ -89,6 +91,8 @@ class TrainFacts(StageFacts, stage="train"):
     mlflow_run_id: str | None = None
     tracked_run: str | None = None
     metrics_code: str | None = None
+    device: str | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,9 @@ class StageProgress:
     """One attempt's events and lines: published, logged to the Prefect run, and drawn as its progress artifact.
 
     Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never holds the work up.
+
+    Attributes:
+        times: where the attempt's time went, as its worker reported last ("spent"), and at its newest save ("kept").
     """
 
     def __init__(self, stage: str) -> None:
@@ -59,6 +62,7 @@ class StageProgress:
         self._logger = _run_logger()
         self._link = RunLink.of_context(stage)
         self._shown: Event = {}
+        self.times: dict[str, Any] = {}
 
     def is_cancelled(self) -> bool:
         """Whether the flow run was cancelled in Prefect. Never waits; False outside of a Prefect run."""
@@ -73,6 +77,10 @@ class StageProgress:
     def event(self, event: Mapping[str, Any]) -> None:
         """An event that a worker reported."""
         publish({**event, "stage": self.stage})
+        if isinstance(event.get("spent"), Mapping):
+            self.times["spent"] = dict(event["spent"])
+            if event.get("event") == "save":
+                self.times["kept"] = self.times["spent"]
         if self._logger is None:
             return
         if event.get("event") in ("warning", "resume", "save") and event.get("message"):
@@ -85,6 +93,11 @@ class StageProgress:
         if self._link is not None and event.get("max_steps"):
             share = 100.0 * float(self._shown.get("step") or 0) / float(self._shown["max_steps"])
             self._link.draw(share, describe(self._shown))
+
+    def complete(self) -> None:
+        """The stage is committed: its progress ends at 100 percent."""
+        if self._link is not None:
+            self._link.draw(100.0, describe({**self._shown, "eta_s": None}) or "committed")
 
     def close(self) -> None:
         """Draw the newest state."""

@@ -164,10 +164,17 @@ class Ledger:
         raise AssertionError("unreachable")
 
     def end(
-        self, number: int, outcome: str, *, error: BaseException | None = None, decision: str | None = None
+        self,
+        number: int,
+        outcome: str,
+        *,
+        error: BaseException | None = None,
+        decision: str | None = None,
+        times: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record how an attempt ended: "committed", "failed" or "interrupted"."""
+        """Record how an attempt ended: "committed", "failed" or "interrupted"; `times`: where its time went."""
         record: dict[str, Any] = {"attempt": number, "ended": now(), "outcome": outcome, "decision": decision}
+        record |= times or {}
         if isinstance(error, TrainflowError):
             record["error"] = error.to_record()
             record["error"]["details"] = (error.details or "")[-_DETAILS_CHARS:] or None
@@ -184,7 +191,7 @@ class Ledger:
         free = (Preempted.__name__, OutOfMemoryError.__name__, StoreUnreachableError.__name__)
         ends = [
             end
-            for start, end in self._attempts()
+            for start, end in self.records()
             if start.get("invocation") == invocation() and start.get("attempt") != before
         ]
         errors = [_error_of(end) for end in ends if end.get("outcome") == "failed"]
@@ -199,14 +206,15 @@ class Ledger:
     def batch_halvings(self) -> int:
         """How often the micro-batch must be halved: once more than in the last attempt that ran out of memory."""
         halvings = 0
-        for start, end in self._attempts():
+        for start, end in self.records():
             if _error_of(end).get("class") == OutOfMemoryError.__name__:
                 # Of every invocation: memory that was too small yesterday is too small today.
                 used = start.get("rung")
                 halvings = max(halvings, (used if isinstance(used, int) else 0) + 1)
         return halvings
 
-    def _attempts(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def records(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The attempts in their order: (record of the start, record of the end, which is empty without one)."""
         names = self.store.children()
         starts = [name for name in names if name.endswith(".json") and not name.endswith(".end.json")]
         return [(self._read(name), self._read(f"{name[:4]}.end.json")) for name in sorted(starts)]

@@ -50,7 +50,7 @@ __all__ = ["StageAttempt", "StageContext", "StageFacts", "StageManifest", "Stage
 _LEASE = "lease"
 _COMMIT = "COMMIT.json"
 _BOOKS = {_LEASE, ATTEMPTS, KEY_FILE}
-_UNCOMMITTED = {*_BOOKS, "checkpoints", "history.json"}
+_UNCOMMITTED = {*_BOOKS, "checkpoints", "history.json", "losses.json"}
 """What stays in a stage's folder without being part of its result."""
 
 
@@ -180,15 +180,16 @@ def _attempt(
         first_key = None if key.first is key else key.first.digest
         facts = commit_facts(output.facts, reason, number, halvings, first_key)
         manifest = _commit(key, store, lease, output, facts)
+        progress.complete()
     except BaseException as error:
         advise_on_memory(error, can_halve=halvings < max_halvings, halves=max_halvings > 0)
-        _failed(key.stage, ledger, number, error, retries=retries, can_halve=halvings < max_halvings)
+        _failed(key.stage, ledger, number, error, progress, retries=retries, can_halve=halvings < max_halvings)
         if lease.lost and isinstance(error, Exception):
             lease.ensure_held()  # raises the cause: who has taken over; the stopped work's error is a consequence
         raise
     finally:
         progress.close()
-    ledger.end(number, "committed")
+    ledger.end(number, "committed", times=progress.times)
     _report_stage(key.stage, "committed", reason, attempt=number)
     return manifest
 
@@ -214,7 +215,16 @@ def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, fact
     return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
 
-def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, retries: int, can_halve: bool) -> None:
+def _failed(
+    stage: str,
+    ledger: Ledger,
+    number: int,
+    error: BaseException,
+    progress: _progress.StageProgress,
+    *,
+    retries: int,
+    can_halve: bool,
+) -> None:
     """Record the end of an attempt, and decide whether Prefect tries again."""
     try:
         past = ledger.past(before=number)
@@ -227,7 +237,7 @@ def _failed(stage: str, ledger: Ledger, number: int, error: BaseException, *, re
     outcome = "failed" if isinstance(error, Exception) else "interrupted"
     attach_decision(error, decision)
     try:
-        ledger.end(number, outcome, error=error, decision=decision.reason)
+        ledger.end(number, outcome, error=error, decision=decision.reason, times=progress.times)
     except StorageError as unwritten:  # the store is what failed: the failure itself must reach the user
         _progress.publish({"event": "warning", "stage": stage, "message": str(unwritten)})
     status = "retrying" if decision.retry and in_task_run() else outcome

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from tasks.stage.facts import PrepareFacts, PublishFacts
+from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.gates import GateVerdict
+from tasks.stage.goodput import Goodput
 from tasks.stage.manifest import StageManifest
+from tasks.stage.retry import Ledger
 from tasks.tracking import TrackedRun
 
 _ARTIFACT_BYTES = 64 << 20
@@ -46,6 +48,14 @@ def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bo
             schema=split.columns,
             profile={"rows": split.rows},
         )
+
+
+def track_training(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:
+    """Log where the time of the training went, unless another run has it."""
+    facts = manifest.facts
+    if ran or facts.tracked_run == run.handle.token:
+        figures = Goodput.of(Ledger(manifest.store())).metrics() | ({} if facts.mfu is None else {"mfu": facts.mfu})
+        run.log_metrics(figures, facts.global_step or 0)
 
 
 def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:

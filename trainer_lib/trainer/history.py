@@ -54,6 +54,11 @@ class StepHistory:
         """Steps that no log entry covers yet."""
         return len(self._since_log) + len(self._losses)
 
+    def unlogged(self, step: int) -> list[tuple[int, float]]:
+        """(step, loss) of the collected steps that no log entry covers, up to `step`; call after `collect`."""
+        first = step - len(self._since_log) + 1
+        return [(number, loss) for number, (loss, _) in enumerate(self._since_log, start=first)]
+
     def forget_logged(self) -> None:
         """Drop the steps since the last log: an override has logged them."""
         self._since_log = []

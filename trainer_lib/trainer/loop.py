@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +108,9 @@ class TrainingLoop:
     def run(self, url: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
         """Epochs of steps, each step several micro-batches, and what the callbacks ask for in between."""
         trainer, internals = self._trainer, self._internals
+        began = time.monotonic()
         run, loaded = begin_run(trainer, internals, url, trial, ignore_keys)
+        run.spent.begin(restored=0.0 if loaded is None else time.monotonic() - began)
         fire, model, stop = internals.events.fire, trainer.model_wrapped, run.stop
         try:
             begin_callbacks(trainer, internals, run, loaded)
@@ -284,12 +287,14 @@ class TrainingLoop:
             logs["learning_rate"] = float(trainer._get_learning_rate() if learning_rate is None else learning_rate)
             internals.log(logs, start_time)
         if trainer.control.should_evaluate:
-            metrics = trainer._evaluate(trial, ignore_keys)
+            with run.spent.evaluating():
+                metrics = trainer._evaluate(trial, ignore_keys)
             best = trainer._determine_best_metric(metrics, trial)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = best
         if trainer.control.should_save:
-            trainer._save_checkpoint(model, trial)
+            with run.spent.saving():
+                trainer._save_checkpoint(model, trial)
             internals.checkpoints.announce(trainer.state)
 
     # -- ending -------------------------------------------------------------------------------------------------------
@@ -324,7 +329,8 @@ class TrainingLoop:
         run = self.current_run()
         run.history.collect(state.global_step)
         state.num_samples_seen = run.samples
-        internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
+        with run.spent.saving():
+            internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
         if trainer.args.load_best_model_at_end:
             trainer._load_best_model()
         trainer.store_flos()

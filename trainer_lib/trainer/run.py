@@ -14,6 +14,7 @@ from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.trainer.batch_change import position_in, saved_batch
 from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.spent import TimeSpent
 from trainer_lib.trainer.spikes import Spike, spikes_from_json, spikes_to_json
 from trainer_lib.trainer.stop import StopRequest
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
@@ -59,6 +60,7 @@ class TrainingRun:
         stopping: the step under way is saved because of a request to stop.
         rollback_step: step of the checkpoint that a loss spike goes back to; 0 = the start.
         spikes: the loss spikes that training went back for.
+        spent: where the time of this process goes.
         skip_until: the steps up to this one are counted and not trained.
     """
 
@@ -87,6 +89,7 @@ class TrainingRun:
     rollback_step: int = 0
     spikes: list[Spike] = field(default_factory=list)
     skip_until: int = 0
+    spent: TimeSpent = field(default_factory=TimeSpent)
     samples: int = 0
     first_samples: int = 0
     first_tokens: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.callbacks.base import TrainerCallback
@@ -12,7 +12,10 @@ from trainer_lib.worker.session import Events
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
+    from trainer_lib.trainer import Trainer
+    from trainer_lib.trainer.run import TrainingRun
 
+_SHOWN = 300  # entries of an earlier attempt's log that a resumed one reports again
 QUIET_S = 0.5  # the least time between two signs of life
 
 
@@ -25,6 +28,9 @@ class EventsCallback(TrainerCallback):
 
     Attributes:
         resumed_from: the step training started from; None when it started at the beginning.
+        flops: model FLOPs of this process's training, over all ranks; set when it ends.
+        trained_s: seconds of it in training steps; likewise.
+        unlogged: (step, loss) of the steps after the last log; set when training ends.
     """
 
     def __init__(self, events: Events, samples_per_step: int = 0) -> None:
@@ -35,16 +41,42 @@ class EventsCallback(TrainerCallback):
         self._first_step = 0
         self._predicted = 0
         self.resumed_from: int | None = None
+        self.flops = self.trained_s = 0.0
+        self.unlogged: list[tuple[int, float]] = []
+        self._first_flops = 0.0
+        self._run: Callable[[], TrainingRun | None] = lambda: None
+
+    def follow(self, trainer: Trainer) -> None:
+        """Report where the time of this Trainer's training goes, and keep the losses that it does not log."""
+        self._run = lambda: trainer._trainflow.run
+
+    def spent(self) -> dict[str, float] | None:
+        """Seconds by name of the training under way; None outside of one."""
+        run = self._run()
+        return None if run is None else run.spent.so_far()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Report the step that training continues from, and start the clock."""
         self._began, self._first_step = time.monotonic(), state.global_step
+        self._first_flops = float(state.total_flos)
         if state.global_step:
             self.resumed_from = state.global_step
             message = f"continues from step {state.global_step}"
-            self._events.emit("resume", step=state.global_step, max_steps=state.max_steps, message=message)
+            history = state.log_history[:: 1 + len(state.log_history) // _SHOWN]
+            where = {"step": state.global_step, "max_steps": state.max_steps}
+            self._events.emit("resume", **where, message=message, history=history)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Report the last position, and keep what is lost with the training."""
+        self.flops = float(state.total_flos) - self._first_flops
+        if (run := self._run()) is not None:
+            self.unlogged = run.history.unlogged(state.global_step)
+            self.trained_s = run.spent.so_far()["trained"]
+        self._events.emit("progress", **self._where(state))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a sign of life."""
@@ -90,10 +122,12 @@ class EventsCallback(TrainerCallback):
         """Position, speed and time left, as far as they are known."""
         if not state.max_steps:  # evaluation without training
             return {}
-        where = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch}
+        where: dict[str, Any] = {"step": state.global_step, "max_steps": state.max_steps, "epoch": state.epoch}
         # Since this process took over: the steps before a resume took none of its time.
         steps, seconds = state.global_step - self._first_step, time.monotonic() - self._began
         if steps > 0 and seconds > 0:
             where["eta_s"] = (state.max_steps - state.global_step) * seconds / steps
             where["samples_per_second"] = steps * self._samples_per_step / seconds
+        if (spent := self.spent()) is not None:
+            where["spent"] = spent
         return where

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
@@ -12,6 +16,7 @@ from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.memory import read_peak_bytes
+from trainer_lib.peak_flops import utilization
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
@@ -21,9 +26,14 @@ from trainer_lib.worker.preemption_notice import stopped_by_notice
 from trainer_lib.worker.resume_proof import proof_callbacks
 from trainer_lib.worker.session import Work
 
+if TYPE_CHECKING:
+    from trainer_lib.trainer import Trainer
+
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
 HISTORY = "history.json"
+LOSSES = "losses.json"
+_POINTS = 500
 
 
 def run(work: Work[TrainRequest]) -> TrainResult | None:
@@ -44,6 +54,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
     callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
+    events.follow(trainer)
     with stopped_by_notice(work, trainer):
         trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
@@ -51,6 +62,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     result: TrainResult | None = None
     if work.rank == 0:
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
+        output.write_bytes(LOSSES, json.dumps(thin_losses(events.unlogged)).encode())
+        device, precision = _device(trainer)
         result = TrainResult(
             files=tuple(_exported(work, output, args)),
             metrics={name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
@@ -61,10 +74,38 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             peak_bytes=max(peaks or ()),
+            device=device,
+            mfu=utilization(
+                events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision
+            ),
         )
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return result
+
+
+def thin_losses(losses: Sequence[tuple[int, float]], most: int = _POINTS) -> list[dict[str, float | int | str]]:
+    """At most `most` entries of a log, each the mean loss of as many steps, at the last of them.
+
+    Losses that are not finite are left out of a mean; where no other is in it, the entry says so in text.
+    """
+    size = math.ceil(len(losses) / most) or 1
+    entries: list[dict[str, float | int | str]] = []
+    for start in range(0, len(losses), size):
+        block = losses[start : start + size]
+        finite = [loss for _, loss in block if math.isfinite(loss)]
+        entries.append({"step": block[-1][0], "loss": math.fsum(finite) / len(finite) if finite else "NaN"})
+    return entries
+
+
+def _device(trainer: Trainer) -> tuple[str, str]:
+    """The device's name as its driver gives it, and the precision of matrix products on it."""
+    args = trainer.args
+    if args.device.type != "cuda":
+        return args.device.type.upper(), "fp32"
+    short = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    allowed = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return torch.cuda.get_device_name(args.device), short or allowed
 
 
 def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) -> list[FileEntry]:

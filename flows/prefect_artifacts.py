@@ -1,0 +1,124 @@
+"""What Prefect's UI shows of a finished run beside its states: a summary with links, tables, and the loss curve.
+
+Written at the end in one thread with a time limit: a server that is gone or hangs costs the run a moment and fails
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from flows.report import draw_image
+from flows.results import PipelineResult
+from tasks.prefect_client import quick_client
+from tasks.stage.progress import duration
+from trainer_lib.secrets import mask
+
+LIMIT_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class KeepsHistory(Protocol):
+    """What has the trainer's log: entries with a `step`; none where this command trained nothing."""
+
+    history: list[dict[str, Any]]
+
+
+@contextlib.contextmanager
+def run_artifacts(result: PipelineResult, log: KeepsHistory) -> Iterator[None]:
+    """After the block, give the Prefect run that this code runs in its artifacts.
+
+    Args:
+        log: what has the trainer's log at the end of the block.
+    """
+    try:
+        yield
+    finally:
+        if (flow_run_id := _flow_run_id()) is not None and result.stages:
+            thread = threading.Thread(
+                target=_post, args=(flow_run_id, result, log.history), name="trainflow-artifacts", daemon=True
+            )
+            thread.start()
+            thread.join(LIMIT_S)
+
+
+def make_artifacts(result: PipelineResult, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The artifacts as Prefect's API takes them: key, type, data, description."""
+    found = [
+        {"key": "summary", "type": "markdown", "data": _summary(result), "description": "What ran, and where it is"}
+    ]
+    if rows := _metric_rows(result):
+        found.append({"key": "metrics", "type": "table", "data": json.dumps(rows), "description": "Measured quality"})
+    if result.gates:
+        names = ("metric", "requirement", "value", "passed")
+        rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
+        found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
+    if (image := draw_image(history)) is not None:
+        found.append({"key": "loss", "type": "image", "data": image, "description": "Loss by optimizer step"})
+    return found
+
+
+def _post(flow_run_id: Any, result: PipelineResult, history: Sequence[Mapping[str, Any]]) -> None:
+    from prefect.client.schemas.actions import ArtifactCreate
+
+    try:
+        with quick_client(LIMIT_S) as client:
+            for artifact in make_artifacts(result, history):
+                client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
+    except Exception as error:  # the server is away: the run is not
+        _log.debug("Prefect's server did not take the artifacts: %s", error)
+
+
+def _flow_run_id() -> Any:
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return None if context is None or context.flow_run is None else context.flow_run.id
+
+
+def _summary(result: PipelineResult) -> str:
+    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    lines = [f"# {_text(result.name)}: {_text(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
+    for each in result.stages:
+        took = duration(each.seconds) if each.seconds >= 0.5 else ""
+        lines.append(f"| {each.stage} | {each.status} | {took} | {_text(each.reason)} |")
+    places = {label: url for outcome in result.stages for label, url in outcome.places.items()}
+    places |= {"report": result.report_url or "", "MLflow run": result.run_url or _mlflow_words(result)}
+    lines += ["", *(f"- {label}: {_link(url)}" for label, url in places.items() if url)]
+    return "\n".join(lines)
+
+
+def _mlflow_words(result: PipelineResult) -> str:
+    where = f"{result.mlflow_run_id} in {result.tracking_uri}; trainflow ui --storage {result.storage}"
+    return where if result.mlflow_run_id else ""
+
+
+def _metric_rows(result: PipelineResult) -> list[dict[str, Any]]:
+    rows = []
+    for outcome in result.stages:
+        for split, values in ((outcome.manifest or {}).get("metrics") or {}).items():
+            if isinstance(values, Mapping):
+                measured = values.items()
+                rows += [{"split": split, "metric": name, "value": _plain(value)} for name, value in measured]
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    # Browsers read no NaN in JSON.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _link(url: str) -> str:
+    return f"[{_text(url)}]({mask(url)})" if re.match(r"https?://\S+$", url) else f"`{mask(url).replace('`', '')}`"
+
+
+def _text(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_|\[\]<>])", r"\\\1", " ".join(mask(text).split()))

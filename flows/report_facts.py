@@ -1,0 +1,145 @@
+"""What the report shows beside the results: settings, machine, attempts, and where the time of training went."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import psutil
+
+from flows.plan import Plan
+from flows.results import PipelineResult
+from tasks.stage.goodput import Goodput
+from tasks.stage.manifest import StageManifest, stage_store
+from tasks.stage.progress import duration
+from tasks.stage.retry import Ledger
+from trainer_lib.errors import TrainflowError
+from trainer_lib.secrets import mask
+from trainer_lib.yaml_text import dump_yaml
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt of a stage, in words."""
+
+    stage: str
+    number: int
+    started: str
+    took: str
+    host: str
+    outcome: str
+    why: str
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """Sections of the report, each left out where it is empty.
+
+    Attributes:
+        settings: hyperparameters as the spec has them, by dotted name.
+        machine: where the command ran, and on what the model was trained.
+        spec: the resolved spec as YAML.
+        attempts: those of the stages that this command ran or found.
+        goodput: where the time of training went.
+    """
+
+    settings: Rows
+    machine: Rows
+    spec: str
+    attempts: list[AttemptRow]
+    goodput: Rows
+
+
+def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
+    """Collect what can be known now; what cannot be read is left out."""
+    train = plan.spec.train
+    given = {"args": train.args, "model": train.model, "options": train.options}
+    found = _manifests(result)
+    ledgers = _ledgers(plan, found)
+    training = found.get("train")
+    return ReportFacts(
+        settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
+        machine=_machine(training),
+        spec=mask(dump_yaml(plan.spec.to_record())),
+        attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
+        goodput=describe_goodput(ledgers.get("train"), training),
+    )
+
+
+def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
+    """Where the time of training went, as rows of a table; none before an attempt has ended."""
+    goodput = Goodput() if ledger is None else Goodput.of(ledger)
+    rows = goodput.rows()
+    facts = None if training is None else training.facts
+    if (mfu := getattr(facts, "mfu", None)) is not None:
+        rows.append(("MFU", f"{mfu:.1%} of the devices' peak"))
+    elif rows and facts is not None:
+        rows.append(("MFU", "not known: the peak of this device is not in the table"))
+    return rows
+
+
+def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
+    records = (outcome.manifest for outcome in result.stages)
+    return {found.stage: found for record in records if record for found in [StageManifest.from_dict(record)]}
+
+
+def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Ledger]:
+    """The attempts of each stage whose key is known: of those that are done, and of the one after them."""
+    found: dict[str, Ledger] = {}
+    for name, stage in plan.stages.items():
+        try:
+            if name in manifests:
+                found[name] = Ledger(manifests[name].store())
+            elif all(each in manifests or each not in plan.stages for each in stage.stage.inputs.values()):
+                found[name] = Ledger(stage_store(plan.spec.storage, plan.key_of(name, manifests)))
+        except TrainflowError:
+            continue
+    return found
+
+
+def _attempts(stage: str, ledger: Ledger) -> list[AttemptRow]:
+    try:
+        records = ledger.records()
+    except TrainflowError:
+        return []
+    return [_attempt(stage, start, end) for start, end in records]
+
+
+def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> AttemptRow:
+    error = end.get("error") or {}
+    began, ended = str(start.get("started") or ""), end.get("ended")
+    took = duration((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
+    why = str(error.get("message") or start.get("reason") or "")
+    outcome = str(end.get("outcome") or "no end was recorded")
+    host = f"{start.get('host', '')} ({start.get('pid', '')})"
+    return AttemptRow(stage, int(start.get("attempt") or 0), began.replace("T", " "), took, host, outcome, why)
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _machine(training: StageManifest | None) -> Rows:
+    rows = [
+        ("host", platform.node()),
+        ("system", platform.platform(terse=True)),
+        ("processor", f"{platform.machine()}, {os.cpu_count()} cores"),
+        ("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
+        ("Python", platform.python_version()),
+    ]
+    facts = None if training is None else training.facts
+    if device := getattr(facts, "device", None):
+        rows.append(("trained on", f"{getattr(facts, 'world_size', None) or 1} × {device}"))
+    return rows
+
+
+def _flat(name: str, value: Any) -> Rows:
+    if isinstance(value, Mapping):
+        return [row for key, inner in value.items() for row in _flat(f"{name}.{key}", inner)]
+    return [(name, mask(str(value)))]
