@@ -79,7 +79,7 @@ def test_a_served_schedule_fires_by_itself_and_trains(tmp_path: Path) -> None:
         serving.wait_for("Serving pipeline/toy: every 5 s")
         [commit] = wait_for("a scheduled run that trains", lambda: trained(tmp_path / "project" / "store"))
         assert (commit.parent / "model" / "model.safetensors").exists()
-        serving.wait_for("push-to-hub   ran")  # the summary that a terminal shows
+        serving.wait_for("  train         ran")  # the summary that a terminal shows
         wait_for("two firings", lambda: serving.output.count("Finished in state Completed()") >= 2)
         assert serving.output.count("Next: ") == 1
         assert serving.stop(signal.SIGTERM) == 0
