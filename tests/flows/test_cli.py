@@ -74,7 +74,7 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path) -> None:
         (["run", "absent.yaml"], "There is no such file."),
         (["run", "pipeline.yaml", "--only", "trian"], "Did you mean 'train'?"),
         (["serve", "pipeline.yaml", "--cron", "every day"], "Five fields"),
-        (["serve", "pipeline.yaml", "--cron", "0 3 * * *", "--interval", "60"], "either by cron or by interval"),
+        (["serve", "pipeline.yaml", "--cron", "0 3 * * *", "--interval", "60"], "one of --cron and --interval"),
         (["serve", "pipeline.yaml", "--cron", "0 3 * * *", "--timezone", "Mars"], "time zone does not exist"),
         (["deploy", "pipeline.yaml", "--pool", "main"], "trainflow serve"),
         (["ui", "pipeline.yaml"], "No run has been recorded there yet."),
