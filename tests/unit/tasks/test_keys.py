@@ -80,6 +80,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "enabled": False,
         "splits": ["train"],
         "require": {"test_error": "< 1"},
+        "resamples": 5,
         "args": {"eval_use_gather_object": True},
         "launch": LaunchSettings(threads=1),
     },
