@@ -140,7 +140,7 @@ class Forecast:
         length: None: the data is not prepared.
         estimate: None: it could not be made.
         probe: None: none was asked for.
-        seconds: of the stage train; None: nothing tells.
+        seconds: of the stage train; None: not known.
         time_source: where `seconds` is from.
         alone: samples of the micro-batch of one process alone.
         missing: sentences about what could not be found out, and what to do.

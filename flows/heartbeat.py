@@ -102,7 +102,7 @@ def beating(plan: Plan) -> Iterator[None]:
     heart = _Heart(folder.child(ALIVE))
     # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
     heart.start()
-    # A removal that had begun may have taken the sign with it.
+    # A removal that was under way may have taken the sign with it.
     while await_removal(folder):
         heart.write()
     with subscribe(heart.listen):

@@ -60,7 +60,7 @@ class _Writer:
             self._history = [dict(entry) for entry in event["history"]]
         if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
             self._history.append({**event["logs"], "step": event.get("step")})
-            # Every other point of a curve that nobody could read.
+            # The curve is too dense to read: keep every other point.
             if len(self._history) > _MOST_ENTRIES:
                 self._history = self._history[::2]
 

@@ -83,7 +83,7 @@ class PastRun:
         return self.status == "FINISHED"
 
     @property
-    def begun(self) -> datetime | None:
+    def first_started(self) -> datetime | None:
         """When its first command began, by which the age of results counts; None: that was not recorded."""
         try:
             return datetime.fromisoformat(str(self.record.get("as_of") or self.started))

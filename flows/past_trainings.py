@@ -1,4 +1,4 @@
-"""The earlier training that tells how long a planned one will take: one that differs in nothing that takes time."""
+"""The earlier training that shows how long a planned one will take: one that differs in nothing that takes time."""
 
 from __future__ import annotations
 

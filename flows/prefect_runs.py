@@ -147,7 +147,7 @@ def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> Non
         if own.name is not None:
             with quick_client() as client:
                 client.update_flow_run(flow_run_id, name=own.name)
-    except Exception as error:  # a name is no reason to fail
+    except Exception as error:  # a missing name must not fail the run
         _log.debug("The flow run is not named: %s", error)
 
 

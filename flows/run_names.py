@@ -61,7 +61,7 @@ def name_run(spec: PipelineSpec, run_id: str) -> str:
             record: dict[str, Any] = {"run": run_id, "name": name, **({} if taken else {"settings": settings})}
             if folder.create(f"{number}.json", json.dumps(record).encode()):
                 return name
-    except StorageError:  # a name is no reason to end a run
+    except StorageError:  # a missing name must not end a run
         pass
     return f"{spec.name}-{run_id[:8]}"
 

@@ -50,7 +50,7 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
         elif wanted:
             run.run_alone(wanted[0])
     if plan.is_wanted("evaluate"):
-        run.enforce_gates()  # also where nothing is published: whoever requires something wants to know
+        run.enforce_gates()  # also where nothing is published: a missed requirement fails the run
 
 
 def _expect_launches(plan: Plan) -> None:

@@ -133,7 +133,7 @@ def _time(found: Forecast) -> Iterator[Text]:
     if found.length is None:
         return
     if found.seconds is None:
-        yield _row("time", "not known: no earlier run tells; --probe measures a few steps")
+        yield _row("time", "not known: no earlier run shows it; --probe measures a few steps")
     else:
         yield _row("time", f"about {duration(found.seconds)} for train, from {found.time_source}")
 

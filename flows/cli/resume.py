@@ -53,7 +53,7 @@ def resume(
 
     past = _choose(place := storage or _storage_here(), run, say)
     spec = read_recorded_spec(place, past, say)
-    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.begun)
+    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.first_started)
     plan.require_committed()
     _require_sources(plan)
     _say_changes(past, plan, say)

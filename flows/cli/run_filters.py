@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from flows.past_runs import PastRun
+from trainer_lib.durations import UNITS
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
@@ -28,7 +29,6 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 _CONDITION = re.compile(r"\s*([^<>=!\s]+)\s*(>=|<=|==|!=|>|<|=)\s*(\S+)\s*")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _FIELDS = ("started", "name", "state", "seconds")
 
 
@@ -74,7 +74,7 @@ def parse_age(text: str, *, field: str) -> timedelta:
     match = _AGE.fullmatch(text.strip())
     try:
         if match is not None:
-            return timedelta(**{_UNITS[match[2]]: float(match[1])})
+            return timedelta(seconds=float(match[1]) * UNITS[match[2]])
     except OverflowError:
         pass
     raise ConfigError(

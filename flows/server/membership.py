@@ -39,7 +39,7 @@ _LINGER_S = 600.0
 # Seconds a start may take on a busy machine, and the server's end.
 _START_S = 180
 _STOP_S = 12.0
-# Seconds after which a server that has not begun to end is assumed to serve others.
+# Seconds after which a server that is not ending yet is assumed to serve others.
 _OTHERS_S = 1.0
 # Seconds between two looks at whether the embedded server is there, and at whether it answers.
 _LOOK_S = 0.5
@@ -84,7 +84,7 @@ class Membership:
                 hung_s += _HUNG_S
             time.sleep(0.01)
         else:
-            # There is no other client, and none can come.
+            # No other client is there, and none can come.
             self._end_unfit()
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         with contextlib.suppress(OSError):

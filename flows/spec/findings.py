@@ -37,7 +37,7 @@ _REMEDIES = {
     "a mapping of names to values": "Give names with values: {{name: value}}, or {key}.NAME=value on the command line.",
     "a section with settings of its own": "Set what is below it: {key}.NAME.",
 }
-# Error types of ours: their context holds the remedy.
+# Our own error types: their context holds the remedy.
 _OWN = {
     "unknown_key": "Unknown key.",
     "requirement": "This is not a requirement.",

@@ -69,7 +69,7 @@ def test_a_process_of_another_program_is_looked_at_once_and_forgotten_when_it_en
         assert child.pid not in {pid for pid, _ in before.processes}
         child.communicate(b"\n")
     assert police.leaks(before, ()) == []
-    assert child.pid not in others, "the number may be that of a process of ours"
+    assert child.pid not in others, "the number may be that of our own process"
 
 
 def test_a_process_group_left_open_is_destroyed(tmp_path: Path) -> None:
