@@ -37,8 +37,7 @@ def pipeline(
         only: run this one stage; those before it must be committed.
         start: begin with this stage; those before it must be committed.
         force: stages whose committed result is discarded first.
-        from_run: id of an earlier run, whose results are taken for the stages before the first; without `only` and
-            `start` the first is the stage that failed in it.
+        from_run: id of an earlier run that gives the stages before the first; by default its failed stage is the first.
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()

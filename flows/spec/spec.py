@@ -90,6 +90,12 @@ class PipelineSpec(Settings):
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Hand the field `register` to a spec of your own."""
+        super().__init_subclass__(**options)
+        # Else pydantic finds the abstract classes' method of this name, and takes it for the default of the field.
+        cls.register = cls.__dict__.get("register", PipelineSpec.model_fields["register"])  # type: ignore[method-assign]
+
     def evaluate_config(self) -> EvaluateConfig:
         """The settings of evaluate; what it leaves unset is taken from train."""
         own = self.evaluate

@@ -17,6 +17,7 @@ import pytest
 from flows.garbage import Garbage, find_garbage, remove_garbage
 from flows.past_runs import find_run, list_runs, tag_run
 from tests.support.recorded import commit_stage, committed, nightly, record_run
+from tests.support.repository import ROOT
 from trainer_lib.commit import COMMIT, write_commit
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
@@ -288,7 +289,7 @@ _CLEANING = """
 
 def _process(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
