@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import httpx
@@ -34,6 +35,7 @@ from flows.run_logs import keep_logs
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
+from flows.still_forced import plan_of_try
 from tasks.stage.progress import masked_api_logs, quiet_failures
 from trainer_lib.errors import Interrupted, TrainflowError, first_line
 from trainer_lib.storage import Store
@@ -96,8 +98,8 @@ def pipeline(
     ending = expected_ending()
     try:
         with own_flow_run() as flow_run:
-            began = flow_run.began
-            plan = Plan.of(spec, only=only, start=start, force=force or (), from_run=from_run, debug=debug, as_of=began)
+            choose = partial(Plan.of, spec, only=only, start=start, from_run=from_run, debug=debug)
+            plan = plan_of_try(choose, force or (), flow_run.began)
             # Before the first stage: hours of training must not end at a read-only folder.
             Store.open(plan.spec.storage).ensure_writable(field="storage")
             plan.require_committed()

@@ -45,6 +45,7 @@ def resume(
     quiet_environment()
     from flows.plan import Plan
     from flows.recorded_spec import read_recorded_spec
+    from flows.still_forced import find_still_forced
 
     out = terminal.console(stderr=as_json)
 
@@ -67,7 +68,7 @@ def resume(
         as_json=as_json,
         only=past.only,
         start=past.start,
-        force=_still_forced(past, plan),
+        force=find_still_forced(past, plan),
         from_run=past.from_run,
     )
 
@@ -78,19 +79,6 @@ def _say_changes(past: PastRun, plan: Plan, say: Callable[[str], object]) -> Non
 
     if changed := describe_changes(plan.spec.storage, past, plan.early_keys):
         say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
-
-
-def _still_forced(past: PastRun, plan: Plan) -> list[str]:
-    """The forced stages that had not started when the run ended; one that had goes on from its checkpoints."""
-    forced = []
-    is_next = True
-    for name, reason in plan.reasons.items():
-        # Its first act is to discard its result, so with a result it had not started.
-        has_begun = name in past.stages or (is_next and not reason.hit)
-        if name in past.force and plan.is_wanted(name) and not has_begun:
-            forced.append(name)
-        is_next = is_next and (name in past.stages or not plan.is_wanted(name))
-    return forced
 
 
 def _storage_here() -> str:

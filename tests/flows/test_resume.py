@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from flows.cli.resume import _choose, _require_sources, _still_forced
+from flows import pipeline as _pipeline
+from flows.cli.resume import _choose, _require_sources
 from flows.past_runs import PastRun, describe_changes, list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan
+from flows.prefect_runs import OwnFlowRun, own_flow_run
 from flows.recorded_spec import read_recorded_spec
 from flows.spec.spec import PipelineSpec, load_spec
+from flows.still_forced import find_still_forced
 from tests.support import toy
 from tests.support.command import Done, trainflow
 from tests.support.runs import broken, ran, run
@@ -164,10 +170,30 @@ def test_a_forced_stage_that_had_not_begun_is_still_forced(folder: Path) -> None
     del record["stages"]["evaluate"]
     path.write_text(json.dumps({**record, "status": "KILLED"}))
     past, spec, _ = recorded(folder)
-    assert _still_forced(past, Plan.of(spec)) == ["evaluate"], "its result is the one to discard"
+    assert find_still_forced(past, Plan.of(spec)) == ["evaluate"], "its result is the one to discard"
     shutil.rmtree(folder / "store" / "stages" / "evaluate")
-    assert _still_forced(past, Plan.of(spec)) == [], "it had begun: it goes on"
+    assert find_still_forced(past, Plan.of(spec)) == [], "it had begun: it goes on"
     both = replace(past, force=("prepare-data", "train"), stages={})
-    assert _still_forced(both, Plan.of(spec)) == ["prepare-data", "train"]
+    assert find_still_forced(both, Plan.of(spec)) == ["prepare-data", "train"]
     begun = replace(both, stages={"prepare-data": "1", "train": "2"})
-    assert _still_forced(begun, Plan.of(spec)) == []
+    assert find_still_forced(begun, Plan.of(spec)) == []
+
+
+def test_a_retry_of_a_flow_run_forces_only_what_had_not_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = (folder / "recipe.py").read_text()
+    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
+    began = datetime.now(UTC)
+    forced = ["train", "evaluate", "push-to-hub"]
+    assert run(folder, "tracking.enabled=true", force=forced).error is not None
+    (folder / "recipe.py").write_text(sound)
+
+    @contextmanager
+    def retried() -> Iterator[OwnFlowRun]:
+        with own_flow_run() as flow_run:
+            flow_run.began = began
+            yield flow_run
+
+    monkeypatch.setattr(_pipeline, "own_flow_run", retried)
+    again = run(folder, "tracking.enabled=true", force=forced)
+    assert "train" not in ran(again)
+    assert {"evaluate", "push-to-hub"} <= ran(again)
