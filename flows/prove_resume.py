@@ -14,12 +14,10 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +28,7 @@ from flows.spec.spec import PipelineSpec
 from tasks.stage import keys as _keys
 from tasks.stage import manifest as _manifests
 from tasks.stage.context import StageContext
+from tasks.stage.made_with import find_processor, find_versions
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
@@ -53,7 +52,6 @@ _QUIETLY: dict[str, Any] = {
     "include_tokens_per_second": False,
 }
 """What a proof sets for itself: every step is recorded, nothing leaves the machine. No weight depends on any of it."""
-_PACKAGES = ("trainflow", "torch", "numpy", "safetensors", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -265,8 +263,8 @@ class _Proof:
             "train_key": key.digest,
             "arguments": key.fields["args"],
             "launch": {name: value for name, value in to_record(spec.train.launch).items() if name != "env"},
-            "versions": _versions(),
-            "machine": {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()},
+            "versions": find_versions(),
+            "machine": {"system": platform.platform(), "processor": find_processor(), "cores": os.cpu_count()},
         }
 
 
@@ -376,21 +374,3 @@ def _remedy(verdict: Mapping[str, Any]) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-            return next(
-                (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), ""
-            )
-    return platform.processor()

@@ -8,6 +8,7 @@
     arguments.json every training argument of each stage, as this machine worked them out
     source/        the recipe's source closure
     trainflow_model.json   where the trained model's files lie, for `load_model`
+    lineage.json   what was made from what, with digests; written when the run ends, removed when it goes on
     report.html    what ran, how long, the curve, the metrics
 """
 
@@ -29,6 +30,7 @@ from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import REPORT, render_report, write_page
 from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
+from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.spec.spec import PipelineSpec
 from flows.stages import all_stages
@@ -41,6 +43,7 @@ from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
 from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
+from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
@@ -124,6 +127,8 @@ class RunRecord:
                 self._write("record", lambda: self._write_record(status))
         finally:
             self._finish_tracking(status, stages=stages)
+        # After the MLflow run has got its id.
+        self._write("lineage", self._write_lineage)
 
     @staticmethod
     def _write(what: str, write: Callable[[], object]) -> None:
@@ -219,6 +224,10 @@ class RunRecord:
         ran = {each.stage: actual_of(StageManifest.from_dict(each.manifest or {}), each.seconds) for each in outcomes}
         if ran:
             write_half(self.folder, "actual", {"stages": ran})
+
+    def _write_lineage(self) -> None:
+        if not self._is_unchanged or not self.folder.exists(LINEAGE_FILE):
+            write_lineage(self.plan.spec.storage, self.folder, self._record)
 
     def _write_report(self) -> None:
         url = f"{self.folder.url}/{REPORT}"  # its links are relative to where it lies
@@ -337,6 +346,8 @@ class RunRecord:
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
         spec, resolver = self.plan.spec, self.plan.context.resolver
+        # It has the digests of the files that are written now.
+        self.folder.delete(LINEAGE_FILE)
         self.folder.write_bytes(SPEC_FILE, dump_yaml(spec.to_record()).encode())
         keys = {name: json.loads(key.to_json()) for name, key in self.plan.early_keys.items()}
         self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())

@@ -14,12 +14,12 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, publishes_code, versions
 from tasks.stage.manifest import StageManifest
+from tasks.stage.model_lineage import add_lineage, changed_arguments, describe_lineage
 from tasks.stage.portable_model import (
     TrainedModel,
     asset_sources,
     code_texts,
     describe_model,
-    read_key_field,
     refuse_tokens,
 )
 from tasks.stage.publication import find_publication_problem, publication_target
@@ -30,12 +30,14 @@ from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
+from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
+from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
 from trainer_lib.storage import FileEntry, Store
 
 STAGE = "push-to-hub"
 MODEL = "model/"
 # A file of the model with such a name would take the place of what the publication writes itself.
-_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json", FILE}
+_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE, PROVENANCE_FILE}
 
 
 @stage_task(STAGE)
@@ -59,11 +61,13 @@ def push_to_hub(
     """
     name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
     trained = _model_with_code(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
-    content = _content(config, name, inputs, trained)
+    bare = _content(config, name, inputs, trained)
     to = publication_target(config, context)
     key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
+        code = None if trained is None else trained.description.code_digest
+        content = add_lineage(bare, describe_lineage(name, inputs, code_digest=code))
         hub = open_hub(to, revision=config.revision, private=config.private)
         done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
         home = f"{Store.open(context.storage).url}/"
@@ -129,7 +133,7 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
         rows={name: split.rows for name, split in data.facts.splits.items()},
         stage_keys={one.stage: one.key for one in inputs},
         stage_digests={one.stage: one.content_digest for one in inputs},
-        arguments=_arguments(model),
+        arguments=changed_arguments(model),
         facts=_facts(model.facts),
         versions=versions(),
         code_digest=None if trained is None else trained.description.code_digest,
@@ -153,18 +157,6 @@ def _facts(model: TrainFacts) -> dict[str, Any]:
         "Samples seen": model.global_samples,
     }
     return {label: value for label, value in shown.items() if value is not None}
-
-
-def _arguments(model: StageManifest) -> dict[str, Any]:
-    """The arguments the model was trained with, from the key of its stage: those that differ from the defaults."""
-    from trainer_lib.arguments import TrainingArguments, numeric_fields
-
-    # The key holds what the training resolved to; the spec may hold less.
-    if not (used := read_key_field(model, "args")):
-        return {}
-    defaults = numeric_fields(TrainingArguments(), data_parallel_size=1)
-    always = ("global_batch_size", "learning_rate", "num_train_epochs", "max_steps", "optim", "seed")
-    return {name: value for name, value in used.items() if name in always or defaults.get(name, value) != value}
 
 
 def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:

@@ -8,7 +8,9 @@ from tasks.configs import TrainConfig
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.keys import train_key
+from tasks.stage.made_with import describe_environment
 from tasks.stage.manifest import StageManifest
+from tasks.stage.model_lineage import digest_checkpoints
 from tasks.stage.retry import count_sharers, halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.stage_code import code_of, metrics_digest
@@ -66,6 +68,7 @@ def _train(
         preemption=None if config.preemption is None else config.preemption.to_request(),
     )
     result = launch_request(request, config.launch, context, attempt)
+    digests, exported = digest_checkpoints(attempt.store, result.checkpoints, result.files)
     facts = TrainFacts(
         global_step=result.global_step,
         global_samples=result.global_samples,
@@ -80,6 +83,9 @@ def _train(
         metrics_code=measured_by,
         device=result.device,
         mfu=result.mfu,
+        checkpoint_digests=digests,
+        exported=exported,
+        environment=describe_environment(),
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)
 

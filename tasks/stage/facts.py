@@ -78,6 +78,9 @@ class TrainFacts(StageFacts, stage="train"):
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
             an older version trained it.
+        checkpoint_digests: name of a committed checkpoint -> content digest of its files.
+        exported: the checkpoint whose weights are those of the model; None: none is.
+        environment: package -> version, and the processor, that it was trained with.
     """
 
     global_step: int | None = None
@@ -93,6 +96,9 @@ class TrainFacts(StageFacts, stage="train"):
     metrics_code: str | None = None
     device: str | None = None
     mfu: float | None = None
+    checkpoint_digests: dict[str, str] = field(default_factory=dict)
+    exported: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def publish_key(
             "versions": versions(),
             **_limit(context),
         },
-        schema=3,
+        schema=4,
         places=reached.places,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +13,17 @@ from tasks.stage.closure import Closure
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.keys import versions
-from tasks.stage.manifest import KEY_FILE, StageManifest
+from tasks.stage.manifest import StageManifest
+from tasks.stage.model_lineage import read_key
 from tasks.stage.stage_code import code_of
 from tasks.stage.worker import sent_arguments
-from trainer_lib.errors import CodeError, ConfigError, TrainflowError
+from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.hub.base import Source
 from trainer_lib.model_folder.description import ASSETS, CODE, FILE, SOURCE, ModelDescription, Places
 from trainer_lib.secrets import holds_token
 from trainer_lib.storage import FileEntry, Store
 
 MODEL = "model/"
-_KEY_BYTES = 16 << 20
 _ASSETS = f"{ASSETS}/"
 
 
@@ -85,7 +84,7 @@ def describe_model(
 
 def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
     """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
-    known = read_key_field(model, "recipe")
+    known = read_key(model.store()).get("recipe") or {}
     now = code_of(config, context).reach(("build_model",)).digests
     changed = sorted(label for label, digest in now.items() if known.get(label, digest) != digest)
     if changed:
@@ -95,14 +94,6 @@ def _require_same_model(config: PublishConfig, context: StageContext, model: Sta
             value=config.recipe or context.recipe,
             remedy="Run the same command again: it trains the changed model. Or put the code back.",
         )
-
-
-def read_key_field(manifest: StageManifest, name: str) -> dict[str, Any]:
-    """A mapping in the key that a stage was committed under; empty where a stage of your own has no such field."""
-    try:
-        return dict(json.loads(manifest.store().read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"][name])
-    except (TrainflowError, ValueError, KeyError, TypeError):
-        return {}
 
 
 def refuse_tokens(code: Mapping[str, bytes]) -> None:
