@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,14 @@ def test_memory_that_runs_out_where_there_is_no_batch_says_what_helps(folder: Pa
 
 # ------------------------------------------------------------------------------------------------------------- a store
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A client of S3 that gives a request up within seconds."""
+    from s3fs import S3FileSystem
+
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()  # a client of an earlier test would go on with its own patience
+    yield
+    S3FileSystem.clear_instance_cache()
 
 
 def test_an_outage_of_the_store_is_survived(folder: Path, s3_url: str, s3_faults: S3Server, impatient: None) -> None:
