@@ -10,16 +10,14 @@ import contextlib
 import json
 import logging
 import math
-import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from flows.report import draw_image
 from flows.results import PipelineResult
+from flows.run_summary import summarize
 from tasks.prefect_client import quick_client
-from tasks.stage.progress import duration
-from trainer_lib.secrets import mask
 
 LIMIT_S = 3.0
 _log = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ def run_artifacts(result: PipelineResult, log: KeepsHistory) -> Iterator[None]:
 def make_artifacts(result: PipelineResult, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The artifacts as Prefect's API takes them: key, type, data, description."""
     found = [
-        {"key": "summary", "type": "markdown", "data": _summary(result), "description": "What ran, and where it is"}
+        {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
     ]
     if rows := _metric_rows(result):
         found.append({"key": "metrics", "type": "table", "data": json.dumps(rows), "description": "Measured quality"})
@@ -83,23 +81,6 @@ def _flow_run_id() -> Any:
     return None if context is None or context.flow_run is None else context.flow_run.id
 
 
-def _summary(result: PipelineResult) -> str:
-    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
-    lines = [f"# {_text(result.name)}: {_text(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
-    for each in result.stages:
-        took = duration(each.seconds) if each.seconds >= 0.5 else ""
-        lines.append(f"| {each.stage} | {each.status} | {took} | {_text(each.reason)} |")
-    places = {label: url for outcome in result.stages for label, url in outcome.places.items()}
-    places |= {"report": result.report_url or "", "MLflow run": result.run_url or _mlflow_words(result)}
-    lines += ["", *(f"- {label}: {_link(url)}" for label, url in places.items() if url)]
-    return "\n".join(lines)
-
-
-def _mlflow_words(result: PipelineResult) -> str:
-    where = f"{result.mlflow_run_id} in {result.tracking_uri}; trainflow ui --storage {result.storage}"
-    return where if result.mlflow_run_id else ""
-
-
 def _metric_rows(result: PipelineResult) -> list[dict[str, Any]]:
     rows = []
     for outcome in result.stages:
@@ -113,12 +94,3 @@ def _metric_rows(result: PipelineResult) -> list[dict[str, Any]]:
 def _plain(value: Any) -> Any:
     # Browsers read no NaN in JSON.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _link(url: str) -> str:
-    return f"[{_text(url)}]({mask(url)})" if re.match(r"https?://\S+$", url) else f"`{mask(url).replace('`', '')}`"
-
-
-def _text(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_|\[\]<>])", r"\\\1", " ".join(mask(text).split()))

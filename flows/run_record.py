@@ -32,7 +32,7 @@ from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
 from flows.run_lineage import write_lineage
 from flows.run_names import name_run
-from flows.spec.spec import PipelineSpec
+from flows.run_notes import describe_end, describe_experiment, describe_start, settings_files, tracked_params
 from flows.stages import all_stages
 from tasks import tracking
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
@@ -67,7 +67,7 @@ class RunRecord:
         self.plan = plan
         self.result = result
         self.tracked: tracking.TrackedRun | None = None
-        self.folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
+        self.folder = run_folder(plan.spec.storage, self.id)
         self._start_s = time.monotonic()
         self._started = now()
         self._record: dict[str, Any] = {}
@@ -80,6 +80,11 @@ class RunRecord:
         self._data: StageManifest[PrepareFacts] | None = None
         self._exported: LoggedModel | None = None
         self.history: list[dict[str, Any]] = []
+
+    @property
+    def id(self) -> str:
+        """The run's id: the name of its folder."""
+        return self.plan.pipeline_key[:RUN_ID_CHARS]
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
@@ -119,6 +124,7 @@ class RunRecord:
             self._write("plan", self._write_actual)
             self._write("report", self._write_report)
             if self.tracked is not None:
+                self._write("description", self._describe_end)
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
                 self.tracked.end(status)
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
@@ -160,7 +166,7 @@ class RunRecord:
         self._keep_sources()
         # A run that goes on keeps its name; what a finished run does again is another one.
         self.result.run_name = None if finished else known.get("run_name")
-        self.result.run_name = self.result.run_name or name_run(spec, plan.pipeline_key[:RUN_ID_CHARS])
+        self.result.run_name = self.result.run_name or name_run(spec, self.id)
         self._worked_in = dict(known.get("worked_in") or {})
         hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
         self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
@@ -170,18 +176,26 @@ class RunRecord:
             name=spec.name,
             run_name=self.result.run_name,
             pipeline_key=plan.pipeline_key,
-            params=_params(spec),
+            params=tracked_params(plan),
             # A finished run is history: what runs now gets an MLflow run of its own.
             resume=not finished,
             token=None if finished else known.get("tracked_run"),
             tags={**spec.tracking.tags, **_origin((reason.manifest for reason in wanted.values()), storage)},
             project=Path(spec.root or "."),
+            experiment_note=describe_experiment(spec),
         )
         if self.tracked is not None:
+            self.tracked.set_tags(describe_start(self.result, self.id))
+            for path, text in settings_files(plan).items():
+                self.tracked.log_file(text, path)
             handle = self.tracked.handle
             self.result.mlflow_run_id, self.result.run_url = handle.run_id, handle.ui_url()
             self.result.tracking_uri = handle.server
         self._write_record("RUNNING")
+
+    def _describe_end(self) -> None:
+        if self.tracked is not None:
+            self.tracked.set_tags(describe_end(self.result, self.id))
 
     def _finish_tracking(self, status: str, *, stages: int) -> None:
         spec = self.plan.spec
@@ -368,10 +382,3 @@ def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[s
             run_id = manifest.facts.mlflow_run_id or tracking.find_run_id(storage, manifest.facts.tracked_run)
             return {} if run_id is None else {"trainflow.origin_run": run_id}
     return {}
-
-
-def _params(spec: PipelineSpec) -> dict[str, Any]:
-    """What MLflow shows as parameters: the settings, without this machine's paths."""
-    hidden = {"root", "folder", "storage", "tracking", *(() if spec.limit is not None else ("limit",))}
-    plain = spec.model_dump(mode="json", exclude=hidden)
-    return {**plain, "recipe": Path(spec.recipe).name}

@@ -188,8 +188,8 @@ class TrackedRun:
         self._write({"dataset": dataset, "context": context})
         self.set_tags({f"data.{name}": digest})
 
-    def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags of the run (stage keys, content digests, where the model was published)."""
+    def set_tags(self, tags: Mapping[str, str | None]) -> None:
+        """Set tags of the run (stage keys, content digests, where the model was published); None takes one away."""
         if tags:
             self._write({"tags": _clean_tags(tags)})
 
@@ -320,6 +320,7 @@ def open_run(
     tags: Mapping[str, str] | None = None,
     project: Path | None = None,
     run_name: str | None = None,
+    experiment_note: str | None = None,
 ) -> TrackedRun | None:
     """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
 
@@ -334,6 +335,7 @@ def open_run(
         token: the run to go on with; None: a new one.
         tags: further tags (stage keys, origin run, ...).
         project: folder whose git commit is noted; the working directory when unset.
+        experiment_note: description of the experiment, if this run makes it.
 
     Returns:
         The run; None when tracking is off, or when the spool cannot be written (logged).
@@ -349,7 +351,8 @@ def open_run(
     # Stripped, because a quote in it would change the query.
     unfinished = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key) if resume and token is None else None
     try:
-        session = Session.create(spool, _head(handle, config.run_name or run_name or name, all_tags, unfinished))
+        head = _head(handle, config.run_name or run_name or name, all_tags, unfinished)
+        session = Session.create(spool, {**head, "experiment_note": experiment_note})
     except OSError as error:
         _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
         return None
@@ -387,5 +390,5 @@ def _artifact_location(uri: str) -> str | None:
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
 
 
-def _clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    return {clean_key(key): mask(str(value)) for key, value in tags.items()}
+def _clean_tags(tags: Mapping[str, str | None]) -> dict[str, str | None]:
+    return {clean_key(key): None if value is None else mask(str(value)) for key, value in tags.items()}

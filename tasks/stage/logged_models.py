@@ -11,7 +11,6 @@ from tasks.configs import RegisterConfig
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import TrainedModel, code_texts
-from tasks.stage.track import flatten_metrics
 from tasks.tracking import TrackedRun
 from trainer_lib.commit import content_digest, read_commit
 from trainer_lib.errors import ConfigError
@@ -21,6 +20,7 @@ from trainer_lib.records import to_record
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.mlflow_registry import Registration, Score
 from trainer_lib.trackers.model_record import ModelRecord
+from trainer_lib.trackers.names import group_results
 from trainer_lib.trackers.params import clean_key
 
 _RESAMPLES_BYTES = 16 << 20
@@ -57,7 +57,7 @@ def log_models(
 
 def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageManifest) -> None:
     """Link the results of an evaluation to the model that was evaluated."""
-    keys = [clean_key(name) for name in flatten_metrics(evaluation.metrics)]
+    keys = [clean_key(name) for name in group_results(evaluation.stage, evaluation.metrics)]
     record = exported.record
     run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
 

@@ -5,9 +5,8 @@ So every run is whole. The model is logged once it is described (`tasks.stage.lo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from datetime import datetime
-from typing import Any
 
 from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.gates import GateVerdict
@@ -15,13 +14,14 @@ from tasks.stage.goodput import Goodput
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import Ledger
 from tasks.tracking import TrackedRun
+from trainer_lib.trackers.names import group_results
 
 _ARTIFACT_BYTES = 64 << 20
 """Files of an evaluation larger than this stay on the storage alone."""
 
 
 def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
-    """Log what every stage has: its key as a tag, and its metrics.
+    """Log what every stage has: its key as a tag, and its metrics in groups.
 
     Args:
         step: the optimizer step that the metrics belong to.
@@ -32,13 +32,16 @@ def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
         # "rung" is the tag's name since the first version.
         tags[f"trainflow.{manifest.stage}.rung"] = text
     run.set_tags(tags)
+    if isinstance(manifest.facts, PrepareFacts):
+        return  # numbers of rows: they describe the datasets
     # Measured at its commit: a later command that logs the stage again repeats the very same points.
     time_ms = int(datetime.fromisoformat(manifest.created).timestamp() * 1000) if manifest.created else None
-    run.log_metrics(flatten_metrics(manifest.metrics), step, time_ms=time_ms)
+    run.log_metrics(group_results(manifest.stage, manifest.metrics), step, time_ms=time_ms)
 
 
 def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bool) -> None:
-    """Log every prepared split as an input dataset of the run."""
+    """Log every prepared split as an input dataset of the run, and its rows as a parameter."""
+    run.log_params({"data": {"rows": {name: split.rows for name, split in manifest.facts.splits.items()}}})
     for name, split in manifest.facts.splits.items():
         run.log_dataset(
             name=name,
@@ -51,11 +54,13 @@ def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bo
 
 
 def track_training(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:
-    """Log where the time of the training went, unless another run has it."""
+    """Log how much of the time was trained, and how much of the device was used, unless another run has it."""
     facts = manifest.facts
     if ran or facts.tracked_run == run.handle.token:
-        figures = Goodput.of(Ledger(manifest.store())).metrics() | ({} if facts.mfu is None else {"mfu": facts.mfu})
-        run.log_metrics(figures, facts.global_step or 0)
+        goodput = Goodput.of(Ledger(manifest.store()))
+        shares = {"train/goodput": goodput.share, "train/mfu": facts.mfu}
+        run.log_metrics({name: value for name, value in shares.items() if value is not None}, facts.global_step or 0)
+        run.log_file(json.dumps(goodput.metrics(), indent=2), "goodput.json")
 
 
 def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:
@@ -75,14 +80,3 @@ def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ra
 def track_gates(run: TrackedRun, verdict: GateVerdict) -> None:
     """Tag the run with the verdict on what the spec requires of its evaluation."""
     run.set_tags({"trainflow.gate": str(verdict)})
-
-
-def flatten_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as MLflow takes them: those of a split are named ``<split>_<name>``; texts are left out."""
-    flat: dict[str, float] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}_{inner}": number for inner, number in flatten_metrics(value).items()}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[name] = float(value)
-    return flat

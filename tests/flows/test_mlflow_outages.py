@@ -70,7 +70,7 @@ def test_a_run_without_mlflow_is_delivered_whole_by_the_next_one_which_finds_eve
     mine = {each.name: each for each in late_ones}
     assert all(str(each.status) == "READY" for each in mine.values())
     linked = {(each.key, each.step) for each in connected.get_logged_model(mine["toy"].model_id).metrics}
-    assert ("test_error", 8) in linked
+    assert ("test/error", 8) in linked
     assert late.data.tags["trainflow.published_url"]
     assert len(run(folder, *settings).to_dict()["stages"]) == 5
     assert len(runs(uri(folder))) == 2

@@ -136,9 +136,9 @@ def test_a_worker_adds_its_curve_to_the_run(start: Start, monkeypatch: pytest.Mo
     tracker.start(run_name="ignored", params={"ignored": 1}, resume_step=0)
     tracker.log({"loss": 0.5}, 10)
     tracker.close("FAILED")
-    run.log_metrics({"loss": 0.5, "accuracy": 1.0}, 10)  # the stage's result repeats the last point
+    run.log_metrics({"train/loss": 0.5, "accuracy": 1.0}, 10)  # the stage's result repeats the last point
     handle = _done(run)
-    assert _points(handle, "loss") == [(10, 0.5)]
+    assert _points(handle, "train/loss") == [(10, 0.5)]
     assert _points(handle, "accuracy") == [(10, 1.0)]
     assert _run(handle).info.status == "FINISHED"
     assert "ignored" not in _run(handle).data.params

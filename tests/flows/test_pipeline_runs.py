@@ -115,14 +115,14 @@ def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
     assert ran(first) == set()
     whole = mlflow_run(first)  # nothing ran: the finished run stands for it
     assert whole.info.status == "FINISHED"
-    assert {"loss", "test_error"} <= set(whole.data.metrics)
+    assert {"train/loss", "test/error"} <= set(whole.data.metrics)
 
     other = tracked(folder, "train.args.learning_rate=1e-2")
     assert other.mlflow_run_id != first.mlflow_run_id
-    assert {"loss", "test_error"} <= set(mlflow_run(other).data.metrics)
+    assert {"train/loss", "test/error"} <= set(mlflow_run(other).data.metrics)
     partly = tracked(folder, "train.args.learning_rate=1e-2", "predict.rows_per_file=5")
     assert mlflow_run(partly).data.tags["trainflow.origin_run"] == other.mlflow_run_id
-    assert "test_error" in mlflow_run(partly).data.metrics  # of a cached stage
+    assert "test/error" in mlflow_run(partly).data.metrics  # of a cached stage
 
     shutil.rmtree(folder / "store" / "runs")
     shown = tracked(folder)  # everything is cached, but no run is known that shows it

@@ -159,7 +159,7 @@ def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> 
     page = Path(first.report_url or "").read_text()
     assert all(text in page for text in ("count-all-rows", "rows.txt", "counted"))
     tracked = tags_of(first)
-    assert (tracked["rows"], tracked["counted"]) == ("80", 80.0)
+    assert (tracked["rows"], tracked["count-all-rows/counted"]) == ("80", 80.0)
     assert tracked["trainflow.count-all-rows"] == (outcome.manifest or {})["key"][:16]
 
     _manifests._verified.clear()  # as in a new process

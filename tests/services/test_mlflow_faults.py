@@ -74,7 +74,7 @@ def log_whole(run: TrackedRun, storage: Store, monkeypatch: pytest.MonkeyPatch, 
         for step in steps:
             tracker.log({"loss": 1 / step}, step)
         tracker.close()
-    run.log_metrics({"loss": 1 / steps[-1], "test_error": 0.25}, steps[-1], time_ms=1_700_000_000_000)
+    run.log_metrics({"train/loss": 1 / steps[-1], "test_error": 0.25}, steps[-1], time_ms=1_700_000_000_000)
     run.log_folder(storage.child("model"), "model")
     run.set_tags({"trainflow.train": "abc"})
     run.log_file("<html>", "report.html")
@@ -99,9 +99,9 @@ def check_whole(server: tuple[int, str], name: str, status: str = "FINISHED") ->
     database = server[1]
     [run] = [each for each in runs(database) if each.info.run_name == name]
     assert run.info.status == status
-    assert points(database, run.info.run_id, "loss") == [(step, 1 / step) for step in range(1, 91)]
+    assert points(database, run.info.run_id, "train/loss") == [(step, 1 / step) for step in range(1, 91)]
     assert points(database, run.info.run_id, "test_error") == [(90, 0.25)]
-    times = [each.timestamp for each in client(database).get_metric_history(run.info.run_id, "loss")]
+    times = [each.timestamp for each in client(database).get_metric_history(run.info.run_id, "train/loss")]
     assert times == sorted(times)
     assert run.data.params == {"lr": "0.1"}
     assert run.data.tags["trainflow.train"] == "abc"
@@ -336,11 +336,11 @@ def test_a_worker_on_another_machine_delivers_its_points_by_itself(
         tracker.start(run_name=None, params={}, resume_step=0)
         tracker.log({"loss": 1.0}, 1)
         deadline = time.monotonic() + 20
-        while not points(server[1], run.handle.run_id, "loss") and time.monotonic() < deadline:
+        while not points(server[1], run.handle.run_id, "train/loss") and time.monotonic() < deadline:
             time.sleep(0.1)
         tracker.close()
     finish(run)
-    assert points(server[1], run.handle.run_id, "loss") == [(1, 1.0)]
+    assert points(server[1], run.handle.run_id, "train/loss") == [(1, 1.0)]
 
 
 def test_a_run_taken_up_on_another_machine_keeps_its_end(

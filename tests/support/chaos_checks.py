@@ -17,6 +17,7 @@ from tests.support.chaos_cases import STAGES
 Point = tuple[str, int, float]
 # Speeds differ between any two runs.
 _SPEEDS = ("_runtime", "_per_second")
+_LOAD = "system/"
 # So does where the time went; that it was logged, and once, is compared all the same.
 _SHARES = re.compile(r"(?:^|/)(?:goodput|mfu|time_\w+_s)$")
 
@@ -141,7 +142,7 @@ def read_points(database: Path, experiment: str) -> dict[str, tuple[str, list[Po
         points = [
             (key, int(step), 0.0 if _SHARES.search(key) else float(value))
             for key, step, value in rows
-            if not key.endswith(_SPEEDS)
+            if not key.endswith(_SPEEDS) and not key.startswith(_LOAD)
         ]
         found[run] = (status, points)
     return found

@@ -6,15 +6,13 @@ Equal inputs give equal bytes. A card holds no date, run id or path, so publishi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.storage import FileEntry
+from trainer_lib.trackers.names import is_measurement
 from trainer_lib.trackers.params import flatten_params
-
-_BOOKKEEPING = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|model_preparation_time)$")
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -98,7 +96,7 @@ def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
             continue
         for name, value in values.items():
             short = name.removeprefix(f"{split}_").removeprefix("eval_")
-            if isinstance(value, int | float) and not isinstance(value, bool) and not _BOOKKEEPING.search(short):
+            if isinstance(value, int | float) and not isinstance(value, bool) and is_measurement(short):
                 tidy.setdefault(split, {})[short] = value
     return tidy
 

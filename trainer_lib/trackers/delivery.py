@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
+_KILLED = "Its process was killed, or its machine was lost: it recorded no end."
 _MODELS = {"model", "measured", "registration"}
 _log = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ class _RunDelivery:
     def _end(self, session: Session, run_id: str) -> None:
         state = session.state
         if state.closed is None and session.over:  # its process was killed
+            calls.send_tags(self._client, run_id, {calls.FAILURE_TAG: _KILLED})
             state.closed, state.end_ms = "FAILED", session.written_ms()
         if state.closed is not None:
             calls.end_run(self._client, run_id, state.closed, state.end_ms)

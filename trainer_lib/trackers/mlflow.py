@@ -6,7 +6,7 @@ What cannot be delivered stays in the spool, and the next process that delivers 
 Environment: `MLFLOW_TRACKING_URI` (default: sqlite `mlflow.db` in the working directory, as `mlflow ui` expects),
 `MLFLOW_RUN_ID` (an *orchestrated* run: we add points to it, its owner sets its parameters, its status and its end),
 `MLFLOW_EXPERIMENT_NAME` (for a run of our own), `TRAINFLOW_SPOOL_DIR` (default: `.spool` in a local `output_dir`).
-In a pipeline, `TRAINFLOW_TRACKED_RUN` names the run, and the pipeline delivers.
+In a pipeline, `TRAINFLOW_TRACKED_RUN` names the run, and the pipeline delivers; its metrics are grouped (`names`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
+from trainer_lib.trackers.names import group_log
 from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import TRACKED_RUN, Session, now_ms, spool_root
@@ -48,6 +49,8 @@ class MLflowTracker:
         self._last: dict[str, tuple[int, float]] = {}
         self._is_full = False
         self._is_delivered = False
+        # A run of a pipeline is grouped; one of our own has the names that scripts of transformers' Trainer know.
+        self._name: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
         """Attach to the run of the environment, or to one of our own: a new one, or the earlier one after a resume."""
@@ -57,6 +60,7 @@ class MLflowTracker:
         self._params, self._is_delivered = None, False
         if pipeline := os.environ.get(TRACKED_RUN):
             run = json.loads(pipeline)
+            self._name = group_log
             # The flow's process delivers, unless it is on another machine, which does not see this spool.
             self._is_delivered = run.pop("host", None) == socket.gethostname()
             head |= run
@@ -82,9 +86,10 @@ class MLflowTracker:
             self._head = {**self._head, "dedupe": False}
             self._open()
         # The epoch is part of every kind of log, so it comes several times a step.
-        news = {clean_key(key): value for key, value in metrics.items() if self._last.get(key) != (step, value)}
+        named = {clean_key(key): value for key, value in self._name(metrics).items()}
+        news = {key: value for key, value in named.items() if self._last.get(key) != (step, value)}
         if self._session is not None and news:
-            self._last |= {key: (step, value) for key, value in metrics.items()}
+            self._last |= {key: (step, value) for key, value in named.items()}
             self._write(lambda session: session.append(news, step))
 
     def close(self, status: str = "FINISHED") -> None:

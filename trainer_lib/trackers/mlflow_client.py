@@ -28,6 +28,7 @@ DATABASE_TRIES = 3  # 0.4 s in all
 HTTP_TIMEOUT_S = 15
 TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own run again
 KEY_TAG = "trainflow.pipeline_key"
+FAILURE_TAG = "trainflow.failure"
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MAX_LIMIT_EXCEEDED"}
 _GONE = "RESOURCE_DOES_NOT_EXIST"
 
@@ -192,7 +193,7 @@ def find_run(client: MlflowClient, head: Mapping[str, Any]) -> Run | None:
 
 def make_run(client: MlflowClient, head: Mapping[str, Any]) -> Run:
     """Create the run of a session; if its pipeline has an unfinished one, use that instead."""
-    experiment = _experiment_id(client, head["experiment"], head.get("artifact_location"))
+    experiment = _experiment_id(client, head)
     if key := head.get("unfinished_key"):
         # The newest run whatever its status: an old unfinished one behind a finished one is not taken up again.
         newest = _search(client, experiment, KEY_TAG, key, "DESC")
@@ -223,14 +224,16 @@ def _search(client: MlflowClient, experiment: str, tag: str, value: str, order: 
     return Run(str(found[0].info.run_id), experiment) if found else None
 
 
-def _experiment_id(client: MlflowClient, name: str, artifact_location: str | None) -> str:
-    """The id of an experiment; created if there is none (two processes at once get the same one)."""
+def _experiment_id(client: MlflowClient, head: Mapping[str, Any]) -> str:
+    """The id of a session's experiment; created if there is none (two processes at once get the same one)."""
     from mlflow.exceptions import MlflowException
 
+    name, note = head["experiment"], head.get("experiment_note")
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            return str(client.create_experiment(name, artifact_location=artifact_location))
+            tags = {"mlflow.note.content": note} if note else None
+            return str(client.create_experiment(name, artifact_location=head.get("artifact_location"), tags=tags))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -300,11 +303,16 @@ def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> N
             send_points(client, run_id, batch[half:])
 
 
-def send_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
-    """Set tags."""
+def send_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str | None]) -> None:
+    """Set tags; those that are None are deleted where the run has them."""
     from mlflow.entities import RunTag
 
-    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items() if value is not None])
+    gone = [key for key, value in tags.items() if value is None]
+    known = client.get_run(run_id).data.tags if gone else {}
+    for key in gone:
+        if key in known:
+            client.delete_tag(run_id, key)
 
 
 def send_params(client: MlflowClient, run_id: str, params: Mapping[str, str]) -> None:

@@ -1,0 +1,36 @@
+"""The summary of a run as Markdown: what ran, and where everything is. Prefect and MLflow show it."""
+
+from __future__ import annotations
+
+import re
+
+from flows.results import PipelineResult
+from tasks.stage.progress import duration
+from trainer_lib.secrets import mask
+
+
+def summarize(result: PipelineResult) -> str:
+    """Stages with their times and reasons, then the places of the results."""
+    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    lines = [f"# {_text(result.name)}: {_text(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
+    for each in result.stages:
+        took = duration(each.seconds) if each.seconds >= 0.5 else ""
+        lines.append(f"| {each.stage} | {each.status} | {took} | {_text(each.reason)} |")
+    places = {label: url for outcome in result.stages for label, url in outcome.places.items()}
+    places |= {"report": result.report_url or "", "MLflow run": result.run_url or _mlflow_words(result)}
+    lines += ["", *(f"- {label}: {_link(url)}" for label, url in places.items() if url)]
+    return "\n".join(lines)
+
+
+def _mlflow_words(result: PipelineResult) -> str:
+    where = f"{result.mlflow_run_id} in {result.tracking_uri}; trainflow ui --storage {result.storage}"
+    return where if result.mlflow_run_id else ""
+
+
+def _link(url: str) -> str:
+    return f"[{_text(url)}]({mask(url)})" if re.match(r"https?://\S+$", url) else f"`{mask(url).replace('`', '')}`"
+
+
+def _text(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_|\[\]<>])", r"\\\1", " ".join(mask(text).split()))
