@@ -42,7 +42,7 @@ def tracked_params(plan: Plan) -> dict[str, Any]:
     for stage in plan.stages.values():
         # What is published is named by the publication itself.
         if stage.stage.section != "publish":
-            params[stage.stage.section] = _stage_params(stage)
+            params[stage.stage.section] = _stage_params(stage, getattr(spec, stage.stage.section, None))
     return _without_unset(params)
 
 
@@ -96,12 +96,13 @@ def _prefect_tags() -> dict[str, str]:
     return {FLOW_RUN: str(context.flow_run.id)}
 
 
-def _stage_params(stage: StagePlan) -> dict[str, Any]:
-    given = stage.config.model_dump(mode="json", exclude=_ASIDE)
+def _stage_params(stage: StagePlan, section: Any) -> dict[str, Any]:
+    given: dict[str, Any] = stage.config.model_dump(mode="json", exclude=_ASIDE)
     if stage.arguments is None:
         return given
     effective = stage.arguments.to_dict()
-    args = {name: effective.get(name, value) for name, value in (given.get("args") or {}).items()}
+    # Of the spec's own section: what a later stage takes over from train stands there.
+    args = {name: effective.get(name, value) for name, value in (getattr(section, "args", None) or {}).items()}
     if stage.stage.name == "train":
         processes = getattr(stage.launch, "world_size", 1) or 1
         args |= numeric_fields(stage.arguments, data_parallel_size=processes)

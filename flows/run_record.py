@@ -20,6 +20,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +43,7 @@ from tasks.stage.logged_models import LoggedModel, describe_exported, link_evalu
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
+from tasks.system_load import SystemLoad
 from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
@@ -74,6 +77,8 @@ class RunRecord:
         self._stages: dict[str, str] = {}
         self._worked_in: dict[str, str] = {}
         self._sources: dict[str, str] = {}
+        self._tracked_since: str | None = None
+        self._load: SystemLoad | None = None
         self._is_unchanged = False
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
@@ -185,6 +190,9 @@ class RunRecord:
             experiment_note=describe_experiment(spec),
         )
         if self.tracked is not None:
+            self._sample_load(
+                known.get("tracked_since") if self.tracked.handle.token == known.get("tracked_run") else None
+            )
             self.tracked.set_tags(describe_start(self.result, self.id))
             for path, text in settings_files(plan).items():
                 self.tracked.log_file(text, path)
@@ -193,12 +201,24 @@ class RunRecord:
             self.result.tracking_uri = handle.server
         self._write_record("RUNNING")
 
+    def _sample_load(self, since: str | None) -> None:
+        """Log what this machine does, by the seconds since the MLflow run began."""
+        assert self.tracked is not None  # noqa: S101
+        self._tracked_since = since or now()
+        self._load = SystemLoad(
+            partial(self.tracked.log_metrics, once=False),
+            since_s=datetime.fromisoformat(self._tracked_since).timestamp(),
+            folder=self.folder.local_path() if self.folder.is_local else None,
+        )
+
     def _describe_end(self) -> None:
         if self.tracked is not None:
             self.tracked.set_tags(describe_end(self.result, self.id))
 
     def _finish_tracking(self, status: str, *, stages: int) -> None:
         spec = self.plan.spec
+        if self._load is not None:
+            self._load.close()
         if self.tracked is not None:
             self.tracked.finish(status, stages=stages)
         elif self._leftovers is not None and stages:
@@ -331,6 +351,7 @@ class RunRecord:
                 "status": status,
                 # A run has this before its server was reached.
                 "tracked_run": known if self.tracked is None else self.tracked.handle.token,
+                "tracked_since": self._tracked_since or self._record.get("tracked_since"),
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,

@@ -135,15 +135,18 @@ class TrackedRun:
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self._write({"params": flatten_params(params), "when": when})
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None) -> None:
-        """Log values at an optimizer step. Values that the run already has at that step are not written twice.
+    def log_metrics(
+        self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None, once: bool = True
+    ) -> None:
+        """Log values at an optimizer step.
 
         Args:
             time_ms: when they were measured, in milliseconds since 1970; None: now.
+            once: values that the run already has at that step are not written twice, for a request to the server.
         """
         if metrics:
             values = {clean_key(key): float(value) for key, value in metrics.items()}
-            self._write({"t": time_ms or now_ms(), "s": step, "m": values, "once": True})
+            self._write({"t": time_ms or now_ms(), "s": step, "m": values, **({"once": True} if once else {})})
 
     def log_folder(self, store: Store, artifact_path: str) -> None:
         """Log every file below `store`, byte for byte, as artifacts below `artifact_path`.

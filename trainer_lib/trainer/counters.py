@@ -25,6 +25,8 @@ class Counters:
         self._trainer = trainer
         self._internals = internals
         self._warned_of_tokens = False
+        self.own_tokens = 0
+        """Tokens of the batches of this rank's training, padding included; 0 where a batch has none."""
         self.reset_flos()
 
     def reset_flos(self) -> None:
@@ -35,6 +37,9 @@ class Counters:
         """Add the operations of a forward and backward pass over a batch."""
         trainer = self._trainer
         trainer.current_flos += float(trainer.floating_point_ops(batch))
+        main = batch.get(self._internals.facts.main_input) if isinstance(batch, dict) else None
+        if isinstance(main, torch.Tensor) and not main.is_floating_point():
+            self.own_tokens += main.numel()
 
     def store_flos(self) -> None:
         """Add what all ranks have counted to the state. Collective."""

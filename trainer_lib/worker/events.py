@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.worker.session import Events
@@ -13,10 +13,19 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
+    from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.run import TrainingRun
 
 _SHOWN = 300  # entries of an earlier attempt's log that a resumed one reports again
 QUIET_S = 0.5  # the least time between two signs of life
+
+
+class _Counted(NamedTuple):
+    """What training had done at a log."""
+
+    trained_s: float = 0.0
+    step: int = 0
+    tokens: int = 0
 
 
 class EventsCallback(TrainerCallback):
@@ -45,10 +54,13 @@ class EventsCallback(TrainerCallback):
         self.unlogged: list[tuple[int, float]] = []
         self._first_flops = 0.0
         self._run: Callable[[], TrainingRun | None] = lambda: None
+        self._internals: Internals | None = None
+        self._rated = _Counted()
 
     def follow(self, trainer: Trainer) -> None:
         """Report where the time of this Trainer's training goes, and keep the losses that it does not log."""
         self._run = lambda: trainer._trainflow.run
+        self._internals = trainer._trainflow
 
     def spent(self) -> dict[str, float] | None:
         """Seconds by name of the training under way; None outside of one."""
@@ -60,6 +72,7 @@ class EventsCallback(TrainerCallback):
     ) -> None:
         """Report the step that training continues from, and start the clock."""
         self._began, self._first_step = time.monotonic(), state.global_step
+        self._rated = _Counted(step=state.global_step)
         self._first_flops = float(state.total_flos)
         if state.global_step:
             self.resumed_from = state.global_step
@@ -94,6 +107,8 @@ class EventsCallback(TrainerCallback):
         """Report the logged values, with the position of the training."""
         numbers = {key: value for key, value in (logs or {}).items() if isinstance(value, int | float | str)}
         self._events.emit("log", loss=numbers.get("loss"), logs=numbers, **self._where(state))
+        if "loss" in numbers:
+            self._report_rates(state)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,6 +125,23 @@ class EventsCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report that a checkpoint is committed."""
         self._events.emit("save", **self._where(state))
+
+    def _report_rates(self, state: TrainerState) -> None:
+        """Pass samples and tokens per second of training since the last log to the trackers."""
+        spent, internals = self.spent(), self._internals
+        if spent is None or internals is None:
+            return
+        counted = _Counted(spent["trained"], state.global_step, internals.counters.own_tokens)
+        before, self._rated = self._rated, counted
+        seconds = counted.trained_s - before.trained_s
+        if seconds <= 0 or counted.step <= before.step:
+            return
+        rates = {"samples_per_second": (counted.step - before.step) * self._samples_per_step / seconds}
+        if counted.tokens > before.tokens:
+            # Of this rank's batches: those of the others are about as long.
+            ranks = internals.world.comm.data_parallel.size
+            rates["tokens_per_second"] = (counted.tokens - before.tokens) * ranks / seconds
+        internals.events.report(rates)
 
     def _due(self) -> bool:
         now = time.monotonic()

@@ -39,6 +39,7 @@ def test_parameters_are_the_effective_settings_that_decide_the_results(plan: Pla
     assert wanted.items() <= params.items()
     assert params["train.args.optim"].startswith("adamw")
     assert not [name for name in params if ".launch." in name or name.startswith(("publish", "register", "tracking"))]
+    assert not [name for name in params if name.startswith("evaluate.args")]  # train's, and there already
     assert "None" not in params.values()
 
 
