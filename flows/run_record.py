@@ -19,10 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable
-from datetime import datetime
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,7 +31,7 @@ from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
 from flows.run_lineage import write_lineage
 from flows.run_names import name_run
-from flows.run_notes import describe_end, describe_experiment, describe_start, settings_files, tracked_params
+from flows.run_tracking import RunTracking
 from flows.stages import all_stages
 from tasks import tracking
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
@@ -43,7 +40,6 @@ from tasks.stage.logged_models import LoggedModel, describe_exported, link_evalu
 from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
-from tasks.system_load import SystemLoad
 from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
@@ -77,8 +73,7 @@ class RunRecord:
         self._stages: dict[str, str] = {}
         self._worked_in: dict[str, str] = {}
         self._sources: dict[str, str] = {}
-        self._tracked_since: str | None = None
-        self._load: SystemLoad | None = None
+        self._tracking: RunTracking | None = None
         self._is_unchanged = False
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
@@ -128,10 +123,10 @@ class RunRecord:
         try:
             self._write("plan", self._write_actual)
             self._write("report", self._write_report)
-            if self.tracked is not None:
-                self._write("description", self._describe_end)
+            if self._tracking is not None:
+                self._write("description", self._tracking.describe_end)
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
-                self.tracked.end(status)
+                self._tracking.run.end(status)
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             is_over = self.tracked is None and self._record.get("status") != "RUNNING"
             if not is_over or not self.folder.exists(RUN_FILE):
@@ -175,52 +170,18 @@ class RunRecord:
         self._worked_in = dict(known.get("worked_in") or {})
         hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
         self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
-        self.tracked = tracking.open_run(
-            spec.tracking,
-            storage,
-            name=spec.name,
-            run_name=self.result.run_name,
-            pipeline_key=plan.pipeline_key,
-            params=tracked_params(plan),
-            # A finished run is history: what runs now gets an MLflow run of its own.
-            resume=not finished,
-            token=None if finished else known.get("tracked_run"),
-            tags={**spec.tracking.tags, **_origin((reason.manifest for reason in wanted.values()), storage)},
-            project=Path(spec.root or "."),
-            experiment_note=describe_experiment(spec),
-        )
-        if self.tracked is not None:
-            self._sample_load(
-                known.get("tracked_since") if self.tracked.handle.token == known.get("tracked_run") else None
-            )
-            self.tracked.set_tags(describe_start(self.result, self.id))
-            for path, text in settings_files(plan).items():
-                self.tracked.log_file(text, path)
+        self._tracking = RunTracking.open(plan, self.result, self.id, known=known)
+        if self._tracking is not None:
+            self.tracked = self._tracking.run
             handle = self.tracked.handle
             self.result.mlflow_run_id, self.result.run_url = handle.run_id, handle.ui_url()
             self.result.tracking_uri = handle.server
         self._write_record("RUNNING")
 
-    def _sample_load(self, since: str | None) -> None:
-        """Log what this machine does, by the seconds since the MLflow run began."""
-        assert self.tracked is not None  # noqa: S101
-        self._tracked_since = since or now()
-        self._load = SystemLoad(
-            partial(self.tracked.log_metrics, once=False),
-            since_s=datetime.fromisoformat(self._tracked_since).timestamp(),
-            folder=self.folder.local_path() if self.folder.is_local else None,
-        )
-
-    def _describe_end(self) -> None:
-        if self.tracked is not None:
-            self.tracked.set_tags(describe_end(self.result, self.id))
-
     def _finish_tracking(self, status: str, *, stages: int) -> None:
         spec = self.plan.spec
-        if self._load is not None:
-            self._load.close()
-        if self.tracked is not None:
-            self.tracked.finish(status, stages=stages)
+        if self._tracking is not None:
+            self._tracking.finish(status, stages=stages)
         elif self._leftovers is not None and stages:
             # Delivering is all that is left to do for a command whose stages are cached.
             self._leftovers.complete()
@@ -351,7 +312,7 @@ class RunRecord:
                 "status": status,
                 # A run has this before its server was reached.
                 "tracked_run": known if self.tracked is None else self.tracked.handle.token,
-                "tracked_since": self._tracked_since or self._record.get("tracked_since"),
+                "tracked_since": self._record.get("tracked_since") if self._tracking is None else self._tracking.since,
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
@@ -394,12 +355,3 @@ class RunRecord:
                 content = path.read_bytes()
                 self.folder.write_bytes(f"source/{name}", content)
                 self._sources[name] = hashlib.sha256(content).hexdigest()
-
-
-def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[str, str]:
-    """A tag that names the run which trained a model found committed."""
-    for manifest in committed:
-        if manifest is not None and isinstance(manifest.facts, TrainFacts):
-            run_id = manifest.facts.mlflow_run_id or tracking.find_run_id(storage, manifest.facts.tracked_run)
-            return {} if run_id is None else {"trainflow.origin_run": run_id}
-    return {}

@@ -16,17 +16,15 @@ import json
 import logging
 import os
 import re
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tasks.configs import TrackingConfig
+from tasks.run_handle import RunHandle as RunHandle
 from tasks.source_tags import source_tags
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
@@ -36,8 +34,6 @@ from trainer_lib.trackers.mlflow_client import KEY_TAG, is_local_database
 from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import (
-    SPOOL_DIR,
-    TRACKED_RUN,
     Session,
     Waiting,
     count_waiting,
@@ -48,72 +44,11 @@ from trainer_lib.trackers.spool import (
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
-HTTP_TIMEOUT_S = 15
 COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
 ANSWER_S = 3.0  # how long it waits for one answer
 LOCAL_CLOSE_S = 30.0  # a database on this machine answers as fast as the machine is
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunHandle:
-    """One MLflow run, as plain text: it can be passed to another process of this machine.
-
-    Attributes:
-        token: names the run before, and whether or not, the server was reached.
-        experiment: the experiment's name.
-        tracking_uri: where the run is. May hold credentials when it came from the environment: show `server` instead.
-        spool_dir: local folder where what is logged waits for the server.
-        host: name of the machine whose flow delivers it.
-    """
-
-    token: str
-    experiment: str
-    tracking_uri: str
-    spool_dir: str
-    host: str = field(default_factory=socket.gethostname)
-
-    def __repr__(self) -> str:
-        return f"RunHandle({self.token!r} at {self.server!r})"
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's id on the server; None before it was reached."""
-        return known_run(Path(self.spool_dir), self.token).get("run_id")
-
-    @property
-    def experiment_id(self) -> str | None:
-        """The experiment's id on the server; None before it was reached."""
-        return known_run(Path(self.spool_dir), self.token).get("experiment_id")
-
-    @property
-    def server(self) -> str:
-        """The tracking URI without credentials."""
-        return mask(self.tracking_uri)
-
-    def ui_path(self) -> str:
-        """The run's page below the address of any MLflow UI that shows this store."""
-        return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
-
-    def ui_url(self) -> str | None:
-        """The run's page on the tracking server; None for a database, which has no page, and before it was reached."""
-        if urlsplit(self.server).scheme not in {"http", "https"} or self.run_id is None:
-            return None
-        return f"{self.server.rstrip('/')}/{self.ui_path()}"
-
-    def worker_env(self) -> dict[str, str]:
-        """The environment in which a worker's MLflow tracker adds its points to this run."""
-        run_id = self.run_id
-        return {
-            "MLFLOW_TRACKING_URI": self.tracking_uri,
-            **({} if run_id is None else {"MLFLOW_RUN_ID": run_id}),
-            TRACKED_RUN: json.dumps({"token": self.token, "experiment": self.experiment, "host": self.host}),
-            SPOOL_DIR: self.spool_dir,
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": str(HTTP_TIMEOUT_S),
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-        }
 
 
 class TrackedRun:
@@ -328,17 +263,14 @@ def open_run(
     """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
 
     Args:
-        config: the spec's `tracking` section; disabled returns None.
-        storage: the pipeline's storage root.
-        name, run_name: the pipeline's, default of the experiment's, and the run's, unless `config` has one.
+        config, storage: the spec's `tracking` section; disabled returns None; the pipeline's storage root.
+        name, run_name: the pipeline's, and the run's unless `config` has one.
         pipeline_key: the key by which a later command finds the run.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
-        resume: without a token, take up the unfinished run of the same key, if the server has one.
-        token: the run to go on with; None: a new one.
-        tags: further tags (stage keys, origin run, ...).
-        project: folder whose git commit is noted; the working directory when unset.
-        experiment_note: description of the experiment, if this run makes it.
+        token: the run to go on with; None: a new one, or with `resume` the unfinished one of the same key.
+        tags, project: further tags; the folder whose git commit is noted, by default the working directory.
+        experiment_note: description of an experiment that is made for it.
 
     Returns:
         The run; None when tracking is off, or when the spool cannot be written (logged).
@@ -351,22 +283,22 @@ def open_run(
     uri, spool = tracking_uri(config, storage), spool_dir(storage)
     handle = RunHandle(token or uuid.uuid4().hex, config.experiment or name, uri, str(spool))
     all_tags = source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
-    # Stripped, because a quote in it would change the query.
-    unfinished = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key) if resume and token is None else None
     try:
-        head = _head(handle, config.run_name or run_name or name, all_tags, unfinished)
+        head = _head(handle, config.run_name or run_name or name, all_tags)
+        if resume and token is None:
+            # Stripped, because a quote in it would change the query.
+            head["unfinished_key"] = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key)
         session = Session.create(spool, {**head, "experiment_note": experiment_note})
     except OSError as error:
         _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
         return None
     run = TrackedRun(handle, session, Background(spool, uri))
-    # Written also for a run that goes on: what changed since is seen.
-    run.set_tags(all_tags)
+    run.set_tags(all_tags)  # also of a run that goes on: what changed since is seen
     run.log_params(params)
     return run
 
 
-def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], unfinished_key: str | None) -> dict[str, Any]:
+def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str]) -> dict[str, Any]:
     """What a flow's session says of its run: enough to find it on the server, or to create it."""
     return {
         # Without credentials: they come from the environment of the process that delivers.
@@ -377,7 +309,6 @@ def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], unfinished_
         "run_name": run_name,
         "start_ms": now_ms(),
         "tags": _clean_tags(tags),
-        "unfinished_key": unfinished_key,
     }
 
 

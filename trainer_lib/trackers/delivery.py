@@ -8,7 +8,6 @@ pass's. A session that is over and delivered is removed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import tempfile
@@ -25,6 +24,7 @@ from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers import mlflow_client as calls
 from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
 from trainer_lib.trackers.mlflow_models import deliver_model
+from trainer_lib.trackers.repeats import Repeats
 from trainer_lib.trackers.shipper import Clock
 from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
 
@@ -236,7 +236,7 @@ class _RunDelivery:
     def _send_records(self, session: Session, run_id: str) -> None:
         waiting: list[Point] = []
         offset = session.state.offset
-        repeats = _Repeats(self._client, run_id, session)  # now that the sessions before it are delivered
+        repeats = Repeats(self._client, run_id, session)  # now that the sessions before it are delivered
         for record, behind in session.read(offset):
             points = self._points(repeats, run_id, record)
             if points is None:
@@ -253,7 +253,7 @@ class _RunDelivery:
                 waiting = []
         self._send_points(session, run_id, waiting, offset)
 
-    def _points(self, repeats: _Repeats, run_id: str, record: Mapping[str, Any]) -> list[Point] | None:
+    def _points(self, repeats: Repeats, run_id: str, record: Mapping[str, Any]) -> list[Point] | None:
         """The points of a record that are to be sent; None for a record of another kind."""
         if record and "m" not in record:
             return None
@@ -350,40 +350,6 @@ class _RunDelivery:
             with _private_folder() as folder:  # one file at a time needs no room for all
                 store.download(info.path, folder / path.name)
                 calls.send_file(self._client, run_id, folder / path.name, path)
-
-
-class _Repeats:
-    """The points of a session that the run has from another session: a resumed training repeats some steps.
-
-    What is not behind the run's last step is one of them. If the run's last point is the later one in time, another
-    machine has gone on before this session was delivered: then the run's own steps decide.
-    """
-
-    def __init__(self, client: MlflowClient, run_id: str, session: Session) -> None:
-        self._client = client
-        self._run_id = run_id
-        self._steps: dict[str, set[int]] = {}
-        is_resumable = bool(session.head.get("dedupe"))
-        self._may_be_late = is_resumable and session.over  # no other process goes on while this one lives
-        if session.state.floor is None and is_resumable:
-            session.state.floor = {key: point.step for key, point in self._latest.items()}
-            session.save_state()
-        self._floor = session.state.floor or {}
-
-    def __contains__(self, point: Point) -> bool:
-        if not self._may_be_late or not self._is_late(point):
-            return point.step <= self._floor.get(point.key, -1)
-        if point.key not in self._steps:
-            self._steps[point.key] = calls.known_steps(self._client, self._run_id, point.key)
-        return point.step in self._steps[point.key]
-
-    def _is_late(self, point: Point) -> bool:
-        last = self._latest.get(point.key)
-        return last is not None and last.timestamp > point.timestamp and last.step >= point.step
-
-    @functools.cached_property
-    def _latest(self) -> dict[str, Point]:
-        return calls.latest_points(self._client, self._run_id)
 
 
 @contextlib.contextmanager

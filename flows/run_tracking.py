@@ -1,0 +1,90 @@
+"""The MLflow run of a pipeline run: opened with its settings, sampled while it lasts, described at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from flows.plan import Plan
+from flows.results import PipelineResult
+from flows.run_notes import describe_end, describe_experiment, describe_start, settings_files, tracked_params
+from tasks import tracking
+from tasks.stage.facts import TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.retry import now
+from tasks.system_load import SystemLoad
+from trainer_lib.storage import Store
+
+
+class RunTracking:
+    """The run, and the thread that samples this machine for it.
+
+    Attributes:
+        run: what the stages log to.
+        since: when the run began, as ISO time; that of its first command.
+    """
+
+    def __init__(self, run: tracking.TrackedRun, result: PipelineResult, run_id: str, since: str | None) -> None:
+        self.run = run
+        self.since = since or now()
+        self._result = result
+        self._run_id = run_id
+        storage = Store.open(result.storage)
+        self._load = SystemLoad(
+            partial(run.log_metrics, once=False),
+            since_s=datetime.fromisoformat(self.since).timestamp(),
+            folder=storage.local_path() if storage.is_local else None,
+        )
+        run.set_tags(describe_start(result, run_id))
+
+    @classmethod
+    def open(cls, plan: Plan, result: PipelineResult, run_id: str, *, known: Mapping[str, Any]) -> Self | None:
+        """Open the run, or take up the one of an earlier command; None where tracking is off.
+
+        Args:
+            known: the record of the earlier command; empty if there was none.
+        """
+        spec, storage = plan.spec, Store.open(plan.spec.storage)
+        finished = known.get("status") == "FINISHED"
+        # A finished run is history: what runs now gets an MLflow run of its own.
+        token = None if finished else known.get("tracked_run")
+        wanted = (reason.manifest for name, reason in plan.reasons.items() if plan.is_wanted(name))
+        run = tracking.open_run(
+            spec.tracking,
+            storage,
+            name=spec.name,
+            run_name=result.run_name,
+            pipeline_key=plan.pipeline_key,
+            params=tracked_params(plan),
+            resume=not finished,
+            token=token,
+            tags={**spec.tracking.tags, **_origin(wanted, storage)},
+            project=Path(spec.root or "."),
+            experiment_note=describe_experiment(spec),
+        )
+        if run is None:
+            return None
+        for path, text in settings_files(plan).items():
+            run.log_file(text, path)
+        return cls(run, result, run_id, known.get("tracked_since") if token else None)
+
+    def describe_end(self) -> None:
+        """Give the run its last description, and the reason of a failure."""
+        self.run.set_tags(describe_end(self._result, self._run_id))
+
+    def finish(self, status: str, *, stages: int) -> None:
+        """End the run, and wait a second per stage for the server. Safe to repeat."""
+        self._load.close()
+        self.run.finish(status, stages=stages)
+
+
+def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[str, str]:
+    """A tag that names the run which trained a model found committed."""
+    for manifest in committed:
+        if manifest is not None and isinstance(manifest.facts, TrainFacts):
+            run_id = manifest.facts.mlflow_run_id or tracking.find_run_id(storage, manifest.facts.tracked_run)
+            return {} if run_id is None else {"trainflow.origin_run": run_id}
+    return {}
