@@ -169,7 +169,7 @@ class _Heart:
         if kind == "stage":
             self._state = {"stage": event.get("stage"), "text": event.get("status"), "since": now()}
             self._wake.set()
-        elif kind in ("progress", "log"):
+        elif kind in ("progress", "log", "wait"):
             known = {**self._state, **{name: value for name, value in event.items() if value is not None}}
             self._state = {**known, "text": describe(known) or event.get("message") or known.get("text")}
 

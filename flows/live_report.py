@@ -52,7 +52,7 @@ class _Writer:
         stage, kind = str(event.get("stage") or ""), event.get("event")
         if kind == "stage":
             self._note_stage(stage, event)
-        elif stage in self._running and kind in ("progress", "log", "resume"):
+        elif stage in self._running and kind in ("progress", "log", "resume", "wait"):
             known = self._running[stage]
             known |= {name: value for name, value in event.items() if value is not None}
             known["reason"] = describe(known) or event.get("message") or known.get("reason")

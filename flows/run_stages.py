@@ -72,7 +72,7 @@ class _StageRun:
         self._result = record.result
         self._tracked = record.tracked
         handle = None if record.tracked is None else record.tracked.handle
-        self._context = replace(plan.context, tracking=handle)
+        self._context = replace(plan.context, tracking=handle, run_name=record.result.run_name)
         self._manifests: dict[str, StageManifest] = {}
 
     def run_alone(self, plan: StagePlan) -> None:

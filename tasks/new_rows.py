@@ -179,7 +179,7 @@ def predict_new_rows(
             raise DamagedError("The predictions that another process committed are gone.", field=store.url)
         store.write_bytes(KEY_FILE, job.key.to_json())
         how = config or LaunchConfig(kind="process", processes=1)
-        result = launch(job.request(), how, env={}, on_line=on_line, on_event=on_event)
+        result = launch(job.request(), how, env={}, on_line=on_line, on_event=on_event, what="predict")
         facts = commit_facts(NewRowsFacts(result.rows, result.id_column), "", 1, 0)
         meta = {"stage": STAGE, "key": job.key.digest, "metrics": {}, "meta": facts}
         commit = write_commit(store, "stage", result.files, meta, guard=lease.ensure_held)

@@ -129,6 +129,8 @@ class Request(Generic[R]):
     by_verb: ClassVar[dict[str, type[Request[Any]]]] = {}
     home: ClassVar[str] = "trainer_lib.worker"
     """The package that has the verb's module."""
+    uses_devices: ClassVar[bool] = False
+    """Whether the worker puts a model on the devices of its machine."""
 
     output: str
     recipe: RecipeFile | None = None
@@ -197,6 +199,8 @@ class ModelRequest(Request[R], Generic[R]):
         args: training arguments by name.
     """
 
+    uses_devices: ClassVar[bool] = True
+
     data: PreparedData
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
@@ -235,6 +239,8 @@ class EstimateRequest(ModelRequest[Estimate], verb="estimate", result=Estimate):
     Attributes:
         processes: those that the training would have.
     """
+
+    uses_devices: ClassVar[bool] = False
 
     train_split: str = "train"
     eval_split: str | None = None
@@ -292,6 +298,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
 
     functions: ClassVar[tuple[str, ...]] = ()
     home: ClassVar[str] = "trainer_lib.model_folder"
+    uses_devices: ClassVar[bool] = True
 
     model: str
     digest: str

@@ -21,7 +21,7 @@ from trainer_lib.suggestions import suggestion
 if TYPE_CHECKING:
     from flows.run_logs import Attempt, LogLine
 
-_STYLES = {"warning": "yellow", "stage": "bold", "progress": "dim", "resume": "cyan", "save": "dim"}
+_STYLES = {"warning": "yellow", "stage": "bold", "progress": "dim", "resume": "cyan", "save": "dim", "wait": "yellow"}
 
 
 def logs(

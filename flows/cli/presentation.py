@@ -18,6 +18,7 @@ from flows.cli.terminal import STYLES, readable
 from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome, is_timing
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
+from trainer_lib.user_folders import state_folder
 
 if TYPE_CHECKING:
     from flows.plan import StageReason
@@ -179,12 +180,10 @@ def unexpected(error: BaseException, details: str, *, debug: bool) -> list[Text]
 
 def save_details(details: str) -> Path | None:
     """Keep a failure's details in this user's state folder; None when it cannot be written."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = state / "trainflow" / "failures"
-    path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.txt"
     try:
         # Private: a traceback may quote the user's data.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = state_folder("failures")
+        path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.txt"
         # The names begin with the time, so sorted is oldest first.
         for old in sorted(folder.glob("*.txt"))[: -_KEPT_FAILURES + 1]:
             old.unlink(missing_ok=True)

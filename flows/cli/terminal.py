@@ -112,7 +112,7 @@ class PlainDisplay:
         name, kind = str(event.get("stage", "")), event.get("event")
         if kind == "line":
             self._print(name, f"| {event.get('message', '')}")
-        elif kind in ("warning", "resume"):
+        elif kind in ("warning", "resume", "wait"):
             self._print(name, f"{'warning: ' if kind == 'warning' else ''}{event.get('message', '')}")
         elif kind == "stage":
             self._change(name, event)

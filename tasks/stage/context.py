@@ -29,6 +29,7 @@ class StageContext:
         folder: where relative paths among the recipe's options start; None: the recipe's folder.
         sources: what the data is made from: an option that names one of them counts by its content.
         tracking: the MLflow run that the workers add their points to; None: no run.
+        run_name: the run's name, for those that wait for its devices; None: the pipeline's.
         limit: rows of each split in a check of the pipeline; None: all rows.
         refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").
@@ -44,6 +45,7 @@ class StageContext:
     folder: str | None = None
     sources: tuple[str, ...] = ()
     tracking: RunHandle | None = None
+    run_name: str | None = None
     limit: int | None = None
     refresh: Mapping[str, MaxAge] = field(default_factory=dict)
     force: frozenset[str] = frozenset()

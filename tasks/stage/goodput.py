@@ -12,7 +12,7 @@ program goodput this is: productive time over the time for which the resources w
 
 Each attempt's worker reports what it has spent so far with its progress, and the stage keeps the newest report, and the
 one of its newest save, in the record of the attempt's end. An attempt whose command was killed has no such record: its
-time is not known and not counted.
+time is not known and not counted; nor is the time for which an attempt waited for its devices.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def add_up(attempts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> G
         spent = _numbers(end.get("spent"))
         for kind in KINDS:
             sums[kind] += spent.get(kind, 0.0)
-        sums["all"] += max((_time(end["ended"]) - _time(start["started"])).total_seconds(), sum(spent.values()))
+        # While it waited for devices it held none.
+        took = (_time(end["ended"]) - _time(start["started"])).total_seconds() - float(end.get("waited") or 0.0)
+        sums["all"] += max(took, sum(spent.values()))
         if end.get("outcome") != "committed":
             kept = _numbers(end.get("kept")).get("trained", 0.0)
             lost = max(0.0, spent.get("trained", 0.0) - kept)

@@ -1,8 +1,8 @@
 """Progress of the stages, for every display: the terminal, Prefect's progress artifact, Prefect's logs.
 
 An event is a small dict. `event` says which: "stage" (it started, was cached, committed, failed or will be retried),
-"line" (a line that a worker printed), or what workers report: "start", "progress", "log", "save", "resume", "warning".
-Every event names its `stage`.
+"line" (a line that a worker printed), "wait" (for a device), or what workers report: "start", "progress", "log",
+"save", "resume", "warning". Every event names its `stage`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class StageProgress:
     Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never holds the work up.
 
     Attributes:
-        times: where the attempt's time went, as its worker reported last ("spent"), and at its newest save ("kept").
+        times: where the attempt's time went, as its worker reported last ("spent"), and at its newest save ("kept");
+            the seconds for which it waited for devices ("waited").
     """
 
     def __init__(self, stage: str) -> None:
@@ -81,9 +82,11 @@ class StageProgress:
             self.times["spent"] = dict(event["spent"])
             if event.get("event") == "save":
                 self.times["kept"] = self.times["spent"]
+        if event.get("waited_s"):
+            self.times["waited"] = float(event["waited_s"]) + self.times.get("waited", 0.0)
         if self._logger is None:
             return
-        if event.get("event") in ("warning", "resume", "save") and event.get("message"):
+        if event.get("event") in ("warning", "resume", "save", "wait") and event.get("message"):
             level = logging.WARNING if event["event"] == "warning" else logging.INFO
             self._logger.log(level, "%s", mask(str(event["message"])))
         elif event.get("event") == "log" and (text := measured(event) or describe(event)):

@@ -91,7 +91,7 @@ def probe_training(
     started = time.monotonic()
     try:
         with in_words_of_spec("train"):
-            found = launch(request, own, env={}, on_line=on_line, on_event=_ignore)
+            found = launch(request, own, env={}, on_line=on_line, on_event=_say_waits(on_line), what="a probe")
     finally:
         Store.open(context.storage).delete_tree(folder)
     whole = time.monotonic() - started
@@ -112,6 +112,14 @@ def _fields(
         return {**model_fields(config, context, attempt, data), "tracking": False}
     finally:
         attempt.progress.close()
+
+
+def _say_waits(say: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "wait":
+            say(str(event.get("message")))
+
+    return on_event
 
 
 def _ignore(_: object) -> None:

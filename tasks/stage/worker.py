@@ -62,6 +62,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
             on_line=attempt.progress.line,
             on_event=attempt.progress.event,
             should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
+            what=f"{context.run_name or context.name}, {request.verb}",
         )
 
 

@@ -21,6 +21,7 @@ from trainer_lib.errors import ConfigError, HangError, InfrastructureError
 from trainer_lib.guard import OWNER, start_time
 from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
+from trainer_lib.launch.device_queue import held_devices
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
@@ -38,6 +39,7 @@ def launch(
     on_line: Callable[[str], None],
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool] | None = None,
+    what: str | None = None,
 ) -> R:
     """Run one request in processes of its own and return its result. Blocks, and calls back in the calling thread.
 
@@ -52,6 +54,7 @@ def launch(
         on_line: called with each line that the workers print.
         on_event: called with each progress event (step, loss, …).
         should_cancel: polled; once it returns true, the workers are stopped gracefully and `Interrupted` is raised.
+        what: what the launch does, for those that wait for its devices; None: its verb.
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
@@ -64,7 +67,7 @@ def launch(
     while True:
         run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel)
         try:
-            return _attempt(request, config, run_dir, env, listener)
+            return _attempt_when_free(request, config, run_dir, env, listener, what or request.verb)
         except InfrastructureError as error:
             if restarts >= config.max_restarts or _repeats(error, hung_at) or listener.should_cancel():
                 raise
@@ -90,8 +93,32 @@ def _repeats(error: InfrastructureError, hung_at: set[int]) -> bool:
     return repeats
 
 
+def _attempt_when_free(
+    request: Request[R],
+    config: LaunchConfig,
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    listener: Listener,
+    what: str,
+) -> R:
+    """Wait for the devices, once the processes that an earlier launch of this output left behind have ended."""
+    with held_devices(
+        config,
+        on_devices=request.uses_devices and not request.use_cpu,
+        what=what,
+        on_event=listener.on_event,
+        should_cancel=listener.should_cancel,
+    ) as held:
+        return _attempt(request, config, run_dir, env, listener, held)
+
+
 def _attempt(
-    request: Request[R], config: LaunchConfig, run_dir: RunDir, env: Mapping[str, str], listener: Listener
+    request: Request[R],
+    config: LaunchConfig,
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    listener: Listener,
+    held: tuple[int, ...],
 ) -> R:
     # The ranks of an enclosing job must not reach it: it is a world of one.
     if config.kind == "in_process":
@@ -102,8 +129,8 @@ def _attempt(
         OWNER: f"{os.getpid()}:{start_time(os.getpid())}",
     }
     command = _command(request.verb, config, run_dir, environment)
-    fork = functools.partial(warm.start_guard, config, run_dir, command, environment)
-    supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork)
+    fork = functools.partial(warm.start_guard, config, run_dir, command, environment, held)
+    supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork, held)
     ending = supervisor.run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_LEAST = {"processes": 1, "threads": 1, "max_restarts": 0, "grace_s": 0, "timeout_s": 0, "join_timeout_s": 0}
+_LEAST = {
+    **dict.fromkeys(("processes", "threads", "per_device"), 1),
+    **dict.fromkeys(("max_restarts", "grace_s", "timeout_s", "join_timeout_s"), 0),
+}
 _LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
@@ -82,6 +85,11 @@ class LaunchConfig:
     )
     device_order: Literal["PCI_BUS_ID", "FASTEST_FIRST"] | None = _option(
         None, "How CUDA numbers the GPUs (CUDA_DEVICE_ORDER)."
+    )
+    per_device: Annotated[int, _AtLeast(1)] | Literal["any"] | None = _option(
+        None,
+        "Launches of this user that may use one device of this machine at a time; the others wait. unset: 1 on a GPU, "
+        "any number on a CPU, which counts as one device.",
     )
     nodes: Annotated[int, _AtLeast(1)] | Annotated[str, _Matching(r"^\d+(:\d+)?$")] = _option(
         1, 'Machines that train together; "1:4" is at least one and at most four. Training only.'

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainer_lib.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
+DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # a folder for each, named by its place on the bus
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 # NVIDIA, Windows' subsystem for Linux, AMD, Intel and other renderers, TPUs and Habana, Ascend.
 _ACCELERATORS = ("nvidia*", "dxg", "kfd", "dri/render*", "accel*", "vfio/[0-9]*", "davinci*", "hl[0-9]*")
@@ -39,6 +40,28 @@ def num_devices(environment: Mapping[str, str]) -> int:
     chosen = _chosen(visible)
     # Parts of one GPU (MIG) are chosen by name, and have no device file of their own.
     return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
+
+
+def name_devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
+    """Names of the first `count` CUDA devices that workers with these variables see; () on the CPU.
+
+    A device is named by its number, also where the variables give its UUID, and a part of one (MIG) by its UUID.
+    """
+    seen = min(count, num_devices(environment))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = [str(number) for number in range(_present())] if visible is None else _chosen(visible)
+    return tuple(f"GPU {_number_of(part)}" for part in chosen[:seen])
+
+
+def _number_of(part: str) -> str:
+    """The number of the device with this UUID, or with a UUID that begins so; `part` itself where it is not known."""
+    if not part.startswith("GPU-"):
+        return part
+    for number, folder in enumerate(sorted(DRIVER_FILES.glob("*/information"))):
+        found = re.search(r"^GPU UUID:\s*(\S+)", folder.read_text(errors="replace"), re.MULTILINE)
+        if found is not None and found[1].startswith(part):
+            return str(number)
+    return part
 
 
 def has_accelerator(environment: Mapping[str, str]) -> bool:

@@ -68,6 +68,7 @@ class Supervisor:
 
     Args:
         fork: has the guard forked by a warm parent; returns None where the guard's file has to be started.
+        held: open files that the guard and its command inherit.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Supervisor:
         timeout_s: float | None,
         listener: Listener,
         fork: Callable[[], GuardProcess | None] = lambda: None,
+        held: tuple[int, ...] = (),
     ) -> None:
         self._command = command
         self._environment = environment
@@ -87,6 +89,7 @@ class Supervisor:
         self._timeout_s = timeout_s
         self._listener = listener
         self._fork = fork
+        self._held = held
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self._step: int | None = None
@@ -128,6 +131,7 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(self._environment),
+            pass_fds=self._held,
             start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
             bufsize=0,
         )

@@ -273,9 +273,17 @@ def close() -> None:
 
 
 def start_guard(
-    config: LaunchConfig, run_dir: RunDir, command: list[str], environment: Mapping[str, str]
+    config: LaunchConfig,
+    run_dir: RunDir,
+    command: list[str],
+    environment: Mapping[str, str],
+    held: tuple[int, ...] = (),
 ) -> ForkedGuard | None:
-    """Have a warm parent fork the guard of a launch; None if that is not possible or not worth it."""
+    """Have a warm parent fork the guard of a launch; None if that is not possible or not worth it.
+
+    Args:
+        held: open files that the guard and its command inherit.
+    """
     if not _may_fork(config, environment):
         return None
     for _ in range(2):  # a parent may end while it is asked; the second one is new
@@ -283,7 +291,7 @@ def start_guard(
             parent = _parents.find(environment, start=int(config.processes) > 1)
             if parent is None:
                 return None
-            started = _start(parent, config.grace_s, run_dir, command, environment)
+            started = _start(parent, config.grace_s, run_dir, command, environment, held)
             if started is not None:
                 return started
     return None
@@ -294,7 +302,12 @@ def _may_fork(config: LaunchConfig, environment: Mapping[str, str]) -> bool:
 
 
 def _start(
-    parent: _Parent, grace_s: float, run_dir: RunDir, command: list[str], environment: Mapping[str, str]
+    parent: _Parent,
+    grace_s: float,
+    run_dir: RunDir,
+    command: list[str],
+    environment: Mapping[str, str],
+    held: tuple[int, ...],
 ) -> ForkedGuard | None:
     request = {
         "run_dir": str(run_dir.path),
@@ -310,7 +323,7 @@ def _start(
     try:
         try:
             with contextlib.suppress(OSError):  # the parent has ended; the answer's end is closed then, too
-                parent.send(request, [control, output, theirs.fileno(), folder])
+                parent.send(request, [control, output, theirs.fileno(), folder, *held])
         finally:
             theirs.close()
             for end in (control, output, folder):

@@ -108,7 +108,7 @@ class WarmParent:
         data, descriptors = _receive(self._channel)
         if not data:
             return False
-        file, control, output, answer, folder = descriptors
+        file, control, output, answer, folder, *held = descriptors
         with os.fdopen(file) as text:
             text.seek(0)
             asked = json.load(text)
@@ -120,7 +120,8 @@ class WarmParent:
         if pid == 0:
             self._leave()
             _become_guard(asked, control, output, told, folder)
-        for end in (control, output, folder):
+        # What the launch holds is open in the guard alone, and in what it starts.
+        for end in (control, output, folder, *held):
             os.close(end)
         self._ends[os.pidfd_open(pid)] = (pid, told)
         return True
