@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from flows.sizes import describe_seconds, describe_size
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import StorageError
@@ -46,6 +47,28 @@ class Comparison:
         if self.planned is None or self.actual is None or not self.planned:
             return None
         return self.actual / self.planned - 1
+
+    def in_words(self) -> dict[str, str]:
+        """The cells of a table: stage, what, planned, actual, difference."""
+        what = {"seconds": "time", "peak_bytes": "peak memory", "checkpoint_bytes": "checkpoint"}.get(self.quantity)
+        return {
+            "stage": self.stage,
+            "what": what or self.quantity,
+            "planned": self._shown(self.planned),
+            "actual": self._shown(self.actual),
+            "difference": "" if self.difference is None else f"{self.difference:+.1%}",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {**asdict(self), "difference": self.difference}
+
+    def _shown(self, value: float | None) -> str:
+        if value is None:
+            return ""
+        if self.unit == "s":
+            return describe_seconds(value)
+        return describe_size(int(value)) if self.unit == "bytes" else f"{value:,.0f}"
 
 
 def read_plan_record(folder: Store) -> dict[str, Any]:

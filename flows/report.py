@@ -28,7 +28,7 @@ from urllib.parse import quote, urlsplit
 import jinja2
 from markupsafe import Markup
 
-from flows.plan_record import Comparison
+from flows.sizes import describe_seconds, describe_size
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
@@ -84,13 +84,13 @@ def render_report(
         key=result.get("pipeline_key") or "",
         failed=bool(result.get("error")),
         error=result.get("error"),
-        total=_duration(float(result.get("seconds") or 0.0)),
+        total=describe_seconds(float(result.get("seconds") or 0.0)),
         started=_moment(result.get("started")),
         stages=stages,
         charts=draw_charts(history),
         tables=_metric_tables(result),
         gates=[{**gate, "value": _shown(gate["value"])} for gate in result.get("gates") or ()],
-        compared=[_compared_row(row) for row in result.get("compared") or ()],
+        compared=[row.in_words() for row in result.get("compared") or ()],
         places=_places(result),
         files=_files(result),
         versions=result.get("versions") or _versions(),
@@ -98,25 +98,6 @@ def render_report(
         refresh_s=refresh_s,
         written=_moment(None),
     )
-
-
-def _compared_row(row: Comparison) -> dict[str, str]:
-    """A planned number beside the one that came, as text."""
-
-    def shown(value: float | None) -> str:
-        if value is None:
-            return ""
-        return _duration(value) if row.unit == "s" else _bytes(int(value)) if row.unit == "bytes" else f"{value:,.0f}"
-
-    share = "" if row.difference is None else f"{row.difference:+.1%}"
-    what = {"seconds": "time", "peak_bytes": "peak memory", "checkpoint_bytes": "checkpoint"}.get(row.quantity)
-    return {
-        "stage": row.stage,
-        "what": what or row.quantity,
-        "planned": shown(row.planned),
-        "actual": shown(row.actual),
-        "difference": share,
-    }
 
 
 def write_page(folder: Store, name: str, page: str) -> None:
@@ -254,7 +235,7 @@ def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
         "status": stage["status"],
         "reason": stage.get("reason") or "",
         "seconds": seconds,
-        "time": _duration(seconds) if seconds or stage["status"] != "skipped" else "",
+        "time": describe_seconds(seconds) if seconds or stage["status"] != "skipped" else "",
         "key": manifest.get("key") or "",
         "digest": manifest.get("content_digest") or "",
         "link": _link(manifest.get("url"), result),
@@ -315,7 +296,9 @@ def _files(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     found = []
     for stage in result.get("stages", ()):
         files = (stage.get("manifest") or {}).get("files") or ()
-        rows = [{"path": file["path"], "size": _bytes(int(file["size"])), "sha256": file["sha256"]} for file in files]
+        rows = [
+            {"path": file["path"], "size": describe_size(int(file["size"])), "sha256": file["sha256"]} for file in files
+        ]
         if rows:
             found.append({"stage": stage["stage"], "rows": rows})
     return found
@@ -347,23 +330,6 @@ def _moment(started: str | float | None) -> str:
     else:
         moment = datetime.fromisoformat(started) if started else datetime.now(UTC)
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def _bytes(size: int) -> str:
-    amount = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flows.past_runs import ARGUMENTS_FILE, SPEC_FILE, PastRun, read_tags, run_folder
+from flows.plan_record import Comparison, compare, read_plan_record
 from flows.results import flat_metrics
 from flows.run_logs import Attempt, read_attempts
 from flows.stages import find_stage, stage_names
@@ -72,6 +73,7 @@ class RunDetails:
         tags: names that people gave it.
         attempts: every attempt at its stages.
         places: label -> URL: model, predictions, report, MLflow run, publication.
+        compared: what was planned beside what came of it; empty for a run that was not planned.
     """
 
     run: PastRun
@@ -81,6 +83,7 @@ class RunDetails:
     tags: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     places: Mapping[str, str]
+    compared: tuple[Comparison, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -123,6 +126,7 @@ class RunDetails:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
+            "compared": [each.to_dict() for each in self.compared],
             "spec": dict(self.spec),
             "code": dict(run.sources),
             "versions": self.versions,
@@ -158,6 +162,7 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
+        compared=tuple(compare(read_plan_record(folder))),
     )
 
 

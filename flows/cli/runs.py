@@ -250,6 +250,7 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     if details.metrics:
         lines += [Text(), *(_fact(name, number(value)) for name, value in details.metrics.items())]
     lines += [Text(), *(_fact(name, shown(place)) for name, place in details.places.items())]
+    lines += _compared_lines(details)
     lines += _section("settings", _shown_settings(details, everything))
     lines += _section("arguments", _shown_arguments(details, everything))
     lines += _section("code", {name: digest[:_DIGEST] for name, digest in run.sources.items()})
@@ -268,6 +269,13 @@ def _stage_lines(stages: Sequence[StageDetails]) -> list[Text]:
         took = duration(each.seconds) if each.seconds and each.seconds >= 0.5 else ""
         rows.append((each.stage, each.state, took, (each.key or "-")[:16], terminal.readable(each.reason)))
     return table(rows, [("bold", COLOURS.get(each.state, ""), "", "dim", "dim") for each in stages])
+
+
+def _compared_lines(details: RunDetails) -> list[Text]:
+    """What was planned beside what came of it."""
+    rows = [tuple(each.in_words().values()) for each in details.compared]
+    head = ("stage", "of what", "planned", "came", "difference")
+    return [Text(), Text("plan and outcome", "bold"), *table([head, *rows], right=frozenset({2, 3, 4}))] if rows else []
 
 
 def _attempt_lines(details: RunDetails) -> list[Text]:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from flows.cli.run_filters import parse_age, parse_filter, sort_key
+from flows.cli.runs import _compared_lines
 from flows.past_runs import find_run, list_runs
+from flows.plan_record import write_half
 from flows.results import describe_outcomes, flat_metrics
 from flows.run_comparison import compare_runs
 from flows.run_details import RunDetails, read_details
@@ -90,6 +92,8 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     folder.write_bytes("spec.yaml", b"name: toy\ntrain: {args: {seed: 1}}\n")
     folder.write_bytes("arguments.json", b'{"train": {"seed": 1}}')
     folder.write_bytes("report.html", b"<html>")
+    write_half(folder, "planned", {"stages": {"train": {"seconds": 3.0, "steps": 8}}})
+    write_half(folder, "actual", {"stages": {"train": {"seconds": 4.5, "steps": 8}}})
     found = details(any_url, "toy-1")
     assert [(each.stage, each.state) for each in found.stages] == [
         ("train", "ran"),
@@ -99,7 +103,15 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
     assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
     assert found.places["report"].endswith("report.html")
-    assert json.loads(json.dumps(found.to_dict()))["arguments"] == {"train": {"seed": 1}}
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["arguments"] == {"train": {"seed": 1}}
+    assert [(each["quantity"], each["difference"]) for each in plain["compared"]] == [("seconds", 0.5), ("steps", 0.0)]
+    lines = [line.plain for line in _compared_lines(found)]
+    assert lines[-3:] == [
+        "stage  of what  planned   came  difference",
+        "train  time       3.0 s  4.5 s      +50.0%",
+        "train  steps          8      8       +0.0%",
+    ]
 
 
 def test_a_comparison_names_only_what_differs(tmp_path: Path) -> None:
