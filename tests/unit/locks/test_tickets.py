@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,6 @@ def test_a_limit_that_cannot_be_kept_is_refused_where_it_was_asked_for(
 def test_a_place_is_written_whole_when_it_grows_shorter(queue: Queue) -> None:
     with queue.draw(["GPU 0"], "a" * 500, no) as place:
         assert isinstance(place, Place)
-        place.ticket = tickets.replace(place.ticket, what="b")
+        place.ticket = replace(place.ticket, what="b")
         place.write()
         assert json.loads(place.path.read_text())["what"] == "b"
