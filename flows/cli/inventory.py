@@ -17,6 +17,7 @@ from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.claim import read_claim
+from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.lease import find_holder
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.storage import Store
@@ -41,6 +42,7 @@ class Entry:
         problems: what is wrong, or what it is, a line each.
         best: whether the newest checkpoint of its run records it as the best.
         readers: the processes that read it now.
+        kept: whether it is marked as one that stays (`trainflow follow` marks the best).
     """
 
     root: Store
@@ -51,6 +53,7 @@ class Entry:
     problems: tuple[str, ...] = ()
     best: bool = False
     readers: tuple[str, ...] = ()
+    kept: bool = False
 
     @property
     def url(self) -> str:
@@ -72,6 +75,7 @@ class Entry:
             "url": self.url,
             "state": self.state,
             "best": self.best,
+            "kept": self.kept,
             "in_use": list(self.readers),
             "created": commit.created if commit else None,
             "files": len(commit.files) if commit else None,
@@ -135,7 +139,8 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
             problems = tuple(verify_files(store, info.commit, digests=False))
             using = tuple(map(str, list_readers(store)))
             state = "damaged" if problems else "good"
-            return Entry(root, name, info.step, state, info, problems, info.step == best, using)
+            is_best, kept = info.step == best, is_kept(store)
+            return Entry(root, name, info.step, state, info, problems, is_best, using, kept)
     except DamagedError as error:
         state = "newer version" if isinstance(error, NewerVersionError) else "damaged"
         return Entry(root, name, step, state, problems=(f"{COMMIT}: {error.message}",))
@@ -198,9 +203,9 @@ class Victim:
 def victims(found: Sequence[Entry], keep: int) -> list[Victim]:
     """What retention would remove of each run: the oldest beyond `keep`, and what interrupted saves left.
 
-    Never the best, the newest whose every byte is good and what is newer, the newest that can be resumed from, one that
-    a process reads or writes (or whose writer cannot be seen from here), what another program wrote, or what was set
-    aside as damaged.
+    Never the best, one that is marked to be kept, the newest whose every byte is good and what is newer, the newest
+    that can be resumed from, one that a process reads or writes (or whose writer cannot be seen from here), what
+    another program wrote, or what was set aside as damaged.
     """
     doomed: list[Victim] = []
     # Each run keeps its own newest ones, and a storage may hold several runs.
@@ -245,7 +250,8 @@ def listing(found: Sequence[Entry]) -> list[Text]:
 
 def _row(entry: Entry) -> tuple[str, str, str, str, str]:
     when = entry.info.commit.created if entry.info is not None else "-"
-    state = ", ".join([entry.state, *(["best"] if entry.best else []), *(["in use"] if entry.readers else [])])
+    notes = {"best": entry.best, "kept": entry.kept, "in use": bool(entry.readers)}
+    state = ", ".join([entry.state, *(note for note, holds in notes.items() if holds)])
     return str(entry.step), when, describe_bytes(entry.bytes), state, shown(entry.url)
 
 

@@ -18,7 +18,7 @@ from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import DamagedError, NewerVersionError, StorageError
 from trainer_lib.locks.claim import is_claim, read_claim
-from trainer_lib.locks.readers import list_readers, withdraw_if_unread
+from trainer_lib.locks.readers import is_protected, withdraw_if_unread
 from trainer_lib.storage import Store
 
 
@@ -141,7 +141,7 @@ def list_excess(
 
     The following are never in the list, although they count towards `keep`: the newest intact checkpoint and damaged
     ones after it; the newest that training can resume from, if the newest holds only a model; those in `protect` (the
-    best); those that a process is reading (`list_readers`).
+    best); those that a process is reading or that are kept (`is_protected`).
 
     Args:
         root: the folder of checkpoints.
@@ -159,7 +159,7 @@ def list_excess(
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
     # Oldest first.
-    free = (info for info in reversed(infos) if info.name not in spared and not list_readers(root.child(info.name)))
+    free = (info for info in reversed(infos) if info.name not in spared and not is_protected(root.child(info.name)))
     return list(itertools.islice(free, count))
 
 

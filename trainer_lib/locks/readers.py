@@ -19,11 +19,12 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from trainer_lib.commit import COMMIT, LIMIT
 from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.locks.keeping import KEEP
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -51,22 +52,37 @@ def protect_from_removal(store: Store) -> Iterator[None]:
 
 def list_readers(store: Store) -> list[Holder]:
     """List the processes that are reading a checkpoint now, as far as this machine can know."""
-    names = [name for name in store.children() if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
-    return [holder for name in names if (holder := _holder(store, name)) is not None and _counts(holder)]
+    return _readers(store, store.children())
 
 
-def withdraw_if_unread(store: Store) -> bool:
-    """Delete a checkpoint unless a process is reading it; False, and nothing is changed, if one is.
+def is_protected(store: Store, *, even_kept: bool = False) -> bool:
+    """Whether a checkpoint must not be removed now: a process is reading it, or it is kept (`locks.keeping`).
+
+    Args:
+        store: the checkpoint's folder.
+        even_kept: a mark that keeps it does not count.
+    """
+    names = store.children()
+    return (KEEP in names and not even_kept) or bool(_readers(store, names))
+
+
+def withdraw_if_unread(store: Store, *, even_kept: bool = False) -> bool:
+    """Delete a checkpoint unless a process is reading it or it is kept; False, and nothing is changed, then.
+
+    Args:
+        store: the checkpoint's folder.
+        even_kept: delete it although it is kept: its training has gone back to before it.
 
     Raises:
         StorageError: the checkpoint, or all of it but its commit, could not be deleted.
     """
-    if list_readers(store):
+    if is_protected(store, even_kept=even_kept):
         return False
     commit = store.read_if_exists(COMMIT, limit=LIMIT)
     # The commit goes first: whoever looks from now on finds no checkpoint.
     store.delete(COMMIT)
-    if commit is not None and list_readers(store):  # a reader came between the first look and the deletion
+    # A reader, or a mark, came between the first look and the deletion.
+    if commit is not None and is_protected(store, even_kept=even_kept):
         store.create(COMMIT, commit)
         return False
     store.delete_tree()
@@ -112,6 +128,11 @@ class _Mark:
     def _drop(self, name: str) -> None:
         with contextlib.suppress(StorageError):
             self._store.delete(name)
+
+
+def _readers(store: Store, names: Sequence[str]) -> list[Holder]:
+    marks = [name for name in names if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
+    return [holder for name in marks if (holder := _holder(store, name)) is not None and _counts(holder)]
 
 
 def _has_commit(store: Store) -> bool:

@@ -5,7 +5,7 @@
     save          -> wait for the save under way; take a snapshot; write it, or start writing it in the background;
                      the files of an overridden `save_model` are written here and now, from weights that stand still
     committed     -> the older checkpoints beyond `save_total_limit` are removed, except the best, the newest intact
-                     one, and those that are read or pushed
+                     one, and those that are read, kept or pushed
     observed      -> at the next step boundary: `on_save`, and the push
     failed        -> training goes on until `max_failed_saves` in a row have failed
 """
@@ -86,7 +86,8 @@ class Checkpoints:
         def remove() -> None:
             for info in list_checkpoints(self.root()):
                 if after < info.step <= until and info.name not in spared:
-                    withdraw_if_unread(self.root().child(info.name))
+                    # Also the best of an evaluation beside this training: its weights are given up.
+                    withdraw_if_unread(self.root().child(info.name), even_kept=True)
 
         try:
             self._internals.world.run_on_main_process(remove)
