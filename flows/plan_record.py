@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flows.sizes import describe_seconds, describe_size
+from flows.sizes import describe_bytes, describe_seconds
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import StorageError
@@ -68,7 +68,7 @@ class Comparison:
             return ""
         if self.unit == "s":
             return describe_seconds(value)
-        return describe_size(int(value)) if self.unit == "bytes" else f"{value:,.0f}"
+        return describe_bytes(int(value)) if self.unit == "bytes" else f"{value:,.0f}"
 
 
 def read_plan_record(folder: Store) -> dict[str, Any]:

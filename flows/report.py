@@ -28,7 +28,7 @@ from urllib.parse import quote, urlsplit
 import jinja2
 from markupsafe import Markup
 
-from flows.sizes import describe_seconds, describe_size
+from flows.sizes import describe_bytes, describe_seconds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
@@ -297,7 +297,7 @@ def _files(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     for stage in result.get("stages", ()):
         files = (stage.get("manifest") or {}).get("files") or ()
         rows = [
-            {"path": file["path"], "size": describe_size(int(file["size"])), "sha256": file["sha256"]} for file in files
+            {"path": file["path"], "size": describe_bytes(file["size"]), "sha256": file["sha256"]} for file in files
         ]
         if rows:
             found.append({"stage": stage["stage"], "rows": rows})

@@ -12,16 +12,6 @@ def describe_bytes(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def describe_size(count: int) -> str:
-    """Return a number of bytes with one decimal, for columns of them: ``2.0 MB``."""
-    amount = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"
-
-
 def describe_seconds(seconds: float) -> str:
     """Return a length of time, up to 100 s with one decimal: ``12.3 s``, ``3 min 05 s``, ``2 h 07 min``."""
     if seconds < 100:

@@ -13,6 +13,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.portable_model import TrainedModel, code_texts
 from tasks.tracking import TrackedRun
 from trainer_lib.commit import content_digest, read_commit
+from trainer_lib.data.column import LABELS
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
@@ -26,7 +27,6 @@ from trainer_lib.trackers.params import clean_key
 _RESAMPLES_BYTES = 16 << 20
 RESAMPLES = "resamples"  # of a split: a file of evaluate
 _STEP = re.compile(r"checkpoint-(\d+)")
-_LABELS = ("label", "labels", "label_ids")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _describe(
     digest = model_digest(description, weights)
     pinned = {"format": 1, "digest": digest}
     files = {**code_texts(trained), FILE: description.to_json(), PIN: json.dumps(pinned).encode()}
-    columns = {key: kind for key, kind in description.columns.items() if key not in ("row_id", *_LABELS)}
+    columns = {key: kind for key, kind in description.columns.items() if key not in ("row_id", *LABELS)}
     tags = {f"trainflow.{stage}": key for stage, key in description.stages.items()}
     tags |= {"trainflow.weights": places.weights if checkpoint is None else f"{model.url}/checkpoints/{checkpoint}"}
     tags |= {"trainflow.data_digest": data.content_digest, "trainflow.code_digest": description.code_digest}

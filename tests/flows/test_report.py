@@ -246,5 +246,5 @@ def test_a_plan_is_shown_beside_what_came_of_it() -> None:
     ]
     text = render_report({"name": "toy", "compared": rows})
     assert "Plan and outcome" in text
-    assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2.0 MB", "1.9 MB", "peak memory"))
+    assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2 MB", "1.9 MB", "peak memory"))
     assert "Plan and outcome" not in render_report({"name": "toy"})

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from trainer_lib.data.cache import FileCache
-from trainer_lib.data.columns import ROW_ID, Column
+from trainer_lib.data.column import Column
+from trainer_lib.data.columns import ROW_ID, column_of
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import FileEntry, Store
 
@@ -91,9 +92,7 @@ class ArrowSplit:
         getters = self._opened.get(shard)
         if getters is None:
             batch = self._map_batch(shard)
-            getters = {
-                field.name: _create_getter(batch.column(field.name), Column.of_field(field)) for field in batch.schema
-            }
+            getters = {field.name: _create_getter(batch.column(field.name), column_of(field)) for field in batch.schema}
             self._opened[shard] = getters
         return getters
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
+from trainer_lib.data.column import Column
 from trainer_lib.errors import DataError
 
 ROW_ID = "row_id"
@@ -26,56 +26,26 @@ _NOTE = b"trainflow"
 _MISSING = object()
 
 
-@dataclass(frozen=True)
-class Column:
-    """The type of a column.
+def arrow_field(name: str, column: Column) -> pa.Field:
+    """The Arrow field of a column; its metadata holds what Arrow's type does not express."""
+    # large_*: the plain types end at 2 GiB in one column.
+    plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(column.kind)
+    if plain is None:
+        # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
+        stored = "uint8" if column.dtype == "bool" and column.kind != "scalar" else column.dtype
+        plain = pa.from_numpy_dtype(np.dtype(stored))
+    if column.kind == "list":
+        plain = pa.large_list(plain)
+    elif column.kind == "array":
+        plain = pa.list_(plain, int(np.prod(column.shape)))
+    note = json.dumps({"kind": column.kind, "dtype": column.dtype, "shape": list(column.shape)})
+    return pa.field(name, plain, nullable=False, metadata={_NOTE: note.encode()})
 
-    Attributes:
-        kind: "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape).
-        dtype: NumPy name of the elements' type; empty for text and bytes.
-        shape: shape of an "array"; empty for other kinds.
-    """
 
-    kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """The type as text: ``float32[8,8]``, ``int64[*]``, ``string``."""
-        if self.kind == "list":
-            return f"{self.dtype}[*]"
-        if self.kind == "array":
-            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-        return self.dtype or self.kind
-
-    def field(self, name: str) -> pa.Field:
-        """The Arrow field; its metadata holds what Arrow's type does not express."""
-        # large_*: the plain types end at 2 GiB in one column.
-        plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(self.kind)
-        if plain is None:
-            # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
-            stored = "uint8" if self.dtype == "bool" and self.kind != "scalar" else self.dtype
-            plain = pa.from_numpy_dtype(np.dtype(stored))
-        if self.kind == "list":
-            plain = pa.large_list(plain)
-        elif self.kind == "array":
-            plain = pa.list_(plain, int(np.prod(self.shape)))
-        note = json.dumps({"kind": self.kind, "dtype": self.dtype, "shape": list(self.shape)})
-        return pa.field(name, plain, nullable=False, metadata={_NOTE: note.encode()})
-
-    @classmethod
-    def parse(cls, text: str) -> Column:
-        """The column whose text this is; the inverse of `str`."""
-        dtype, bracket, inside = text.removesuffix("]").partition("[")
-        if bracket:
-            return cls("list", dtype) if inside == "*" else cls("array", dtype, tuple(map(int, inside.split(","))))
-        return cls(text) if text in ("string", "bytes") else cls("scalar", text)
-
-    @classmethod
-    def of_field(cls, field: pa.Field) -> Column:
-        """The column whose `field` this is."""
-        note = json.loads((field.metadata or {})[_NOTE])
-        return cls(note["kind"], note["dtype"], tuple(note["shape"]))
+def column_of(field: pa.Field) -> Column:
+    """The column whose `arrow_field` this is."""
+    note = json.loads((field.metadata or {})[_NOTE])
+    return Column(note["kind"], note["dtype"], tuple(note["shape"]))
 
 
 class Schema:
@@ -89,7 +59,7 @@ class Schema:
     def __init__(self, columns: Mapping[str, Column], split: str) -> None:
         self.columns = dict(columns)
         self._split = split
-        self.arrow = pa.schema([column.field(name) for name, column in self.columns.items()])
+        self.arrow = pa.schema([arrow_field(name, column) for name, column in self.columns.items()])
 
     @classmethod
     def infer(cls, rows: Sequence[Mapping[str, Any]], split: str) -> Schema:
@@ -113,7 +83,7 @@ class Schema:
     @classmethod
     def of_arrow(cls, schema: pa.Schema, split: str) -> Schema:
         """The schema that a shard stores."""
-        return cls({field.name: Column.of_field(field) for field in schema}, split)
+        return cls({field.name: column_of(field) for field in schema}, split)
 
     def batch(self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool) -> pa.RecordBatch:
         """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.data.columns import ROW_ID, Column
+from trainer_lib.data.column import Column
+from trainer_lib.data.columns import ROW_ID
 from trainer_lib.errors import DataError
 from trainer_lib.suggestions import nearest
 

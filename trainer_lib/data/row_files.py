@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer_lib.data.columns import ROW_ID, Column
+from trainer_lib.data.column import Column
+from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.row_sources import PACKED, RowFile, format_of
 from trainer_lib.errors import DataError

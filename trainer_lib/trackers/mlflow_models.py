@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.data.column import Column
 from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
@@ -216,10 +217,10 @@ def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: b
     }
 
 
-def _type(kind: str) -> dict[str, Any]:
-    dtype, bracket, inside = kind.removesuffix("]").partition("[")
-    number = "double" if dtype.startswith(("float", "bfloat")) else "long"
-    found: dict[str, Any] = {"type": _TYPES.get(dtype, number)}
-    for _ in range(inside.count(",") + 1 if bracket else 0):
+def _type(text: str) -> dict[str, Any]:
+    column = Column.parse(text)
+    number = "double" if column.dtype.startswith(("float", "bfloat")) else "long"
+    found: dict[str, Any] = {"type": _TYPES.get(column.dtype or column.kind, number)}
+    for _ in range(1 if column.kind == "list" else len(column.shape)):
         found = {"type": "array", "items": found}
     return found

@@ -17,6 +17,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.records import from_record, to_record
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
 from trainer_lib.trackers.model_record import DIGEST_TAG
+from trainer_lib.trackers.model_versions import versions_of
 
 CANDIDATE = "candidate"
 CHAMPION = "champion"
@@ -205,7 +206,7 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
         aliases: dict[str, list[str]] = {}
         for alias, version in (model.aliases or {}).items():
             aliases.setdefault(str(version), []).append(alias)
-        for each in sorted(_versions(client, model.name), key=lambda one: -int(one.version)):
+        for each in sorted(versions_of(client, model.name), key=lambda one: -int(one.version)):
             score = each.tags.get(SCORE_TAG)
             shown = {key: value for key, value in json.loads(score).items() if key != "resampled"} if score else None
             verdict = each.tags.get(VERDICT_TAG)
@@ -221,13 +222,8 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
             }
 
 
-def _versions(client: Any, name: str) -> list[Any]:
-    quoted = name.replace("'", "''")
-    return list(client.search_model_versions(f"name='{quoted}'", max_results=10_000))
-
-
 def _find_version(client: Any, name: str, digest: str) -> str | None:
-    found = [each for each in _versions(client, name) if each.tags.get(DIGEST_TAG) == digest]
+    found = [each for each in versions_of(client, name) if each.tags.get(DIGEST_TAG) == digest]
     return str(min(found, key=lambda each: int(each.version)).version) if found else None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_lib.data.column import Column
+
 DIGEST_TAG = "trainflow.model_digest"
 FOLDER = "trainflow"
 """The folder of our files among a logged model's artifacts."""
@@ -39,13 +41,11 @@ def example_row(columns: dict[str, str]) -> dict[str, Any]:
     return {name: _example(kind) for name, kind in columns.items()}
 
 
-def _example(kind: str) -> Any:
-    dtype, bracket, inside = kind.removesuffix("]").partition("[")
-    if kind in ("string", "bytes"):
-        return "text" if kind == "string" else b""
-    value: Any = False if dtype == "bool" else 0.0 if dtype.startswith("float") else 0
-    if not bracket:
-        return value
-    for length in reversed([1] if inside == "*" else [int(each) for each in inside.split(",")]):
+def _example(text: str) -> Any:
+    column = Column.parse(text)
+    if column.kind in ("string", "bytes"):
+        return "text" if column.kind == "string" else b""
+    value: Any = False if column.dtype == "bool" else 0.0 if column.dtype.startswith("float") else 0
+    for length in reversed((1,) if column.kind == "list" else column.shape):
         value = [value] * length
     return value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -24,15 +25,22 @@ class ModelVersion(NamedTuple):
 def list_model_versions(client: MlflowClient) -> list[ModelVersion]:
     """Return every version in the registry. Raises what mlflow raises."""
     found: list[ModelVersion] = []
+    for each in versions_of(client):
+        tags = _tags_of(client, each.run_id) if each.run_id else {}
+        found.append(ModelVersion(each.name, str(each.version), each.run_id or "", each.source or "", tags))
+    return found
+
+
+def versions_of(client: MlflowClient, name: str | None = None) -> Iterator[Any]:
+    """Yield MLflow's own records of the versions of a model, or of every model. Raises what mlflow raises."""
+    quoted = None if name is None else name.replace("'", "''")
     token: str | None = None
     while True:
-        page = client.search_model_versions(max_results=_PAGE, page_token=token)
-        for each in page:
-            tags = _tags_of(client, each.run_id) if each.run_id else {}
-            found.append(ModelVersion(each.name, str(each.version), each.run_id or "", each.source or "", tags))
+        page = client.search_model_versions(quoted and f"name='{quoted}'", max_results=_PAGE, page_token=token)
+        yield from page
         token = page.token
         if not token:
-            return found
+            return
 
 
 def _tags_of(client: MlflowClient, run_id: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.column import LABELS
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.iterable import IterableLoader
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
-_ALWAYS_KEPT = ("label", "label_ids", "labels")  # the default collator turns the first two into `labels`
 _STRETCH = 50  # global batches that are sorted by length together
 
 
@@ -67,7 +67,7 @@ class Loaders:
         """Note the columns that the model's forward takes, and those of labels."""
         trainer, columns = self._trainer, self._internals.facts.forward.columns
         if trainer._signature_columns is None and columns is not None:
-            trainer._signature_columns = list(dict.fromkeys([*columns, *_ALWAYS_KEPT, *trainer.label_names]))
+            trainer._signature_columns = list(dict.fromkeys([*columns, *LABELS, *trainer.label_names]))
 
     def _kept_columns(self) -> set[str] | None:
         """The columns that stay; None when all do."""

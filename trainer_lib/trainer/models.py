@@ -38,7 +38,8 @@ def _is_a(model: object, package: str, name: str) -> bool:
 
 def is_transformers(model: object) -> bool:
     """Whether a model is a `transformers.PreTrainedModel`."""
-    return _is_a(model, "transformers", "PreTrainedModel")
+    # The module that defines it: the package itself would import it now, for seconds, although no model needs it.
+    return _is_a(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_peft(model: object) -> bool:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_lib.data.columns import Column
+from trainer_lib.data.column import Column
 from trainer_lib.data.row_files import RowReader
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError

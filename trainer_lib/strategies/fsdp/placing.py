@@ -92,7 +92,7 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
             return make()
     except RuntimeError as error:
         # Not imported here: a model that needs it has imported it.
-        kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+        kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
         if kind is None or "from_pretrained" not in str(error):
             raise
     load = kind.__dict__["from_pretrained"]

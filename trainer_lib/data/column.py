@@ -1,0 +1,39 @@
+"""`Column`: the type of a column of rows, and its text. Imports neither NumPy nor pyarrow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LABELS = ("label", "label_ids", "labels")
+"""Columns that hold labels whatever the model: the default collator turns the first two into `labels`."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """The type of a column.
+
+    Attributes:
+        kind: "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape).
+        dtype: NumPy name of the elements' type; empty for text and bytes.
+        shape: shape of an "array"; empty for other kinds.
+    """
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The type as text: ``float32[8,8]``, ``int64[*]``, ``string``."""
+        if self.kind == "list":
+            return f"{self.dtype}[*]"
+        if self.kind == "array":
+            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return self.dtype or self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> Column:
+        """The column whose text this is; the inverse of `str`."""
+        dtype, bracket, inside = text.removesuffix("]").partition("[")
+        if bracket:
+            return cls("list", dtype) if inside == "*" else cls("array", dtype, tuple(map(int, inside.split(","))))
+        return cls(text) if text in ("string", "bytes") else cls("scalar", text)
