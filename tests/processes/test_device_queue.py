@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,17 +44,16 @@ def owner(folder: Path, recipe: str = WAITING_RECIPE, **config: Any) -> Iterator
 
 def waiting() -> list[tickets.Ticket]:
     """The launches that wait now."""
-    queue = tickets.Queue()
-    try:
+    with contextlib.closing(tickets.Queue()) as queue, queue._locked(lambda: False):
         return [ticket for _, ticket in queue._living() if ticket.waits]
-    finally:
-        queue.close()
 
 
 def test_the_second_launch_waits_until_the_killed_first_one_has_left_the_device(tmp_path: Path) -> None:
     recipe = WAITING_RECIPE.replace('os.environ.get("MODE", "")', '"through"')
-    with owner(tmp_path / "a", env={"MODE": "deaf"}) as first, owner(tmp_path / "b", recipe) as second:
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(owner(tmp_path / "a", env={"MODE": "deaf"}, grace_s=3.0))
         first.wait_for(ready := tmp_path / "a" / "ready-0")
+        second = stack.enter_context(owner(tmp_path / "b", recipe))
         worker = psutil.Process(int(ready.read_text()))
         wait_until(lambda: len(waiting()) == 1, 60)
         os.kill(first.process.pid, signal.SIGKILL)
