@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from tasks.configs import PublishConfig
 from tasks.stage import progress as _progress
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import publish_key, publishes_code, versions
+from tasks.stage.keys import publish_key, publishes_code
 from tasks.stage.manifest import StageManifest
-from tasks.stage.model_lineage import add_lineage, changed_arguments, describe_lineage
+from tasks.stage.model_card import describe_card
+from tasks.stage.model_lineage import add_lineage, describe_lineage
 from tasks.stage.portable_model import (
     TrainedModel,
     asset_sources,
@@ -27,7 +27,8 @@ from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.hub.base import Content, Source
-from trainer_lib.hub.card import Card, render_card, tidy_metrics
+from trainer_lib.hub.card import render_card, tidy_metrics
+from trainer_lib.hub.card_sections import merge_card
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
@@ -36,8 +37,9 @@ from trainer_lib.storage import FileEntry, Store
 
 STAGE = "push-to-hub"
 MODEL = "model/"
+CARD = "README.md"
 # A file of the model with such a name would take the place of what the publication writes itself.
-_MADE_HERE = {"README.md", "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE, PROVENANCE_FILE}
+_MADE_HERE = {CARD, "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE, PROVENANCE_FILE}
 
 
 @stage_task(STAGE)
@@ -67,9 +69,14 @@ def push_to_hub(
 
     def work(attempt: StageAttempt) -> StageOutput:
         code = None if trained is None else trained.description.code_digest
-        content = add_lineage(bare, describe_lineage(name, inputs, code_digest=code))
         hub = open_hub(to, revision=config.revision, private=config.private)
+        card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
+        mine = replace(bare, texts={**bare.texts, CARD: card.encode()})
+        content = add_lineage(mine, describe_lineage(name, inputs, code_digest=code))
         done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
+        if not done.created:
+            message = f"{done.target} holds just this content already: no new revision"
+            _progress.publish({"event": "progress", "stage": STAGE, "message": message})
         home = f"{Store.open(context.storage).url}/"
         below = done.url.removeprefix(home) if done.url.startswith(home) else None
         facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below)
@@ -121,42 +128,15 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
         more = [entry for entry in evaluation.files if entry.path not in _MADE_HERE]
         files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
-    card = Card(
-        title=config.title or name,
-        description=config.description,
-        license=config.license,
-        tags=config.tags,
-        base_model=config.base_model,
-        metrics=metrics,
-        data_name=name,
-        data_digest=data.content_digest,
-        rows={name: split.rows for name, split in data.facts.splits.items()},
-        stage_keys={one.stage: one.key for one in inputs},
-        stage_digests={one.stage: one.content_digest for one in inputs},
-        arguments=changed_arguments(model),
-        facts=_facts(model.facts),
-        versions=versions(),
-        code_digest=None if trained is None else trained.description.code_digest,
-        columns=[] if trained is None else [name for name in trained.description.columns if name != "row_id"],
-        address=config.to if config.to and config.to.startswith("hf://") else None,
-        files=[FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())],
-    )
-    texts = {"README.md": render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
+    published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
+    card = describe_card(config, name, inputs, None if trained is None else trained.description, metrics, published)
+    texts = {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
     if trained is not None:
         weights = tuple(entry for entry in trained.description.weights if entry.path in files)
         files |= asset_sources(trained.description, data)
         texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)
-
-
-def _facts(model: TrainFacts) -> dict[str, Any]:
-    shown = {
-        "Parameters": model.parameters,
-        "Optimizer steps": model.global_step,
-        "Samples seen": model.global_samples,
-    }
-    return {label: value for label, value in shown.items() if value is not None}
 
 
 def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.hub_server import HubServer
+from tests.support.repository import ROOT
 from tests.support.runs import broken
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
@@ -137,6 +142,16 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
     ):
         with pytest.raises(DataError, match=words):
             loaded.predict(rows)  # type: ignore[arg-type]
+
+
+def test_the_code_on_the_card_runs_as_it_stands(folder: Path) -> None:
+    card = (_store(folder) / "hub" / "toy" / "README.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
+    command = [sys.executable, "-c", f"{program}\nprint(list(model.predict([{{'x': [0.25]}}])))"]
+    where = _only(_store(folder) / "hub" / "toy" / "revisions")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "['prediction']\n"), done.stderr
 
 
 def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,56 @@ def test_a_publication_below_a_storage_that_moved_is_found_and_shown_where_it_is
     assert Path(again.facts.published_url).is_dir()
     elsewhere = PublishConfig(to=f"{storage}-hub")
     assert _push(moved, elsewhere, _inputs(moved)).facts.below is None
+
+
+def test_what_the_author_writes_into_the_card_stays_when_a_better_model_is_published(storage: str) -> None:
+    first = _push(storage, PublishConfig(description="Reads digits."), _inputs(storage))
+    card = Path(storage) / "hub" / "digits" / "README.md"
+    assert (card.parent / "NEWEST").read_text() == f"revisions/{first.facts.revision}\n"
+    card.write_text(card.read_text().replace("*To be filled in by the author", "Not for cheques. *To be"))
+    better = _inputs(storage, accuracy=0.99)
+    second = _push(storage, PublishConfig(description="Reads digits."), better)
+    published = (Path(second.facts.published_url) / "README.md").read_text()
+    for text in (published, card.read_text()):
+        assert "Not for cheques." in text and "| accuracy | 0.99 |" in text and "0.984" not in text
+    assert second.facts.revision in card.read_text()
+    forced = _push(storage, PublishConfig(description="Reads digits."), better, force=True)
+    assert (forced.facts.created, forced.facts.revision) == (False, second.facts.revision)
+
+
+def test_the_authors_edits_on_the_hub_are_kept_in_the_next_commit(storage: str, hub: HubServer, tmp_path: Path) -> None:
+    from huggingface_hub import HfApi
+
+    to = PublishConfig(to="hf://org/digits")
+    _push(storage, to, _inputs(storage))
+    api = HfApi(endpoint=os.environ["HF_ENDPOINT"], token=os.environ["HF_TOKEN"])
+    path = Path(api.hf_hub_download("org/digits", "README.md", local_dir=str(tmp_path / "a")))
+    edited = path.read_text().replace("*To be filled in by the author", "Not for cheques. *To be")
+    api.upload_file(path_or_fileobj=edited.encode(), path_in_repo="README.md", repo_id="org/digits")
+    _push(storage, to, _inputs(storage, accuracy=0.99))
+    text = Path(api.hf_hub_download("org/digits", "README.md", local_dir=str(tmp_path / "b"))).read_text()
+    assert "Not for cheques." in text and "| accuracy | 0.99 |" in text
+
+
+def test_the_card_names_base_hardware_curve_and_the_librarys_own_way_to_load_it(storage: str) -> None:
+    inputs = _inputs(storage)
+    config = json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()
+    history = json.dumps([{"step": step, "loss": 1 / step, "epoch": 1.0} for step in range(1, 31)]).encode()
+    model = {"model/model.safetensors": b"w", "model/config.json": config, "history.json": history}
+    facts = TrainFacts(device="NVIDIA H100", world_size=8)
+    inputs["model"] = _stage(storage, "train", {"args": {}, "w": "bert"}, model, facts=facts)
+    manifest = _push(storage, PublishConfig(base_model="org/base@abc123", to=f"{storage}/other"), inputs)
+    text = (Path(manifest.facts.published_url) / "README.md").read_text()
+    data: Any = ModelCard(text).data
+    assert (data.library_name, data.base_model) == ("transformers", "org/base")
+    for part in (
+        'BertForSequenceClassification.from_pretrained(".")',
+        "Fine-tuned from `org/base` at revision `abc123`.",
+        "- Hardware: 8 x NVIDIA H100",
+        "| 30 | 0.0333333 |",
+    ):
+        assert part in text
+    assert len([line for line in text.splitlines() if line.startswith("| ") and "| 0." in line]) < 20
 
 
 def test_another_model_is_another_revision(storage: str) -> None:

@@ -94,5 +94,12 @@ class Hub(Protocol):
             DamagedError: a source changed since it was committed.
         """
 
+    def read_card(self) -> str | None:
+        """The README that people may have edited since the newest publication; None where there is none.
+
+        Raises:
+            ConfigError: the target may not be read. StorageError: it cannot be reached.
+        """
+
     def holds(self, revision: str, digest: str) -> bool:
         """Whether an earlier revision still exists with this content digest."""

@@ -1,18 +1,30 @@
 """The model card: a README with a YAML head for the Hub (model-index, licence, tags) and a text for people.
 
-Equal inputs give equal bytes. A card holds no date, run id or path, so publishing again changes nothing.
+Equal inputs give equal bytes. A card holds no date, run id or path, so publishing again changes nothing. What is
+renewed with each publication stands in marked sections (`card_sections`); the rest is the author's.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_lib.hub.card_sections import mark_section, remove_marks
+from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
+from trainer_lib.trackers.model_record import example_row
 from trainer_lib.trackers.names import is_measurement
 from trainer_lib.trackers.params import flatten_params
+
+_CURVE_ROWS = 12
+_LITERAL_VALUES = 8  # of an array that is written out
+_LIMITATIONS = """## Limitations
+
+*To be filled in by the author: what the model is not for, which data it was not measured on, known biases. This part,
+and everything else outside of the marked sections, is kept when the model is published again.*"""
 
 Metrics = Mapping[str, Mapping[str, float]]
 
@@ -36,7 +48,11 @@ class Card:
         datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
             their configurations, in one order.
         code_digest: SHA-256 of the code that is published with the model; None: there is none.
-        columns: names of the columns that the model is given.
+        columns: name -> type ("float32[8,8]") of the columns that the model is given.
+        loader: library and class that load the model from the files ("transformers", "AutoModel"); None: `load_model`.
+        base_revision: revision of the base model.
+        sources: name -> SHA-256 of what the data was made from.
+        curve: entries of the training's log, with their `step`.
         address: where the model is published; None: in this folder, wherever that is.
     """
 
@@ -62,7 +78,11 @@ class Card:
     dataset_names: Sequence[str] = ()
     dataset_args: Sequence[str] = ()
     code_digest: str | None = None
-    columns: Sequence[str] = ()
+    columns: Mapping[str, str] = field(default_factory=dict)
+    loader: tuple[str, str] | None = None
+    base_revision: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    curve: Sequence[Mapping[str, Any]] = ()
     address: str | None = None
 
 
@@ -74,12 +94,13 @@ def render_card(card: Card) -> str:
     parts = [
         f"---\n{head}---",
         # A line break would end the heading.
-        f"# {_join_lines(card.title)}",
-        card.description.strip(),
-        _render_results(card),
-        _render_training(card),
-        _render_usage(card),
-        _render_provenance(card),
+        f"# {_title(card)}",
+        mark_section("description", card.description.strip()),
+        mark_section("use", _render_usage(card)),
+        mark_section("results", _render_results(card)),
+        _LIMITATIONS,
+        mark_section("training", _render_training(card)),
+        mark_section("provenance", _render_provenance(card)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -119,7 +140,7 @@ def _render_head(card: Card) -> dict[str, Any]:
         head["metrics"] = names
     results = [result for split, values in card.metrics.items() if (result := _describe_result(card, split, values))]
     if results:
-        head["model-index"] = [{"name": _join_lines(card.title), "results": results}]
+        head["model-index"] = [{"name": _title(card), "results": results}]
     lineage = {"data_digest": card.data_digest, "stage_keys": dict(card.stage_keys)}
     head["trainflow"] = {key: value for key, value in lineage.items() if value}
     return head
@@ -154,6 +175,9 @@ def _render_results(card: Card) -> str:
 
 def _render_training(card: Card) -> str:
     parts = []
+    if card.base_model:
+        revision = f" at revision `{_escape(card.base_revision)}`" if card.base_revision else ""
+        parts.append(f"Fine-tuned from `{_escape(card.base_model)}`{revision}.")
     if card.rows:
         parts.append(
             _render_table(["split", "rows"], [[_escape(split), f"{rows:,}"] for split, rows in card.rows.items()])
@@ -165,7 +189,26 @@ def _render_training(card: Card) -> str:
     if arguments:
         rows = [[f"`{_escape(name)}`", _escape(value)] for name, value in sorted(arguments.items())]
         parts.append(_render_table(["argument", "value"], rows))
+    if curve := _render_curve(card.curve):
+        parts.append(curve)
     return "## Training\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _render_curve(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The losses while training as a table of few rows, the last step included; empty without any."""
+    steps: dict[int, dict[str, float]] = {}
+    for entry in entries:
+        losses = {name: entry[name] for name in ("loss", "eval_loss") if isinstance(entry.get(name), int | float)}
+        if losses and isinstance(entry.get("step"), int):
+            steps.setdefault(entry["step"], {}).update(losses)
+    if not steps:
+        return ""
+    ordered = sorted(steps)
+    # Counted from the end, so that the last step is one of them.
+    kept = sorted(set(ordered[:: -max(1, math.ceil(len(ordered) / _CURVE_ROWS))]))
+    names = [name for name in ("loss", "eval_loss") if any(name in steps[step] for step in kept)]
+    rows = [[f"{step:,}", *(_format(steps[step].get(name)) for name in names)] for step in kept]
+    return _render_table(["optimizer step", *names], rows)
 
 
 def _render_usage(card: Card) -> str:
@@ -174,16 +217,34 @@ def _render_usage(card: Card) -> str:
 
 
 def _render_loading(card: Card) -> str:
-    """How to predict with the whole model, code included."""
-    if card.code_digest is None:
-        return ""
-    columns = ", ".join(f'"{name}": …' for name in card.columns)
-    return (
-        "```python\nfrom trainer_lib import load_model\n\n"
-        "# The model's code is executed: read it below code/, then name the SHA-256 of what you have read.\n"
-        f'model = load_model("{card.address or "."}", trust_code="{card.code_digest}")\n'
-        f"model.predict([{{{columns}}}])\n```"
-    )
+    """How to load the model by its own library, and how to predict with all of it, code included."""
+    parts = []
+    address = card.address or "."
+    if card.loader is not None:
+        library, loader = card.loader
+        name = address.removeprefix("hf://").partition("@")[0]
+        parts.append(f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```')
+    if card.code_digest is not None:
+        columns = ", ".join(f'"{name}": {_render_example(kind)}' for name, kind in card.columns.items())
+        numpy = "import numpy as np\n" if "np." in columns else ""
+        parts.append(
+            f"```python\n{numpy}from trainer_lib import load_model\n\n"
+            "# The model's code is executed: read it below code/, then name the SHA-256 of what you have read.\n"
+            f'model = load_model("{address}", trust_code="{card.code_digest}")\n'
+            f"model.predict([{{{columns}}}])\n```"
+        )
+    if parts and address == ".":
+        parts.append('Run it in the folder of this revision, or name that folder in place of ".".')
+    return "\n\n".join(parts)
+
+
+def _render_example(kind: str) -> str:
+    """A value of a column's type, as Python: zeros, which show nothing of the data."""
+    dtype, bracket, inside = kind.removesuffix("]").partition("[")
+    shape = [int(each) if each.strip().isdigit() else 1 for each in inside.split(",")] if bracket else []
+    if math.prod(shape) > _LITERAL_VALUES:
+        return f"np.zeros({tuple(shape)}, {dtype!r})".replace("'", '"')
+    return json.dumps(example_row({"": kind})[""]).replace("false", "False") if kind != "bytes" else 'b""'
 
 
 def _render_weights(card: Card) -> str:
@@ -200,6 +261,9 @@ def _render_provenance(card: Card) -> str:
     parts = ["## Provenance\n\nEvery file can be traced to the data and the code it was made from."]
     if card.data_digest:
         parts.append(f"Training data: sha256 `{card.data_digest}`.")
+    if card.sources:
+        rows = [[_escape(mask(name)), f"`{_escape(digest)}`"] for name, digest in card.sources.items()]
+        parts.append(_render_table(["source of the data", "digest"], rows))
     stages = [
         [_escape(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
     ]
@@ -216,6 +280,10 @@ def _render_provenance(card: Card) -> str:
 def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _title(card: Card) -> str:
+    return _join_lines(remove_marks(card.title))
 
 
 def _join_lines(text: str) -> str:

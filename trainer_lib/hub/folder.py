@@ -1,10 +1,11 @@
 """A folder on any store as an offline hub.
 
+    <target>/README.md  NEWEST    for people: the newest card, which they may edit, and the path of its revision
     <target>/revisions/<00001>-<content digest[:16]>/{README.md, model.safetensors, …, COMMIT.json}
 
 By the protocol of `trainer_lib.commit`, a revision is either committed or absent. The newest revision has the highest
-number. History stays: nothing is renamed or overwritten, and no reader depends on a pointer file. A lease on the target
-keeps two publishers apart. The next publisher removes what a killed one left without a COMMIT.json.
+number. History stays: no revision is renamed or overwritten, and no program depends on the two files for people. A
+lease on the target keeps two publishers apart. The next publisher removes what a killed one left without a COMMIT.json.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from typing import Any
 from trainer_lib.commit import Commit, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
+from trainer_lib.hub.card_sections import choose_card, insert_section
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
 REVISIONS = "revisions"
+CARD = "README.md"
+POINTER = "NEWEST"
 MAIN = "main"
 CHUNK_BYTES = 8 << 20
+_CARD_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class FolderHub:
             return False
         return not verify_files(found.store, found.commit)
 
+    def read_card(self) -> str | None:
+        """The README.md beside the revisions; None without one, and for another branch than main."""
+        present = self._root.read_if_exists(CARD, limit=_CARD_BYTES) if self.branch == MAIN else None
+        return None if present is None else present.decode(errors="replace")
+
     def publish(self, content: Content, *, message: str) -> Published:
         """Copy the files into a new revision and commit it, unless the newest one is intact and holds this content."""
         lease = acquire_lease(self._root)
@@ -69,6 +79,7 @@ class FolderHub:
             revisions = self.revisions()
             # Only the newest: to publish an older content again is a new revision.
             if revisions and self._holds_content(revisions[0], content):
+                self._point_to(revisions[0])
                 return self._describe_result(revisions[0], created=False)
             # Damaged revisions count as well: their numbers are never used again.
             number = 1 + max((_parse_number(name) for name in self._list_names()), default=0)
@@ -84,7 +95,21 @@ class FolderHub:
                 "lineage": dict(content.lineage),
             }
             commit = write_commit(store, "published", entries, meta, guard=lease.ensure_held)
-            return self._describe_result(Revision(number, name, self.branch, store, commit), created=True)
+            made = Revision(number, name, self.branch, store, commit)
+            self._point_to(made)
+            return self._describe_result(made, created=True)
+
+    def _point_to(self, revision: Revision) -> None:
+        """Write the files for people, where they do not say it already: the card, and where the newest revision is."""
+        if self.branch != MAIN:
+            return
+        where = f"{REVISIONS}/{revision.name}"
+        published = (revision.store.read_if_exists(CARD, limit=_CARD_BYTES) or b"").decode(errors="replace")
+        card = choose_card(self.read_card(), published, field=self.target)
+        shown = insert_section(card, "revision", f"Newest revision: [{where}]({where})")
+        for name, text in ((CARD, shown.encode()), (POINTER, f"{where}\n".encode())):
+            if self._root.read_if_exists(name, limit=_CARD_BYTES) != text:
+                self._root.write_bytes(name, text)
 
     def _holds_content(self, revision: Revision, content: Content) -> bool:
         return revision.commit.content_digest == content.digest and not verify_files(revision.store, revision.commit)

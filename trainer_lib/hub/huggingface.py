@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RECORD = "trainflow.json"  # files and lineage of our newest publication, for people and for deleting stale files
 MAX_RECORD_BYTES = 16 << 20
+CARD = "README.md"
 MAIN = "main"
 _HTTP_CLIENTS = {"httpx", "httpx2", "httpcore", "requests"}  # used by the versions of huggingface_hub
 MAX_MEMORY_BYTES = 1 << 20  # a larger file of a remote store is staged on the local disk
@@ -82,6 +83,19 @@ class HuggingFaceHub:
             entries = [FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in record.get("files", ())]
             is_complete = all(entry.path in tree and _has_same_size(tree[entry.path], entry) for entry in entries)
             return bool(entries) and is_complete and content_digest(entries) == digest
+
+    def read_card(self) -> str | None:
+        """The card at the head of the branch; None without repository, branch or card."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+        with self.errors_translated(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+            try:
+                path = _open_api(self._token).hf_hub_download(
+                    self.repo, CARD, revision=self.branch, local_dir=folder, repo_type="model"
+                )
+            except (RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+                return None
+            return Path(path).read_text(encoding="utf-8", errors="replace")
 
     def publish(self, content: Content, *, message: str) -> Published:
         """Commit the files that differ from the head of the branch, if any."""

@@ -1,0 +1,122 @@
+"""What the card of a published model says: from the manifests of the stages that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tasks.configs import PublishConfig
+from tasks.stage.facts import TrainFacts
+from tasks.stage.goodput import Goodput
+from tasks.stage.keys import versions
+from tasks.stage.manifest import StageManifest
+from tasks.stage.model_lineage import MODEL, changed_arguments, describe_lineage
+from tasks.stage.progress import duration
+from tasks.stage.retry import Ledger
+from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.card import Card
+from trainer_lib.model_folder.description import ModelDescription
+from trainer_lib.storage import FileEntry
+
+LABELS = ("label", "labels", "label_ids")
+_CONFIG_BYTES = 16 << 20
+_HISTORY_BYTES = 256 << 20
+
+
+def describe_card(
+    config: PublishConfig,
+    name: str,
+    inputs: Sequence[StageManifest],
+    trained: ModelDescription | None,
+    metrics: Mapping[str, Mapping[str, float]],
+    files: Sequence[FileEntry],
+) -> Card:
+    """The content of the card.
+
+    Args:
+        name: the pipeline's name.
+        inputs: the manifests of prepare-data, train and, where there is one, evaluate.
+        trained: the description of the model with its code; None: the weights are published alone.
+        metrics: split -> name -> value.
+        files: what is published besides the card.
+    """
+    data, model = inputs[0], inputs[1]
+    base, _, base_revision = (config.base_model or "").partition("@")
+    columns = {} if trained is None else {key: kind for key, kind in trained.columns.items() if key != "row_id"}
+    loader = _loader(model)
+    return Card(
+        title=config.title or name,
+        description=config.description,
+        license=config.license,
+        tags=config.tags,
+        base_model=base or None,
+        base_revision=base_revision or None,
+        metrics=metrics,
+        data_name=name,
+        data_digest=data.content_digest,
+        rows={split: each.rows for split, each in data.facts.splits.items()},
+        sources={each.source: each.digest for each in describe_lineage(name, [data]).sources},
+        stage_keys={one.stage: one.key for one in inputs},
+        stage_digests={one.stage: one.content_digest for one in inputs},
+        arguments=changed_arguments(model),
+        facts=_facts(model),
+        curve=_history(model),
+        versions=versions(),
+        library="trainflow" if loader is None else loader[0],
+        loader=loader,
+        code_digest=None if trained is None else trained.code_digest,
+        columns={key: kind for key, kind in columns.items() if key not in LABELS},
+        address=config.to if config.to and config.to.startswith("hf://") else None,
+        files=files,
+    )
+
+
+def _facts(model: StageManifest[TrainFacts]) -> dict[str, Any]:
+    facts = model.facts
+    device = facts.environment.get("processor") if facts.device == "CPU" else facts.device
+    hardware = f"{facts.world_size or 1} x {device or facts.device}" if facts.device else None
+    shown = {
+        "Parameters": facts.parameters,
+        "Optimizer steps": facts.global_step,
+        "Samples seen": facts.global_samples,
+        "Hardware": hardware,
+        "Training time": _training_time(model),
+    }
+    return {label: value for label, value in shown.items() if value is not None}
+
+
+def _training_time(model: StageManifest) -> str | None:
+    """The time of all attempts, with what was lost; None where it is not recorded."""
+    try:
+        seconds = Goodput.of(Ledger(model.store())).all_s
+    except TrainflowError:
+        return None
+    return duration(seconds) if seconds > 0 else None
+
+
+def _history(model: StageManifest) -> list[dict[str, Any]]:
+    """The trainer's log, which lies beside the model; empty for one that an older version trained."""
+    try:
+        found = json.loads(model.store().read_if_exists("history.json", limit=_HISTORY_BYTES) or b"[]")
+    except (TrainflowError, ValueError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+
+def _loader(model: StageManifest) -> tuple[str, str] | None:
+    """The library and the class whose `from_pretrained` loads the model; None for a model of another kind."""
+    names = {entry.path.removeprefix(MODEL) for entry in model.files}
+    if "adapter_config.json" in names:
+        return "peft", "AutoPeftModel"
+    if "config.json" not in names:
+        return None
+    try:
+        config = json.loads(model.store().read_bytes(f"{MODEL}config.json", limit=_CONFIG_BYTES))
+    except (TrainflowError, ValueError):
+        return None
+    if not isinstance(config, dict) or "model_type" not in config:
+        return None
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else "AutoModel"
+    return "transformers", str(first) if str(first).isidentifier() else "AutoModel"

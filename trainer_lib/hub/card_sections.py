@@ -1,0 +1,105 @@
+"""A model card that is renewed without losing what its author wrote.
+
+What trainflow writes stands between two comments, `<!-- trainflow:results -->` and `<!-- /trainflow:results -->`.
+Everything else is the author's, and so are fields of the YAML head that trainflow does not set.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.yaml_text import YamlProblem, dump_yaml, parse_yaml
+
+_SECTION = re.compile(r"<!-- trainflow:(?P<name>[a-z-]+) -->\n.*?<!-- /trainflow:(?P=name) -->\n?", re.DOTALL)
+_GONE = "<!-- trainflow: gone -->"
+_MARK = re.compile(r"<!-- /?trainflow:[a-z-]+ -->")
+
+
+def mark_section(name: str, text: str) -> str:
+    """The text between the marks of a section; empty text stays empty."""
+    inside = remove_marks(text)
+    return f"<!-- trainflow:{name} -->\n{inside}\n<!-- /trainflow:{name} -->" if inside.strip() else ""
+
+
+def remove_marks(text: str) -> str:
+    """The text without marks of sections, which a title or a description might hold."""
+    return _MARK.sub("", text)
+
+
+def merge_card(present: str | None, generated: str, *, field: str = "README.md") -> str:
+    """The card that is there, with the sections and the head's fields that were generated in place of its own.
+
+    A section that the author removed comes back at the end. A card without any section of ours keeps its text, and
+    gets all of them, unless trainflow wrote it before it marked its sections: then the new card takes its place.
+
+    Args:
+        present: the card that is there; None: there is none.
+        field: where it is, for errors.
+
+    Raises:
+        ConfigError: the head of the present card is not YAML.
+    """
+    new = _sections(generated)
+    if present is None or not present.strip() or not new:
+        return generated
+    head, text = _split(present, field=field)
+    if "trainflow" in head and not _SECTION.search(text):
+        return generated
+    new_head, _ = _split(generated, field=field)
+    merged = {**head, **new_head}
+    tags = [*_as_list(head.get("tags")), *_as_list(new_head.get("tags"))]
+    if tags:
+        merged["tags"] = list(dict.fromkeys(tags))
+    known = {found["name"] for found in _SECTION.finditer(text)}
+    # One that is not written any more goes with the empty lines behind it, or they would add up.
+    text = _SECTION.sub(lambda found: new.get(found["name"], _GONE), text)
+    text = re.sub(f"{_GONE}\\n*", "", text).strip()
+    added = [section.strip() for name, section in new.items() if name not in known]
+    return "\n\n".join([f"---\n{dump_yaml(merged)}---", *filter(None, [text]), *added]) + "\n"
+
+
+def choose_card(present: str | None, published: str, *, field: str = "README.md") -> str:
+    """The card to show beside a publication: the published one, with what a person wrote in the present one.
+
+    A card without sections of ours takes the place of one that had them, and of nothing else.
+    """
+    if present is None or _SECTION.search(published):
+        return merge_card(present, published, field=field)
+    return published if _SECTION.search(present) else present
+
+
+def insert_section(card: str, name: str, text: str) -> str:
+    """The card with one more section, behind its first heading."""
+    bare = _SECTION.sub(lambda found: "" if found["name"] == name else found[0], card)
+    lines = [*bare.strip().split("\n"), ""]
+    behind_head = lines.index("---", 1) + 1 if lines[0] == "---" and "---" in lines[1:] else 0
+    headings = (number + 1 for number, line in enumerate(lines) if number >= behind_head and line.startswith("# "))
+    place = next(headings, behind_head)
+    before, after = "\n".join(lines[:place]).strip(), "\n".join(lines[place:]).strip()
+    return "\n\n".join(filter(None, [before, mark_section(name, text), after])) + "\n"
+
+
+def _sections(card: str) -> dict[str, str]:
+    return {found["name"]: found[0] for found in _SECTION.finditer(card)}
+
+
+def _split(card: str, *, field: str) -> tuple[dict[str, Any], str]:
+    """Head and text; an empty head where the card has none."""
+    parts = card.replace("\r\n", "\n").split("---\n", 2)
+    if len(parts) < 3 or parts[0].strip():
+        return {}, card
+    try:
+        head = parse_yaml(parts[1])
+    except YamlProblem as problem:
+        raise ConfigError(
+            f"The head of the model card that is published there is not YAML: {problem}",
+            field=field,
+            remedy="Correct the lines between --- there, then publish again.",
+        ) from problem
+    return (head if isinstance(head, dict) else {}), parts[2]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())
