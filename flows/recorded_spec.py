@@ -40,7 +40,7 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
             spec fails.
         StorageError: the storage cannot be read, or this user's cache not be written.
     """
-    raw = _read_spec(storage, run)
+    raw = read_spec_record(storage, run)
     store = Store.open(storage)
     raw = {**raw, "storage": str(store.local_path()) if store.is_local else store.url}
     spec = parse_spec(raw)
@@ -54,7 +54,12 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
     return spec
 
 
-def _read_spec(storage: str, run: PastRun) -> dict[str, Any]:
+def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
+    """The spec that a run recorded, as plain data.
+
+    Raises:
+        ConfigError: it is gone or torn.
+    """
     from trainer_lib.yaml_text import YamlProblem, parse_yaml
 
     data = run_folder(storage, run.id).read_if_exists(SPEC_FILE, limit=_SPEC_BYTES)

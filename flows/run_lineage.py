@@ -18,7 +18,7 @@ from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.description import SOURCE
-from trainer_lib.model_folder.lineage import FILE, LIMIT, Lineage, StageLink, read_lineage
+from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink
 from trainer_lib.storage import FileEntry, Store
 
 _KEPT = (SPEC_FILE, ARGUMENTS_FILE, KEYS_FILE, MODEL_FILE)
@@ -36,16 +36,6 @@ def write_lineage(storage: str, folder: Store, record: Mapping[str, Any]) -> Non
     """
     lineage = compose_lineage(storage, folder, record, files=tuple(_kept_files(folder)))
     folder.write_bytes(FILE, lineage.to_json())
-
-
-def read_run_lineage(folder: Store) -> Lineage | None:
-    """The lineage that a run wrote when it ended; None before that.
-
-    Raises:
-        DamagedError: the file is too large. ConfigError: it is damaged, or a newer version wrote it.
-    """
-    data = folder.read_if_exists(FILE, limit=LIMIT)
-    return None if data is None else read_lineage(data, f"{folder.url}/{FILE}")
 
 
 def compose_lineage(

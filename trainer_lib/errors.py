@@ -14,7 +14,8 @@
     |   |-- StoreUnreachableError     14   a store does not answer                            retried for minutes
     |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
     |   |-- DamagedError              16   a committed file is missing or has other bytes     never retried
-    |   |   `-- NewerVersionError      2   a newer trainflow wrote it                         never retried
+    |   |   |-- NewerVersionError      2   a newer trainflow wrote it                         never retried
+    |   |   `-- BrokenLineageError    16   a link of a lineage does not hold                  never retried
     |   `-- LeaseLostError            17   another process took the directory over            never retried
     |-- InfrastructureError           18   a worker died, the rendezvous failed               retried
     |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
@@ -204,6 +205,12 @@ class NewerVersionError(DamagedError):
     title = "written by a newer version"
 
 
+class BrokenLineageError(DamagedError):
+    """A link between data, stages, checkpoints, runs and publications is not as it was recorded."""
+
+    title = "lineage broken"
+
+
 class LeaseLostError(StorageError):
     """Another process has taken this directory over, so our work in it must not be committed."""
 
@@ -277,6 +284,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         StorageFullError,
         DamagedError,
         NewerVersionError,
+        BrokenLineageError,
         LeaseLostError,
         InfrastructureError,
         HangError,

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from flows.cli import checkpoints, presentation, terminal
+from flows.cli.chain import lineage, verify
 from flows.cli.cleaning import collect_garbage
 from flows.cli.execution import execute
 from flows.cli.join import follow, follower_config, join
@@ -212,6 +213,8 @@ app.command("gc")(collect_garbage)
 for command in (status, runs, show, compare, logs, tag, sync, serve, deploy, watch, join, predict, models, promote):
     app.command()(command)
 app.command()(rollback)
+app.command()(lineage)
+app.command()(verify)
 
 
 if __name__ == "__main__":

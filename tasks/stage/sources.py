@@ -64,6 +64,11 @@ def find_absent(sources: Sequence[str]) -> list[str]:
     return [source for source, kind, rest in kinds if kind == "local" and not Path(rest).exists()]
 
 
+def find_remote(sources: Sequence[str]) -> list[str]:
+    """The sources that lie on a store or a server."""
+    return [source for source in sources if _kind(source, "prepare.sources")[0] in ("store", "http")]
+
+
 def resolve(sources: Sequence[str]) -> tuple[str, ...]:
     """The sources as a recipe gets them: a local one as an absolute path, any other as it is declared."""
     kinds = [_kind(source, "prepare.sources") for source in sources]

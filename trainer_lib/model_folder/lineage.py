@@ -18,15 +18,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.records import from_record, to_record
 from trainer_lib.secrets import mask_value
-from trainer_lib.storage import FileEntry, relative_problem
+from trainer_lib.storage import FileEntry, Store, relative_problem
 
 FILE = "lineage.json"
 FORMAT = 1
 LIMIT = 16 * 2**20
 """The largest file that is read, in bytes."""
+_REMEDY = "Nothing in it was used. Get the folder from where it was published."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _CHECKPOINT = re.compile(r"checkpoint-\d{1,18}")
@@ -127,7 +128,7 @@ def read_lineage(data: bytes, where: str) -> Lineage:
         where: address of the file, for errors.
 
     Raises:
-        ConfigError: trainflow did not write this, or a newer version did.
+        ConfigError: trainflow did not write this, or a newer version did. DamagedError: its seal does not fit.
     """
     try:
         record = json.loads(data)
@@ -142,8 +143,7 @@ def read_lineage(data: bytes, where: str) -> Lineage:
             remedy="Read it with the version of trainflow that wrote it.",
         )
     seal = record.pop("seal", None)
-    if seal != _seal(record):
-        raise _bad("was altered after it was written: its seal does not fit", where)
+    expected = _seal(record)
     record.pop("format")
     try:
         lineage = from_record(Lineage, record, name=FILE, ignore_unknown=True)
@@ -151,7 +151,25 @@ def read_lineage(data: bytes, where: str) -> Lineage:
         raise _bad(f"has another form ({error})", where) from error
     for problem in _problems(lineage):
         raise _bad(problem, where)
+    if seal != expected:
+        raise DamagedError(
+            "The lineage was altered after it was written: its seal does not fit.", field=where, remedy=_REMEDY
+        )
     return lineage
+
+
+def read_lineage_file(folder: Store) -> Lineage | None:
+    """The lineage in a folder; None without one.
+
+    Raises:
+        ConfigError, DamagedError: as `read_lineage`. StorageError: the folder cannot be read.
+    """
+    where = f"{folder.url}/{FILE}"
+    try:
+        data = folder.read_if_exists(FILE, limit=LIMIT)
+    except DamagedError as error:
+        raise _bad(f"has more than {LIMIT:,} bytes", where) from error
+    return None if data is None else read_lineage(data, where)
 
 
 def _problems(lineage: Lineage) -> Iterator[str]:
@@ -189,8 +207,4 @@ def _seal(record: dict[str, Any]) -> str:
 
 
 def _bad(what: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"The lineage {what}.",
-        field=where,
-        remedy="Nothing in it was used. Get the folder from where it was published.",
-    )
+    return ConfigError(f"The lineage {what}.", field=where, remedy=_REMEDY)

@@ -1,0 +1,350 @@
+"""The chain is found from any link; a changed byte is caught at every link; what is out of reach does not count."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.lineage_chain import Chain, find_chain
+from flows.lineage_checks import LinkCheck, require_held, verify_chain
+from tasks.configs import TrackingConfig
+from tests.support.command import trainflow
+from tests.support.hub_server import HubServer
+from tests.support.runs import ran, run
+from trainer_lib.commit import write_commit
+from trainer_lib.errors import BrokenLineageError, ConfigError, DamagedError
+from trainer_lib.model_folder.lineage import FILE, read_lineage_file
+from trainer_lib.storage import Store
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+STAGES = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
+CHECKPOINTS = ["checkpoint-4", "checkpoint-8"]
+
+
+def _only(folder: Path) -> Path:
+    [found] = [each for each in folder.iterdir() if each.is_dir()]
+    return found
+
+
+def _published(folder: Path) -> Path:
+    return _only(_only(folder / "store" / "hub") / "revisions")
+
+
+def _run(folder: Path) -> Path:
+    return _only(folder / "store" / "runs")
+
+
+def _checked(address: object, **how: Any) -> dict[str, LinkCheck]:
+    found = verify_chain(find_chain(str(address), lenient=True, **how), TrackingConfig())
+    return {check.link: check for check in found}
+
+
+def _states(checks: dict[str, LinkCheck], state: str) -> list[str]:
+    return [link for link, check in checks.items() if check.state == state]
+
+
+def _flip(path: Path, at: bytes = b"") -> None:
+    """Change one byte: the first one after `at`, else the one in the middle."""
+    data = bytearray(path.read_bytes())
+    position = data.index(at) + len(at) if at else len(data) // 2
+    data[position] = data[position] ^ 1
+    path.write_bytes(data)
+
+
+# -- the chain --------------------------------------------------------------------------------------------------------
+
+
+def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
+    store = folder / "store"
+    record = json.loads((_run(folder) / "run.json").read_text())
+    train = _only(store / "stages" / "train")
+    addresses: dict[str, str] = {
+        str(_run(folder)): "run",
+        str(_published(folder)): "publication",
+        str(store / "hub" / "toy"): "publication",
+        str(train): "stage",
+        str(_only(store / "stages" / "predict")): "stage",
+        str(train / "checkpoints" / "checkpoint-4"): "checkpoint",
+    }
+    found: dict[str, Chain] = {each: find_chain(each) for each in addresses}
+    words = (record["mlflow_run_id"], _run(folder).name, _run(folder).name[:6], record["run_name"], "last")
+    found |= {word: find_chain(word, home=str(store)) for word in words}
+    for address, chain in found.items():
+        assert chain.kind == addresses.get(address, "run")
+        assert [link.stage for link in chain.lineage.stages] == STAGES, address
+        assert chain.run is not None and chain.run.id == _run(folder).name
+        assert chain.publication is not None and chain.publication.url == str(_published(folder))
+        assert [each.name for each in chain.lineage.checkpoints] == CHECKPOINTS
+        assert chain.lineage.exported == "checkpoint-8"
+        assert chain.lineage.mlflow_run_id == record["mlflow_run_id"]
+        assert chain.lineage.publication is not None
+        assert chain.lineage.publication.revision == _published(folder).name
+
+
+def test_the_published_lineage_holds_neither_times_nor_places(folder: Path) -> None:
+    text = (_published(folder) / FILE).read_text()
+    assert str(folder) not in text and "://" not in text
+    published, recorded = (read_lineage_file(Store.open(str(each))) for each in (_published(folder), _run(folder)))
+    assert published is not None and recorded is not None
+    assert [link.stage for link in published.stages] == ["prepare-data", "train", "evaluate"]
+    assert published.stages == tuple(link for link in recorded.stages if link in published.stages)
+    assert published.versions["python"].count(".") == 2
+    statement = json.loads((_published(folder) / "provenance.json").read_text())
+    assert {each["name"] for each in statement["subject"]} == {entry.path for entry in published.files} | {FILE}
+
+
+def test_a_model_in_mlflow_leads_to_its_training(finished: Path) -> None:
+    uri = f"sqlite:///{finished / 'store' / 'mlflow.db'}"
+    models = _models(uri)
+    assert {each.name for each in models} == {"toy", *CHECKPOINTS}
+    [checkpoint] = [each for each in models if each.name == "checkpoint-4"]
+    env = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+    # In a process of its own, because MLflow's download leaves threads.
+    done = trainflow("lineage", f"models:/{checkpoint.model_id}", "--json", env=env)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert (found["kind"], found["run"]) == ("model", _run(finished).name)
+    assert [link["stage"] for link in found["lineage"]["stages"]] == STAGES
+    assert found["mlflow"]["run_id"] == found["lineage"]["mlflow_run_id"]
+
+
+def _models(uri: str) -> list[Any]:
+    from trainer_lib.trackers.mlflow_client import connect
+
+    client: Any = connect(uri)
+    return list(client.search_logged_models([each.experiment_id for each in client.search_experiments()]))
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
+    checks = _checked(_run(folder))
+    assert list(checks) == [*STAGES[:2], *CHECKPOINTS, *STAGES[2:], "publication", "run", "MLflow run"]
+    assert _states(checks, "held") == list(checks), checks
+    require_held(list(checks.values()))
+    assert all(check.bytes > 0 for check in checks.values() if check.link != "MLflow run")
+
+
+RUN, PUBLISHED, STAGE = "runs/*", "hub/toy/revisions/*", "stages/"
+
+
+@pytest.mark.parametrize(
+    ("link", "path", "at"),
+    [
+        ("prepare-data", f"{STAGE}prepare-data/*/data/train/00000.arrow", b""),
+        ("prepare-data", f"{STAGE}prepare-data/*/COMMIT.json", b""),
+        ("prepare-data", f"{STAGE}prepare-data/*/key.json", b'"rows": '),
+        ("train", f"{STAGE}train/*/model/model.safetensors", b""),
+        ("train", f"{STAGE}train/*/key.json", b'"seed": '),
+        ("train", f"{STAGE}train/*/key.json", b'"data": "'),
+        ("train", f"{STAGE}train/*/COMMIT.json", b'"tracked_run": "'),
+        ("checkpoint-4", f"{STAGE}train/*/checkpoints/checkpoint-4/optimizer.safetensors", b""),
+        ("checkpoint-8", f"{STAGE}train/*/checkpoints/checkpoint-8/COMMIT.json", b""),
+        ("evaluate", f"{STAGE}evaluate/*/metrics.json", b""),
+        ("predict", f"{STAGE}predict/*/predictions/test/part-00001.parquet", b""),
+        ("push-to-hub", f"{STAGE}push-to-hub/*/README.md", b""),
+        ("push-to-hub", f"{STAGE}push-to-hub/*/COMMIT.json", b'"revision": "'),
+        ("publication", f"{PUBLISHED}/model.safetensors", b""),
+        ("publication", f"{PUBLISHED}/code/recipe.py", b""),
+        ("publication", f"{PUBLISHED}/{FILE}", b""),
+        ("publication", f"{PUBLISHED}/{FILE}", b"{"),
+        ("publication", f"{PUBLISHED}/provenance.json", b""),
+        ("publication", f"{PUBLISHED}/COMMIT.json", b""),
+        ("run", f"{RUN}/spec.yaml", b""),
+        ("run", f"{RUN}/source/recipe.py", b""),
+        ("run", f"{RUN}/trainflow_model.json", b""),
+        ("run", f"{RUN}/{FILE}", b""),
+        ("run", f"{RUN}/{FILE}", b"{"),
+        ("run", f"{RUN}/run.json", b'"evaluate": "'),
+    ],
+)
+def test_a_changed_byte_is_caught_and_its_link_and_file_are_named(
+    folder: Path, link: str, path: str, at: bytes
+) -> None:
+    [file] = (folder / "store").glob(path)
+    _flip(file, at)
+    checks = _checked(_run(folder))
+    assert link in _states(checks, "broken"), checks
+    assert any(file.name in problem for problem in checks[link].problems), checks[link]
+    with pytest.raises(BrokenLineageError) as refused:
+        require_held(list(checks.values()))
+    assert refused.value.exit_code == 16
+    others = set(_states(checks, "broken")) - {link}
+    # A commit file that cannot be read hides what it says of others; run.json names the stage that was changed.
+    assert others <= ({"publication"} if link == "push-to-hub" else {"evaluate"} if "run.json" in path else set()), (
+        others
+    )
+
+
+def test_a_stage_that_was_replaced_by_a_whole_one_is_caught(folder: Path) -> None:
+    train = Store.open(str(_only(folder / "store" / "stages" / "train")))
+    record = json.loads(train.read_bytes("COMMIT.json"))
+    entries = [train.write_bytes(each["path"], train.read_bytes(each["path"]) + b" ") for each in record["files"]]
+    train.delete("COMMIT.json")
+    write_commit(train, "stage", entries, record["meta"])
+    broken = _checked(_run(folder))
+    assert "the lineage has" in broken["train"].problems[0]
+    # What was made from it names the digest that it had.
+    assert _states(broken, "broken") == ["train", "publication"]
+
+
+def test_what_mlflow_says_otherwise_is_caught(folder: Path) -> None:
+    from trainer_lib.trackers import mlflow_registry as registry
+    from trainer_lib.trackers.mlflow_client import connect_timed
+    from trainer_lib.trackers.model_record import DIGEST_TAG
+    from trainer_lib.trackers.shipper import Clock
+
+    uri = f"sqlite:///{folder / 'store' / 'mlflow.db'}"
+    client: Any = connect_timed(uri, Clock())
+    record = json.loads((_run(folder) / "run.json").read_text())
+    [model] = [each for each in _models(uri) if each.name == "toy"]
+    tags = {"trainflow.train": record["stages"]["train"]}
+    asked = registry.Registration(name="toy", digest=model.tags[DIGEST_TAG], tags=tags)
+    registry.register(client, model.model_id, record["mlflow_run_id"], asked)
+    checks = _checked(_run(folder))
+    assert checks["toy version 1"].state == "held"
+    client.set_model_version_tag("toy", "1", DIGEST_TAG, "0" * 64)
+    client.set_tag(record["mlflow_run_id"], "trainflow.evaluate", "0" * 16)
+    checks = _checked(_run(folder))
+    assert _states(checks, "broken") == ["MLflow run", "toy version 1"]
+    assert "trainflow.evaluate" in checks["MLflow run"].problems[0]
+
+
+def test_what_is_out_of_reach_is_not_checked_and_not_held(folder: Path) -> None:
+    train = _only(folder / "store" / "stages" / "train")
+    shutil.rmtree(train / "checkpoints" / "checkpoint-4")  # as a rotation does
+    (folder / "store" / "mlflow.db").unlink()
+    checks = _checked(_run(folder))
+    assert _states(checks, "not checked") == ["checkpoint-4", "MLflow run"]
+    assert _states(checks, "broken") == []
+    assert "not on the storage any more" in checks["checkpoint-4"].why
+    require_held(list(checks.values()))
+    # The commit file alone is gone: no rotation does that.
+    (train / "COMMIT.json").unlink()
+    assert _checked(_run(folder))["train"].state == "broken"
+
+
+def test_a_copy_of_a_publication_is_verified_on_another_machine(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "model"
+    shutil.copytree(_published(folder), copy)
+    there = str(shutil.move(str(folder / "store"), str(tmp_path / "moved")))
+    env = {"HOME": str(tmp_path / "home"), "MLFLOW_TRACKING_URI": ""}
+    done = trainflow("verify", copy, "--json", cwd=copy.parent, env=env)
+    assert done.code == 0, done.err
+    states = {each["link"]: each["state"] for each in json.loads(done.out)["links"]}
+    assert states.pop("publication") == "held"
+    assert set(states.values()) == {"not checked"}
+    # With the storage by its URL all of it, also where it was moved to.
+    checks = _checked(copy, storage=there)
+    assert _states(checks, "held") == list(checks), checks
+    (copy / "COMMIT.json").unlink()
+    assert _checked(copy)["publication"].state == "held"
+    _flip(copy / "model.safetensors")
+    done = trainflow("verify", copy, cwd=copy.parent, env=env)
+    assert done.code == 16
+    assert "broken      publication" in done.out
+    assert "The link publication does not hold: model.safetensors: digest" in done.err
+    (copy / "model.safetensors").unlink()
+    assert _checked(copy)["publication"].problems == ("model.safetensors: missing",)
+
+
+def test_an_older_publication_of_the_same_model_holds(folder: Path) -> None:
+    first = _published(folder)
+    assert ran(run(folder, "publish.title=Another", "tracking.enabled=true")) == {"push-to-hub"}
+    assert _checked(first)["publication"].state == "held"
+    newest = find_chain(str(folder / "store" / "hub" / "toy"))
+    assert newest.publication is not None and newest.publication.url != str(first)
+
+
+def test_a_publication_on_the_hub_is_verified_by_its_bytes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
+        chain = find_chain("hf://org/toy", storage=str(folder / "store"))
+        assert chain.lineage.publication is not None
+        assert chain.lineage.publication.revision == hub.repos["org/toy"].commits[-1].sha
+        checks = _checked("hf://org/toy", storage=str(folder / "store"))
+        assert _states(checks, "broken") == []
+        assert checks["publication"].state == "held"
+        [weights] = (tmp_path / "cache").rglob("snapshots/*/model.safetensors")
+        _flip(weights.resolve())
+        assert _checked("hf://org/toy")["publication"].problems[0].startswith("model.safetensors: digest")
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_leads_nowhere_is_bad_input(folder: Path, tmp_path: Path) -> None:
+    for address, words in (
+        (str(tmp_path / "nothing"), "There is no lineage"),
+        ("nosuch://bucket/x", "nosuch"),
+        ("hf://nothing", "not one on the Hub"),
+        ("abcdef", "no storage is known"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            find_chain(address)
+        assert refused.value.exit_code == 2 and refused.value.remedy
+    with pytest.raises(ConfigError, match="No run with this id"):
+        find_chain("abcdef", home=str(folder / "store"))
+    (_published(folder) / FILE).unlink()
+    with pytest.raises(ConfigError, match="an older trainflow published it"):
+        find_chain(str(_published(folder)))
+    done = trainflow("verify", tmp_path / "nothing")
+    assert done.code == 2
+    assert "neither a publication, nor a run, a stage or a checkpoint" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_hostile_lineage_is_refused_and_nothing_of_it_is_used(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
+) -> None:
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    good = json.loads((_published(folder) / FILE).read_text())
+    stage: dict[str, Any] = {"stage": "train", "key": "http://elsewhere/", "content_digest": None, "inputs": {}}
+    for record in (
+        {**good, "files": [{"path": "../../../etc/passwd", "size": 1, "sha256": "a" * 64}]},
+        {**good, "files": [{"path": "/etc/passwd", "size": 1, "sha256": "a" * 64}]},
+        {**good, "stages": [stage]},
+        {**good, "stages": [{**stage, "stage": "../../.."}]},
+        {**good, "versions": [1, 2]},
+        {**good, "name": {"a": 1}},
+        {**good, "format": 99},
+        [good],
+    ):
+        (hostile / FILE).write_text(json.dumps(record))
+        with pytest.raises(ConfigError) as refused:
+            find_chain(str(hostile), lenient=lenient)
+        assert refused.value.exit_code == 2
+        assert str(refused.value.field).endswith(FILE)
+    monkeypatch.setattr("trainer_lib.model_folder.lineage.LIMIT", 1000)
+    with pytest.raises(ConfigError, match="more than 1,000 bytes"):
+        find_chain(str(hostile), lenient=lenient)
+
+
+def test_a_record_of_the_hub_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(_published(folder), copy)
+    (copy / "COMMIT.json").unlink()
+    entry = {"path": "../secret", "size": 1, "sha256": "a" * 64}
+    (copy / "trainflow.json").write_text(json.dumps({"files": [entry], "content_digest": "b" * 64}))
+    check = _checked(copy)["publication"]
+    assert (check.state, "leads out" in check.why) == ("not checked", True)
+
+
+def test_an_altered_lineage_is_damage(folder: Path) -> None:
+    path = _published(folder) / FILE
+    path.write_text(path.read_text().replace('"size": 1', '"size": 2', 1))
+    with pytest.raises(DamagedError, match="seal"):
+        find_chain(str(_published(folder)))
