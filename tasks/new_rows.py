@@ -32,8 +32,9 @@ from trainer_lib.storage import Store
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
 FOLDER = "predictions"
+RECORDS = "records"
 _KEY_BYTES = 16 << 20
-_OURS = {KEY_FILE, "lease", "records", FOLDER, COMMIT, "sources.json"}
+_OURS = {KEY_FILE, "lease", RECORDS, FOLDER, COMMIT, "sources.json"}
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def predict_new_rows(
             return done, True
         if lease is None:
             raise DamagedError("The predictions that another process committed are gone.", field=store.url)
+        if _key_of(store) not in (None, job.key.digest):
+            store.delete_tree(FOLDER)  # of another job: nothing of it was finished
         store.write_bytes(KEY_FILE, job.key.to_json())
         how = config or LaunchConfig(kind="process", processes=1)
         result = launch(job.request(), how, env={}, on_line=on_line, on_event=on_event, what="predict")
@@ -203,8 +206,16 @@ def _find_done(job: RowsJob) -> StageManifest[NewRowsFacts] | None:
     return StageManifest.from_commit(store.url, commit).with_facts(NewRowsFacts)
 
 
+def _key_of(store: Store) -> str | None:
+    data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
+    return None if data is None else str(json.loads(data)["key"])
+
+
 def _require_ours(job: RowsJob, store: Store) -> None:
-    """Raise ConfigError unless the folder is empty, or holds what an earlier run of this job left."""
+    """Raise ConfigError unless the folder is empty, or holds what an earlier run of this job left.
+
+    What another job began without finishing a part does not count: its rows, mended, are another job.
+    """
     if foreign := [name for name in store.children() if name not in _OURS]:
         raise ConfigError(
             "The folder holds other files.",
@@ -219,7 +230,7 @@ def _require_ours(job: RowsJob, store: Store) -> None:
         changed = compare_keys(record, job.key) if is_other else []
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError("The record of the predictions is damaged.", field=f"{store.url}/{KEY_FILE}") from error
-    if is_other:
+    if is_other and (store.exists(COMMIT) or any(True for _ in store.child(RECORDS).list())):
         raise ConfigError(
             f"The folder holds predictions that differ from these: {summary(changed)}.",
             field="--to",

@@ -68,6 +68,27 @@ def check_definitions(tree: ast.Module, *, field: str, value: str) -> None:
             check_signature(node.name, _signature_of(node.args), field=field, value=value)
 
 
+def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
+    """The keys of the mappings that a file's function returns; None where they are known only when it runs."""
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list:
+        return None
+    names: dict[str, None] = {}
+    nodes: list[ast.AST] = list(found[0].body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Return):
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else [None]
+            for key in keys:
+                if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                    return None
+                names[key.value] = None
+        nodes += ast.iter_child_nodes(node)
+    return list(names) or None
+
+
 def _signature_of(args: ast.arguments) -> inspect.Signature:
     positional = [*args.posonlyargs, *args.args]
     required = len(positional) - len(args.defaults)

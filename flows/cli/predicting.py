@@ -80,7 +80,7 @@ def _run(asked: NewRows, *, as_json: bool, debug: bool) -> None:
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
-        out.print(f"{len(job.files)} file(s) -> {shown(job.url)}")
+        out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
             display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {shown(job.model.url)}"})
             manifest, was_done = predict_new_rows(

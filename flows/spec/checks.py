@@ -6,7 +6,7 @@ No engine and no torch is imported, and nothing is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.durations import describe
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipe_functions import check_definitions
+from trainer_lib.recipe_functions import check_definitions, find_returned_names
 from trainer_lib.suggestions import nearest, suggestion
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
     _check_gates(spec)
+    _check_register(spec, resolver)
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
@@ -281,16 +282,66 @@ def _check_gates(spec: PipelineSpec) -> None:
             remedy=f"Leave evaluate on, or switch {guarded[0].section} off as well.",
         )
     for metric in config.require:
-        if any(metric.startswith(f"{split}_") for split in (*config.splits, "overall")):
-            continue
-        options = [f"{split}_{metric.partition('_')[2] or metric}" for split in config.splits]
-        options += [f"{split}_{metric}" for split in config.splits]
+        if not any(metric.startswith(f"{split}_") for split in (*config.splits, "overall")):
+            raise _names_no_split(
+                metric, config.splits, field=f"evaluate.require.{metric}", value=config.require[metric]
+            )
+
+
+def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
+    """Refuse a metric for the comparison of versions that no evaluation can give: it would fail after the training."""
+    metric, config = spec.register.metric, spec.evaluate
+    if metric is None or spec.register.name is None:
+        return
+    if not config.enabled:
         raise ConfigError(
-            "The name of a metric begins with that of a split in evaluate.splits.",
-            field=f"evaluate.require.{metric}",
-            value=config.require[metric],
-            remedy=f"Did you mean '{nearest(metric, options) or options[-1]}'?",
+            "The versions are compared by what evaluate measures, which the spec leaves out.",
+            field="register.metric",
+            value=metric,
+            remedy="Leave evaluate on, or remove the metric.",
         )
+    split = next((split for split in config.splits if metric.startswith(f"{split}_") and metric != f"{split}_"), None)
+    if split is None:
+        raise _names_no_split(metric, config.splits, field="register.metric", value=metric)
+    measured = _find_measured(spec, resolver)
+    names = [f"{each}_{name}" for each in config.splits for name in measured or ()]
+    if measured is not None and metric not in names:
+        raise ConfigError(
+            "compute_metrics returns no such metric."
+            if measured
+            else "The recipe has no compute_metrics to measure it.",
+            field="register.metric",
+            value=metric,
+            remedy=suggestion(metric, names) if names else "Define compute_metrics, and return it from there.",
+        )
+
+
+def _find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
+    """The names that the recipe's compute_metrics returns; None where that is known only when it runs."""
+    from tasks.stage.closure import top_level_names
+
+    for recipe in dict.fromkeys((spec.evaluate.recipe or spec.recipe, spec.recipe)):
+        defined = top_level_names(Path(recipe))
+        files = resolver.closure(recipe, spec.root)
+        tree = files.trees.get(files.name_of(Path(recipe)))
+        if defined is None or tree is None:
+            return None
+        if "compute_metrics" in defined:
+            names = find_returned_names(tree, "compute_metrics")
+            # The Trainer takes its prefix off those that have it already.
+            return None if names is None else [name.removeprefix("eval_") for name in names]
+    return []
+
+
+def _names_no_split(metric: str, splits: Sequence[str], *, field: str, value: str) -> ConfigError:
+    options = [f"{split}_{metric.partition('_')[2] or metric}" for split in splits]
+    options += [f"{split}_{metric}" for split in splits]
+    return ConfigError(
+        "The name of a metric begins with that of a split in evaluate.splits.",
+        field=field,
+        value=value,
+        remedy=f"Did you mean '{nearest(metric, options) or options[-1]}'?",
+    )
 
 
 def check_splits(spec: PipelineSpec, prepared: Collection[str]) -> None:

@@ -99,6 +99,28 @@ def test_a_folder_of_other_predictions_or_files_is_left_alone(model: str, data: 
     assert foreign.value.field == "--to"
 
 
+def test_mended_rows_go_into_the_same_folder_where_no_part_was_finished(model: str, data: Path, tmp_path: Path) -> None:
+    asked = NewRows(model=model, data=[str(data)], to=str(tmp_path / "out"), rows_per_file=50)
+    sound = (data / "a.jsonl").read_text()
+    (data / "a.jsonl").write_text(sound.replace("[0.07]", '["a"]'))
+    with pytest.raises(DataError, match="line 8"):
+        _predict(asked)
+    # A part in another format that no record calls finished.
+    (tmp_path / "out" / "predictions").mkdir()
+    (tmp_path / "out" / "predictions" / "part-00009.jsonl").write_text("{}")
+    (data / "a.jsonl").write_text(sound)
+    assert _predict(asked)[0].facts.rows == 120
+    assert list(_files(tmp_path / "out")) == [f"part-0000{part}.parquet" for part in range(3)]
+    # Where some are finished, the rows after the bad one are other rows than before.
+    later = replace(asked, to=str(tmp_path / "later"))
+    (data / "b.jsonl").write_text((bad := (data / "b.jsonl").read_text()).replace("[0.6]", '["a"]'))
+    with pytest.raises(DataError):
+        _predict(later)
+    (data / "b.jsonl").write_text(bad)
+    with pytest.raises(ConfigError, match="differ from these: rows"):
+        _predict(later)
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [

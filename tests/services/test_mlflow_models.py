@@ -139,6 +139,22 @@ def test_a_model_whose_files_differ_from_those_that_were_logged_is_refused(chang
     assert not Path("executed").exists()
 
 
+@pytest.mark.parametrize("checkpoint", [None, "checkpoint-8"])
+def test_a_logged_model_whose_files_were_removed_says_so(checkpoint: str | None, tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    logged, stage = tmp_path / "logged", tmp_path / "stage"
+    places = Places(weights=f"file://{stage}/model", data=f"file://{stage}", checkpoint=checkpoint)
+    files = {**line.files, FILE: tmp_path / "removed.json"}
+    files[FILE].write_bytes(replace(line.description, places=places).to_json())
+    for path, file in files.items():
+        (logged / path).parent.mkdir(parents=True, exist_ok=True)
+        (logged / path).write_bytes(file.read_bytes())
+    for load in (pyfunc._load_pyfunc, lambda path: loaded_models.load_model(path, trust_code=True)):
+        with pytest.raises(DamagedError, match="The weights of this model are not in the storage any more") as gone:
+            load(str(logged))
+        assert "trainflow tag RUN" in str(gone.value.remedy)
+
+
 def test_a_signature_takes_the_numbers_of_json_and_the_arrays_of_a_frame() -> None:
     import pandas as pd
     from mlflow.models.utils import _enforce_schema

@@ -22,7 +22,7 @@ from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.model_folder.description import ModelDescription
-from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust
+from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
 from trainer_lib.records import to_record
 from trainer_lib.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.storage import FileEntry, Store
@@ -124,6 +124,7 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     """
     found = find_model(address)
     require_trust(found, trust_code)
+    require_weights(found)
     description = found.description
     _log.info("The code of %s is executed (SHA-256 %s).", found.url, description.code_digest)
     folder = _fetch_code(found)

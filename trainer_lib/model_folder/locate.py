@@ -82,6 +82,24 @@ def model_digest(one: ModelDescription, weights: str) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def require_weights(found: FoundModel) -> None:
+    """Refuse a model whose files were removed: a description can outlive them, as a LoggedModel of MLflow does.
+
+    Raises:
+        DamagedError: nothing is left in the folder of its weights.
+    """
+    folder = found.weights if found.checkpoint is None else found.checkpoints.child(found.checkpoint)
+    if folder.children():
+        return
+    raise DamagedError(
+        "The weights of this model are not in the storage any more.",
+        field=FIELD,
+        value=folder.url,
+        remedy="Run its pipeline again, or restore the folder. trainflow gc keeps what is registered, and runs with a "
+        "tag (trainflow tag RUN).",
+    )
+
+
 def require_trust(found: FoundModel, trust: bool | str) -> None:
     """Refuse to execute a model's code that is not trusted.
 

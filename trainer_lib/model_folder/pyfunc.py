@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer_lib.errors import DamagedError
-from trainer_lib.model_folder.locate import PIN, find_model
+from trainer_lib.model_folder.locate import PIN, find_model, require_weights
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,6 +49,7 @@ def _load_pyfunc(path: str) -> PyfuncModel:
     from trainer_lib.model_folder.loaded import load_model
 
     found = find_model(path)
+    require_weights(found)
     pinned = json.loads((Path(path) / PIN).read_bytes())
     if found.digest() != pinned["digest"]:
         raise DamagedError(

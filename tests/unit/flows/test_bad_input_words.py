@@ -212,3 +212,38 @@ def test_a_function_that_can_be_called_is_accepted(tmp_path: Path, function: str
     spec = toy.project(tmp_path)
     (tmp_path / "own.py").write_text(function + "\n")
     load_spec(spec, [f"evaluate.recipe={tmp_path / 'own.py'}"])
+
+
+@pytest.mark.parametrize(
+    ("metric", "wrong", "do"),
+    [
+        ("''", "begins with that of a split", "'test_"),
+        ("error", "begins with that of a split in evaluate.splits", "'test_error'"),
+        ("test_", "begins with that of a split", "'test_"),
+        ("train_error", "begins with that of a split", "test_"),
+        ("test_eror", "compute_metrics returns no such metric", "test_error"),
+        ("test_loss", "compute_metrics returns no such metric", "test_error"),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_is_refused_with_the_spec(
+    spec: Path, metric: str, wrong: str, do: str
+) -> None:
+    error = refused(spec, "register.name=line", f"register.metric={metric}")
+    assert error.field == "register.metric"
+    assert wrong in error.message, error
+    assert do in str(error.remedy), error
+
+
+def test_metrics_that_are_known_only_when_they_are_measured_are_accepted(tmp_path: Path) -> None:
+    returns = 'return {"error": float(abs(p.predictions - p.label_ids).mean())}'
+    for number, other in enumerate(("return dict(other=1.0)", 'return {**known, "error": 1.0}', "yield 1")):
+        folder = tmp_path / str(number)
+        recipe = toy.RECIPE.replace(returns, other)
+        assert recipe != toy.RECIPE
+        spec = toy.project(folder, recipe=recipe)
+        assert load_spec(spec, ("register.name=line", "register.metric=test_other")).register.metric == "test_other"
+    bare = toy.RECIPE.replace("def compute_metrics", "def other")
+    spec = toy.project(tmp_path / "bare", recipe=bare)
+    assert "no compute_metrics" in refused(spec, "register.name=line", "register.metric=test_error").message
+    left_out = refused(spec, "register.name=line", "register.metric=test_error", "evaluate.enabled=false")
+    assert "which the spec leaves out" in left_out.message
