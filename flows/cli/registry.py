@@ -12,13 +12,15 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, print_json
-from flows.cli.ui import find_storage
+from flows.cli.ui import choose_spec, find_storage
 from flows.server.api import quiet_environment
+from flows.spec.spec import load_spec
 from tasks.tracking import tracking_uri
-from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
+from trainer_lib.errors import ConfigError, GateError, StoreUnreachableError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers import mlflow_registry
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, connect_timed
+from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.shipper import Clock, shorten
 
 Spec = Annotated[
@@ -51,13 +53,21 @@ def promote(
     name: Name,
     version: Annotated[str, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)],
     alias: Alias = mlflow_registry.CHAMPION,
+    ignore_gates: Annotated[
+        bool, typer.Option("--ignore-gates", help="Promote a version that misses evaluate.require, too.")
+    ] = False,
     spec: Spec = None,
     storage: Storage = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Make a version the champion, if it is better on the same rows. Exit code 2 if it is not."""
+    """Make a version the champion, if it meets evaluate.require and is better on the same rows.
+
+    Exit code 21 if it misses a requirement, 2 if it is not better.
+    """
     with _registry(spec, None, storage, "promote") as client:
+        if not ignore_gates:
+            _require_gates(client, name, version, spec, storage)
         verdict = mlflow_registry.promote(client, name, version, alias=alias)
     if not verdict.promoted:
         raise ConfigError(
@@ -89,6 +99,32 @@ def rollback(
         terminal.show([Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")])
 
 
+def _require_gates(client: Any, name: str, version: str, spec: Path | None, storage: str | None) -> None:
+    """Raises GateError for a version that misses what its spec requires; without its spec its run's record counts."""
+    from tasks.stage.gates import judge
+    from tasks.stage.manifest import look_up_in
+
+    tags = mlflow_registry.read_run_tags(client, name, version)
+    chosen, _ = choose_spec(spec, storage)
+    parsed = None if chosen is None else load_spec(chosen)
+    key, recorded = tags.get(EVALUATE_TAG), tags.get(GATE_TAG)
+    evaluation = None if parsed is None or key is None else look_up_in(parsed.storage, "evaluate", key)
+    try:
+        # Another pipeline's requirements say nothing about this model.
+        if parsed is not None and parsed.register.name == name and (evaluation is not None or recorded is None):
+            judge(parsed.evaluate, evaluation).enforce("promoted")
+        elif recorded is not None and recorded.startswith("failed"):
+            raise GateError(
+                f"The model is not promoted: its run recorded that the gates {recorded}.",
+                field="promote",
+                value=f"{name} {version}",
+                remedy="Train a better model.",
+            )
+    except GateError as error:
+        error.remedy = f"{error.remedy} --ignore-gates promotes this one all the same."
+        raise
+
+
 @contextlib.contextmanager
 def _registry(spec: Path | None, overrides: list[str] | None, storage: str | None, command: str) -> Iterator[Any]:
     """A client of the registry; its failures get a type."""
@@ -104,7 +140,7 @@ def _registry(spec: Path | None, overrides: list[str] | None, storage: str | Non
             value=mask(uri),
             remedy="trainflow models lists the models, their versions and aliases.",
         ) from error
-    except (ConfigError, typer.Exit):
+    except (ConfigError, GateError, typer.Exit):
         raise
     except Exception as error:  # whatever mlflow raises
         raise StoreUnreachableError(

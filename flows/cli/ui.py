@@ -62,7 +62,7 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     Raises:
         ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
     """
-    spec, storage = _chosen(spec, storage)
+    spec, storage = choose_spec(spec, storage)
     if spec is not None:
         return _recorded(_place_of(load_spec(spec, overrides)))
     if storage is not None:
@@ -87,7 +87,7 @@ def find_storage(
     Raises:
         ConfigError: the spec is bad, both are given, or this folder has neither.
     """
-    spec, storage = _chosen(spec, storage)
+    spec, storage = choose_spec(spec, storage)
     if spec is not None:
         parsed = load_spec(spec, overrides)
         return parsed.tracking, Store.open(parsed.storage)
@@ -100,7 +100,12 @@ def find_storage(
     )
 
 
-def _chosen(spec: Path | None, storage: str | None) -> tuple[Path | None, str | None]:
+def choose_spec(spec: Path | None, storage: str | None) -> tuple[Path | None, str | None]:
+    """The spec or the storage that a command means: what is given, else what is in this folder.
+
+    Raises:
+        ConfigError: both are given.
+    """
     if spec is not None and storage is not None:
         raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
     return (spec, storage) if spec is not None or storage is not None else _nearby()

@@ -14,7 +14,7 @@ from tasks.stage.goodput import Goodput
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import Ledger
 from tasks.tracking import TrackedRun
-from trainer_lib.trackers.names import group_results
+from trainer_lib.trackers.names import GATE_TAG, group_results
 
 _ARTIFACT_BYTES = 64 << 20
 """Files of an evaluation larger than this stay on the storage alone."""
@@ -79,4 +79,4 @@ def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ra
 
 def track_gates(run: TrackedRun, verdict: GateVerdict) -> None:
     """Tag the run with the verdict on what the spec requires of its evaluation."""
-    run.set_tags({"trainflow.gate": str(verdict)})
+    run.set_tags({GATE_TAG: str(verdict)})

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.registry import promote
 from flows.plan import Plan
 from tests.support.mlflow_store import client, fresh_store
 from tests.support.runs import ran, reason, run, spec_of
@@ -35,6 +36,35 @@ def test_a_cached_evaluation_is_checked_and_another_threshold_runs_nothing(folde
     # The same run went on: the threshold is in no key.
     assert (passed.pipeline_key, passed.mlflow_run_id) == (held.pipeline_key, held.mlflow_run_id)
     assert client(uri).get_run(passed.mlflow_run_id).data.tags["trainflow.gate"].startswith("passed: test_error")
+
+
+def test_a_version_that_misses_a_requirement_is_promoted_only_on_demand(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = fresh_store(tmp_path / "mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    spec = folder / "pipeline.yaml"
+    plain = spec.read_text().replace("tracking: {enabled: false}", "register: {name: toy-line}")
+    spec.write_text(plain)
+    first = run(folder, "train.args.seed=7")
+    assert first.ok
+    promote("toy-line", "1", spec=spec)
+    assert "toy-line version 1 is champion" in capsys.readouterr().out
+    for requirement, problem in (("< 0", r"test_error is 0\.\d+, and must be < 0"), ("> 0", "")):
+        spec.write_text(plain.replace("evaluate: {", f'evaluate: {{require: {{test_error: "{requirement}"}}, '))
+        if problem:
+            with pytest.raises(GateError, match=rf"The model is not promoted: {problem}\.") as refused:
+                promote("toy-line", "1", spec=spec)
+            assert refused.value.field == "evaluate.require.test_error"
+            assert "--ignore-gates" in str(refused.value.remedy)
+            promote("toy-line", "1", spec=spec, ignore_gates=True)
+        else:
+            promote("toy-line", "1", spec=spec)
+    # Without its spec, what the run recorded counts.
+    promote("toy-line", "1", storage=str(folder / "store"))
+    client(uri).set_tag(first.mlflow_run_id, "trainflow.gate", "failed: test_error 0.5 (not < 0)")
+    with pytest.raises(GateError, match=r"its run recorded that the gates failed: test_error 0\.5 \(not < 0\)\."):
+        promote("toy-line", "1", storage=str(folder / "store"))
 
 
 def test_nothing_new_is_published_and_the_evaluation_stays_committed(folder: Path) -> None:

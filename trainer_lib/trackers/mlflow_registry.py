@@ -172,6 +172,16 @@ def promote(client: Any, name: str, version: str, *, alias: str = CHAMPION) -> V
     return verdict
 
 
+def read_run_tags(client: Any, name: str, version: str) -> dict[str, str]:
+    """Return the tags of a version's run; none of a version that was registered by hand.
+
+    Raises:
+        GoneError: there is no such version, or its run is gone.
+    """
+    run_id = client.get_model_version(name, version).run_id
+    return dict(client.get_run(run_id).data.tags) if run_id else {}
+
+
 def roll_back(client: Any, name: str, *, alias: str = CHAMPION) -> tuple[str, str]:
     """Give the alias back to the version that had it before; return both versions, the new one first.
 

@@ -12,6 +12,10 @@ _TIMINGS = re.compile(
     r"|model_preparation_time|total_flos)$"
 )
 
+EVALUATE_TAG = "trainflow.evaluate"
+"""Tag of a run: the beginning of the key of its evaluation."""
+GATE_TAG = "trainflow.gate"
+"""Tag of a run: whether its evaluation meets what the spec requires, in words."""
 _MEASURED = ("eval", "test")
 _GROUPS = ("train", "eval", "system")
 
