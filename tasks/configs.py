@@ -298,7 +298,6 @@ class RegisterConfig(Settings):
     alias: str = Field(default="champion", min_length=1, description="Alias of the best version.")
     metric: str | None = Field(
         default=None,
-        min_length=1,
         description="Metric (<split>_<name>, of compute_metrics) in which a version must be better to get the alias; "
         "unset: only the first version gets it.",
     )
