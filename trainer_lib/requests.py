@@ -27,6 +27,7 @@ from trainer_lib.preemption import Preemption
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry
 from trainer_lib.verb_results import (
+    CheckpointMetrics,
     CompareResult,
     EvaluateResult,
     ImportResult,
@@ -39,9 +40,11 @@ from trainer_lib.verb_results import (
 
 __all__ = [
     "FORMAT",
+    "CheckpointMetrics",
     "CompareRequest",
     "CompareResult",
     "EstimateRequest",
+    "EvaluateCheckpointRequest",
     "EvaluateRequest",
     "EvaluateResult",
     "ImportRequest",
@@ -267,6 +270,15 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     model_url: str
     splits: tuple[str, ...]
     resamples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCheckpointRequest(ModelRequest[CheckpointMetrics], verb="evaluate_checkpoint", result=CheckpointMetrics):
+    """Measure the checkpoint at the URL `checkpoint` as an evaluation inside its training does."""
+
+    checkpoint: str
+    eval_split: str
+    train_split: str = "train"
 
 
 @dataclass(frozen=True, kw_only=True)

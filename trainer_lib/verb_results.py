@@ -72,6 +72,14 @@ class EvaluateResult:
 
 
 @dataclass(frozen=True)
+class CheckpointMetrics:
+    """What an evaluation of a checkpoint gave, by the names that the Trainer logs (`eval_loss`), and its step."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class PredictResult:
     """Parquet files written, and the number of predicted rows."""
 

@@ -14,6 +14,7 @@ from trainer_lib.records import to_record
 from trainer_lib.requests import (
     CompareRequest,
     EstimateRequest,
+    EvaluateCheckpointRequest,
     EvaluateRequest,
     ImportRequest,
     PredictRequest,
@@ -48,6 +49,7 @@ REQUESTS: list[Request[Any]] = [
     EstimateRequest(output="o", recipe=RECIPE, data=DATA, eval_split="test", processes=4),
     ProbeRequest(output="o", recipe=RECIPE, data=DATA, args={"max_steps": 9}, rows=7),
     EvaluateRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test")),
+    EvaluateCheckpointRequest(output="o", recipe=RECIPE, data=DATA, checkpoint="c", eval_split="test"),
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
     ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),

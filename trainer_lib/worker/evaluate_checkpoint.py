@@ -1,0 +1,72 @@
+"""The verb *evaluate_checkpoint*: what an evaluation inside the training would have measured at a checkpoint's step.
+
+The Trainer is set up as training sets it up (kernels, caches, position, random numbers), so that on the same device and
+with as many processes the metrics are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_lib import distributed
+from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.recipes import DataInfo
+from trainer_lib.records import to_record
+from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest
+from trainer_lib.state import TrainerState
+from trainer_lib.storage import Store
+from trainer_lib.trackers.base import numbers_only
+from trainer_lib.trainer.seed_states import restore_seeds
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.session import Work
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer import Trainer
+
+# What an evaluation logs beside its metrics.
+_POSITION = ("global_step", "max_steps", "epoch", "num_input_tokens_seen")
+
+
+def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
+    """Evaluate the checkpoint. The result is complete on rank 0.
+
+    Raises:
+        DamagedError: a file of the checkpoint is not as it was committed.
+        TrainflowError: the Trainer or the recipe raised it.
+    """
+    request = work.request
+    args = arguments(work, "evaluate_checkpoint", Store.open(request.output, field="storage").url)
+    prepared = to_record(request.data)
+    model = build_model(work, args, DataInfo(prepared))
+    trainer = build_trainer(
+        work,
+        args,
+        model,
+        [events_callback(work, args)],
+        train_dataset=ArrowSplit(prepared, request.train_split),
+        eval_dataset=ArrowSplit(prepared, request.eval_split),
+    )
+    _enter(trainer, request.checkpoint)
+    step = trainer.state.global_step
+    work.events.emit("progress", message=f"evaluating the checkpoint of step {step}")
+    metrics = trainer.evaluate()
+    trainer._trainflow.comm.barrier()
+    distributed.shutdown()
+    return CheckpointMetrics(step, numbers_only(metrics))
+
+
+def _enter(trainer: Trainer, url: str) -> None:
+    """Bring the Trainer to where the training was when it wrote the checkpoint; the optimizer is left out."""
+    internals = trainer._trainflow
+    internals.model.prepare()
+    internals.restore.load_model(url)
+    loaded = internals.restore.open(url)
+    saved = TrainerState.from_dict(loaded.trainer_state)
+    for name in _POSITION:
+        setattr(trainer.state, name, getattr(saved, name))
+    rank = internals.world.save_group.rank
+    if loaded.has_rng(rank):  # a collator may draw: masks, augmentations
+        state = loaded.read_rng(rank)
+        restore_rng(state)
+        restore_seeds(trainer.model, state.get("seeds", {}))
