@@ -145,6 +145,15 @@ def list_runs(storage: str) -> list[PastRun]:
     return sorted((run for run in found if run is not None), key=lambda run: (run.started, run.id), reverse=True)
 
 
+def read_run(storage: str, run_id: str) -> PastRun | None:
+    """The run of a whole id; None where none is recorded.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    return _read(run_id, read_record(run_folder(storage, run_id)))
+
+
 def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
     """The run that `text` means: its id or the beginning of it, its name, a tag, the id of its MLflow run, or "last".
 

@@ -19,7 +19,9 @@ from flows.cli import checkpoints, presentation, terminal
 from flows.cli.chain import lineage, verify
 from flows.cli.cleaning import collect_garbage
 from flows.cli.execution import execute
-from flows.cli.join import follow, follower_config, join
+from flows.cli.follow import follow
+from flows.cli.join import follow as follow_leader
+from flows.cli.join import follower_config, join
 from flows.cli.logs import logs
 from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
 from flows.cli.planning import plan
@@ -123,7 +125,7 @@ def run(
     overrides = [*(overrides or []), *([] if limit is None else [f"limit={limit}"])]
     parsed = load_spec(spec, overrides, Resolver())
     if (follower := follower_config(parsed)) is not None:
-        follow(follower, terminal.console(stderr=as_json))  # it starts no engine and writes no record
+        follow_leader(follower, terminal.console(stderr=as_json))  # it starts no engine and writes no record
         return
     from flows.plan import Plan
     from flows.stages import require_stage
@@ -210,7 +212,23 @@ app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)
 app.command("gc")(collect_garbage)
-for command in (status, runs, show, compare, logs, tag, sync, serve, deploy, watch, join, predict, models, promote):
+for command in (
+    status,
+    runs,
+    show,
+    compare,
+    logs,
+    tag,
+    sync,
+    serve,
+    deploy,
+    watch,
+    follow,
+    join,
+    predict,
+    models,
+    promote,
+):
     app.command()(command)
 app.command()(rollback)
 app.command()(lineage)

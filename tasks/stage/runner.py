@@ -50,7 +50,7 @@ __all__ = ["StageAttempt", "StageContext", "StageFacts", "StageManifest", "Stage
 _LEASE = "lease"
 _COMMIT = "COMMIT.json"
 _BOOKS = {_LEASE, ATTEMPTS, KEY_FILE}
-_UNCOMMITTED = {*_BOOKS, "checkpoints", "history.json", "losses.json"}
+_UNCOMMITTED = {*_BOOKS, "checkpoints", "follow", "history.json", "losses.json"}
 """What stays in a stage's folder without being part of its result."""
 
 

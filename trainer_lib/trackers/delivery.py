@@ -262,8 +262,10 @@ class _RunDelivery:
             points = [Point(key, float(value), record["t"], record["s"]) for key, value in record["m"].items()]
         points = [point for point in points if point not in repeats]
         if points and record.get("once"):
-            # A result that an earlier command has logged, perhaps at another time.
-            points = calls.leave_out_latest(self._client, run_id, points)
+            # A result that an earlier command has logged, perhaps at another time; of an evaluation beside the
+            # training the step alone decides, because the run may be ahead of it.
+            leave_out = calls.leave_out_known if record["once"] == "step" else calls.leave_out_latest
+            points = leave_out(self._client, run_id, points)
         return points
 
     def _send_points(self, session: Session, run_id: str, points: list[Point], offset: int) -> None:

@@ -262,6 +262,12 @@ def leave_out_latest(client: MlflowClient, run_id: str, points: Sequence[Point])
     return [point for point in points if latest.get(point.key) != (point.step, _comparable(point.value))]
 
 
+def leave_out_known(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
+    """Return the points of metrics that the run does not have at their step, whatever the value."""
+    steps = {key: known_steps(client, run_id, key) for key in {point.key for point in points}}
+    return [point for point in points if point.step not in steps[point.key]]
+
+
 def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
     """Return the points that the run does not have yet, by key, timestamp, step and value."""
     arrived: set[tuple[str, int, int, float | str]] = set()

@@ -1,0 +1,79 @@
+"""The command `trainflow follow`: the checkpoints of a training, evaluated beside it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from flows.cli import terminal
+from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.signals import stoppable
+from flows.server.api import quiet_environment
+from flows.server.schedule import read_interval
+
+if TYPE_CHECKING:
+    from flows.following import Followed
+
+
+def follow(
+    spec: Spec,
+    overrides: Overrides = None,
+    once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
+    every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate each checkpoint of a training beside it, until it has ended, and keep the best from its rotation.
+
+    Several may share the work. After an interruption or a kill the same command continues, and none is evaluated twice.
+    """
+    quiet_environment()
+    every_s = read_interval(every, option="--every", least_s=0.1) or 0.0
+    from flows.following import follow_training
+    from flows.spec.spec import load_spec
+    from tasks.follow.evaluations import Evaluation
+    from tasks.follow.follower import Listener
+    from tasks.stage.progress import duration, measured
+    from tasks.stage.resolver import Resolver
+
+    out = terminal.console(stderr=as_json)
+
+    def evaluated(found: Evaluation, is_best: bool) -> None:
+        text = measured({"step": found.step, "logs": found.metrics})
+        out.print(f"{text} ({duration(found.seconds)}){', the best so far' if is_best else ''}")
+
+    again = shlex.join(["trainflow", *sys.argv[1:]])
+    with stoppable(out.print, remedy=f"The same command continues: {again}"):
+        parsed = load_spec(spec, overrides or [], Resolver())
+        with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
+            done = follow_training(
+                parsed,
+                Listener(out.print, lambda line: out.print(line, style="dim"), evaluated),
+                once=once,
+                every_s=every_s,
+                use_cpu=cpu,
+                debug=debug,
+            )
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, **done.to_dict()})
+    else:
+        terminal.show(_summary(done))
+
+
+def _summary(done: Followed) -> list[Text]:
+    if done.run_id is None:
+        return [Text(f"{done.sentence} Nothing is evaluated.")]
+    number = len(done.evaluations)
+    lines = [
+        Text(f"{done.sentence} {number} checkpoints are evaluated, {done.count} of them by this command.", "green")
+    ]
+    if done.best is not None:
+        lines.append(Text(f"  best     step {done.best.step} ({done.best.checkpoint}), kept from rotation"))
+    if done.waiting is not None:
+        lines.append(Text(f"  waiting  {done.waiting}: trainflow sync delivers it to MLflow"))
+    return lines

@@ -1,0 +1,153 @@
+"""What `trainflow follow` does: it waits for a training, evaluates its checkpoints, and ends after the training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flows.followed_training import Ending, Training, Watch, find_training
+from flows.plan import Plan
+from flows.spec.spec import PipelineSpec
+from tasks.follow.best import Standard
+from tasks.follow.evaluations import Evaluation
+from tasks.follow.follower import Follower, Job, Listener, check_settings
+from tasks.follow.points import RunPoints
+from tasks.tracking import find_waiting
+from trainer_lib.errors import StorageError
+from trainer_lib.storage import Store
+
+OUTAGES = 30
+"""Looks in a row that may fail because the storage does not answer."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a follower has done, and how it ended.
+
+    Attributes:
+        training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.
+        sentence: the same in words.
+        run_id: the run; None: none has started.
+        count: checkpoints that this process has evaluated.
+        evaluations: every checkpoint that is evaluated, in the order of the steps.
+        best: the best of those that are still there.
+        waiting: what MLflow does not have yet; None: nothing.
+    """
+
+    training: str
+    sentence: str
+    run_id: str | None = None
+    count: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    best: Evaluation | None = None
+    waiting: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        best = None if self.best is None else self.best.to_dict()
+        return {**vars(self), "evaluations": [each.to_dict() for each in self.evaluations], "best": best}
+
+
+def follow_training(
+    spec: PipelineSpec, listener: Listener, *, once: bool, every_s: float, use_cpu: bool, debug: bool
+) -> Followed:
+    """Evaluate the checkpoints of the training of a spec, until it has ended.
+
+    Args:
+        once: evaluate what is there, and end.
+        every_s: seconds between two looks at the storage.
+        use_cpu: evaluate on the CPU.
+
+    Raises:
+        ConfigError: the spec cannot be followed.
+        DamagedError: a checkpoint is damaged; the others were evaluated.
+        TrainflowError: an evaluation failed.
+    """
+    plan = Plan.of(spec, debug=debug)
+    standard = check_settings(spec.train, plan.context)
+    training = _await_training(plan, listener, once=once, every_s=every_s)
+    if isinstance(training, str):
+        return Followed("waiting", f"{training}.")
+    training.stage.ensure_writable(field="storage")
+    listener.say(f"Following run {training.run.id} ({training.run.run_name or training.run.name}).")
+    with _points(spec, training) as points:
+        job = Job(
+            config=spec.train.with_launchers_arguments(),
+            launch=spec.evaluate_config().launch or spec.train.launch.on_one_machine(),
+            use_cpu=use_cpu,
+            context=plan.context,
+            stage=training.stage,
+            data=training.data,
+            poll_s=every_s,
+        )
+        follower = Follower(job, standard, points, listener)
+        _describe_beginning(follower, standard, listener)
+        ending, count = _follow(follower, Watch(training), listener, once=once, every_s=every_s)
+        done = follower.begin()
+    if follower.damaged:
+        raise follower.damaged[0]
+    waiting = find_waiting(Store.open(spec.storage)) if points is not None else None
+    return Followed(
+        training=ending.state,
+        sentence=f"{ending.sentence}.",
+        run_id=training.run.id,
+        count=count,
+        evaluations=tuple(done),
+        best=follower.best,
+        waiting=None if waiting is None else f"{waiting} in {waiting.root}",
+    )
+
+
+def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: float) -> Training | str:
+    said = ""
+    while isinstance(found := find_training(plan), str) and not once:
+        if found != said:
+            listener.say(f"{found}. Waiting for it.")
+            said = found
+        time.sleep(every_s)
+    return found
+
+
+def _describe_beginning(follower: Follower, standard: Standard, listener: Listener) -> None:
+    done = follower.begin()
+    if done:
+        listener.say(f"{len(done)} checkpoints are evaluated already, the newest at step {done[-1].step}.")
+    greater = "greatest" if standard.is_greater_better else "smallest"
+    listener.say(f"The checkpoint with the {greater} {standard.metric} is kept.")
+
+
+def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool, every_s: float) -> tuple[Ending, int]:
+    """Evaluate what comes until the training has ended, or once; how it ended, and how many were evaluated."""
+    count = outages = 0
+    while True:
+        try:
+            # Before the checkpoints are listed: one that is committed later is none of an ended training.
+            ending = watch.look()
+            count += follower.work(wait=ending is not None and not once)
+            outages = 0
+        except StorageError as error:
+            outages += 1
+            if not error.retryable or once or outages > OUTAGES:
+                raise
+            listener.say(f"The storage does not answer, the next look is in {every_s:g} s: {error.message}")
+            ending = None
+        if ending is not None:
+            return ending, count
+        if once:
+            return Ending("running", "The training goes on"), count
+        time.sleep(every_s)
+
+
+@contextlib.contextmanager
+def _points(spec: PipelineSpec, training: Training) -> Iterator[RunPoints | None]:
+    """The MLflow run; None where nothing is tracked."""
+    handle = training.handle(spec)
+    points = None if handle is None else RunPoints(handle)
+    try:
+        yield points
+    finally:
+        if points is not None:
+            points.close()

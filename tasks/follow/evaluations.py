@@ -1,0 +1,144 @@
+"""What evaluations beside a training have measured: one small file per checkpoint, created once and never changed.
+
+::
+
+    <folder of the train stage>/follow/
+        checkpoint-20.<digest>.json        the metrics; the digest is that of the checkpoint's files
+        checkpoint-20.<digest>.logged      the metrics are on their way to MLflow
+        claims/checkpoint-20.<digest>/     the lease of the process that evaluates it now
+
+Several processes share the work: a checkpoint is evaluated by the one that has its lease, and its file is created
+exclusively. What a killed process was evaluating is evaluated again by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer_lib.checkpoint.catalogue import CheckpointInfo
+from trainer_lib.checkpoint.layout import parse_step
+from trainer_lib.errors import DamagedError
+from trainer_lib.locks.lease import Lease, acquire_lease
+from trainer_lib.storage import Store
+
+FOLDER = "follow"
+_DIGITS = 16
+_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The metrics of one checkpoint.
+
+    Attributes:
+        checkpoint: the name of its folder.
+        step: optimizer steps that it has.
+        content: SHA-256 of its files, as its commit has it.
+        metrics: by the names that the Trainer logs (`eval_loss`).
+        measured_ms: when, in milliseconds since 1970.
+        seconds: how long it took.
+    """
+
+    checkpoint: str
+    step: int
+    content: str
+    metrics: dict[str, float]
+    measured_ms: int
+    seconds: float
+
+    @property
+    def id(self) -> str:
+        """Names the checkpoint with its content: a training that goes back writes another one under the same name."""
+        return _id_of(self.checkpoint, self.content)
+
+    def is_of(self, info: CheckpointInfo) -> bool:
+        """Whether this very checkpoint was measured."""
+        return self.id == _id_of(info.name, info.commit.content_digest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As strict JSON: infinities and NaN as text."""
+        metrics = {name: each if math.isfinite(each) else str(each) for name, each in self.metrics.items()}
+        return {**asdict(self), "metrics": metrics}
+
+
+class Evaluations:
+    """The evaluations of one training.
+
+    Args:
+        stage: the folder of its train stage.
+    """
+
+    def __init__(self, stage: Store) -> None:
+        self._folder = stage.child(FOLDER)
+        # By file name; a file never changes.
+        self._read: dict[str, Evaluation] = {}
+
+    @property
+    def url(self) -> str:
+        """The folder of their files."""
+        return self._folder.url
+
+    def read(self) -> list[Evaluation]:
+        """Every evaluation, in the order of the steps.
+
+        Raises:
+            DamagedError: one of the files is damaged.
+            StorageError: the storage cannot be read.
+        """
+        names = [name for name in self._folder.children() if name.endswith(".json")]
+        self._read = {name: self._read.get(name) or self._parse(name) for name in names}
+        return sorted(self._read.values(), key=lambda each: (each.step, each.measured_ms))
+
+    def has(self, info: CheckpointInfo) -> bool:
+        """Whether a checkpoint is measured."""
+        name = f"{_id_of(info.name, info.commit.content_digest)}.json"
+        return name in self._read or self._folder.exists(name)
+
+    def add(self, evaluation: Evaluation) -> bool:
+        """Record an evaluation; False when another process has recorded one of the same checkpoint."""
+        text = json.dumps({"format": 1, **evaluation.to_dict()}, indent=1) + "\n"
+        return self._folder.create(f"{evaluation.id}.json", text.encode())
+
+    def acquire(self, info: CheckpointInfo, *, give_up: Callable[[], bool], poll_s: float) -> Lease | None:
+        """Take the lease of a checkpoint's evaluation; None when another process has it and `give_up` returns True."""
+        claims = self._folder.child("claims", _id_of(info.name, info.commit.content_digest))
+        return acquire_lease(claims, wait=give_up, poll_s=poll_s)
+
+    def is_logged(self, evaluation: Evaluation) -> bool:
+        """Whether its metrics are on their way to MLflow."""
+        return self._folder.exists(f"{evaluation.id}.logged")
+
+    def note_logged(self, evaluation: Evaluation, run: str) -> None:
+        """Record that its metrics are on their way to the MLflow run that `run` names."""
+        self._folder.create(f"{evaluation.id}.logged", f"{run}\n".encode())
+
+    def _parse(self, name: str) -> Evaluation:
+        data = self._folder.read_if_exists(name, limit=_LIMIT)
+        try:
+            record = json.loads(data or b"")
+            metrics = {str(key): float(value) for key, value in record["metrics"].items()}
+            found = Evaluation(
+                checkpoint=str(record["checkpoint"]),
+                step=int(record["step"]),
+                content=str(record["content"]),
+                metrics=metrics,
+                measured_ms=int(record["measured_ms"]),
+                seconds=float(record["seconds"]),
+            )
+            if f"{found.id}.json" == name and parse_step(found.checkpoint) is not None:
+                return found
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            pass
+        raise DamagedError(
+            "The record of an evaluation is damaged.",
+            field=f"{self.url}/{name}",
+            remedy="Delete the file: its checkpoint is then evaluated again.",
+        )
+
+
+def _id_of(checkpoint: str, content: str) -> str:
+    return f"{checkpoint}.{content[:_DIGITS]}"

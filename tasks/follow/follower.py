@@ -1,0 +1,293 @@
+"""Evaluates the committed checkpoints of a training, oldest first, each by one process and once.
+
+::
+
+    list the checkpoints                      those without an evaluation are due
+    take the lease of one                     another process evaluates it: the next one
+    protect it, and look for its commit       the training has removed it: say so, and go on
+    evaluate, in processes of their own       as an evaluation inside the training does
+    record it, exclusively                    from here on it is evaluated
+    keep the best                             while the checkpoint is still protected
+    log it to the run                         once; what a killed process left out is logged by the next one
+
+Neither prefect nor torch is imported here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tasks.configs import LaunchSettings, TrainConfig
+from tasks.follow.best import Standard, keep_best
+from tasks.follow.evaluations import Evaluation, Evaluations
+from tasks.follow.points import RunPoints
+from tasks.stage.closure import find_root
+from tasks.stage.context import StageContext
+from tasks.stage.declared_paths import path_options
+from tasks.stage.facts import PrepareFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
+from tasks.stage.spec_words import in_words_of_spec
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, read_checkpoint_info
+from trainer_lib.commit import COMMIT
+from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError, TrainflowError
+from trainer_lib.launch import launch
+from trainer_lib.locks.lease import Lease
+from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
+from trainer_lib.storage import Store
+from trainer_lib.trackers.spool import now_ms
+
+CHECKPOINTS = "checkpoints"
+TRIES = 3
+"""Times that a checkpoint is tried when something around the evaluation fails."""
+_PAUSE_S = 2.0
+# An evaluation inside training takes the weights as they are, and nothing but MLflow's run gets the metrics.
+_AS_IN_TRAINING = {"bf16_full_eval": False, "fp16_full_eval": False, "report_to": "none", "push_to_hub": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is evaluated, and how.
+
+    Attributes:
+        config: the settings of train.
+        launch: how the processes are started.
+        use_cpu: evaluate on the CPU, whatever the training uses.
+        stage: the folder of the train stage.
+        data: the prepared data.
+        poll_s: seconds between two looks at what another process is evaluating.
+    """
+
+    config: TrainConfig
+    launch: LaunchSettings
+    use_cpu: bool
+    context: StageContext
+    stage: Store
+    data: StageManifest[PrepareFacts]
+    poll_s: float
+
+
+@dataclass
+class Listener:
+    """Where a follower reports what happens: one function each for sentences, lines of workers and evaluations."""
+
+    say: Callable[[str], object]
+    line: Callable[[str], None] = lambda _: None
+    evaluated: Callable[[Evaluation, bool], object] = lambda *_: None
+    """Called with an evaluation of this process, and whether it is the best so far."""
+
+
+def check_settings(config: TrainConfig, context: StageContext) -> Standard:
+    """What makes a checkpoint the best, after a look at what can be refused before there is one.
+
+    Raises:
+        ConfigError: the settings of train name no data to evaluate on, or an optimizer whose checkpoints cannot be
+            evaluated without it.
+    """
+    if config.eval_split is None:
+        raise ConfigError(
+            "No split is named to evaluate the checkpoints on.",
+            field="train.eval_split",
+            remedy="Set train.eval_split=validation (a split that prepare makes), in the spec and for the training.",
+        )
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    if str(args.optim).startswith("schedule_free"):
+        raise ConfigError(
+            "Schedule-free optimizers evaluate other weights than they save, so a checkpoint alone does not have them.",
+            field="train.args.optim",
+            value=str(args.optim),
+            remedy="Evaluate inside the training: train.args.eval_strategy=steps.",
+        )
+    return Standard.of(args)
+
+
+class Follower:
+    """Evaluates what is due.
+
+    Args:
+        points: the MLflow run; None: nothing is logged.
+
+    Attributes:
+        best: the best checkpoint that is still there, as far as this process knows.
+        damaged: the failures of checkpoints that cannot be evaluated because they are damaged.
+    """
+
+    def __init__(self, job: Job, standard: Standard, points: RunPoints | None, listener: Listener) -> None:
+        self.best: Evaluation | None = None
+        self.damaged: list[DamagedError] = []
+        self._job = job
+        self._standard = standard
+        self._points = points
+        self._listener = listener
+        self._root = job.stage.child(CHECKPOINTS)
+        self._evaluations = Evaluations(job.stage)
+        self._given_up: set[str] = set()
+        # Those that were due at the last look.
+        self._waiting: list[CheckpointInfo] = []
+
+    def begin(self) -> list[Evaluation]:
+        """Log and mark what an earlier process left out; returns what has been evaluated.
+
+        Raises:
+            DamagedError: the record of an evaluation is damaged.
+            StorageError: the storage cannot be read or written.
+        """
+        known = self._evaluations.read()
+        for each in known:
+            self._log(each)
+        self.best = keep_best(self._root, self._standard, known) if known else None
+        return known
+
+    def work(self, *, wait: bool = False) -> int:
+        """Evaluate what is due until nothing is left; returns how many checkpoints this process has evaluated.
+
+        Args:
+            wait: also until other processes have evaluated what they are at, or have died.
+
+        Raises:
+            TrainflowError: an evaluation failed in a way that every other one would.
+        """
+        count = 0
+        while due := self._due():
+            taken = self._take(due, wait=wait)
+            if taken is not None:
+                count += self._evaluate(*taken)
+            elif not wait:
+                break
+        return count
+
+    # -- one checkpoint -----------------------------------------------------------------------------------------------
+
+    def _due(self) -> list[CheckpointInfo]:
+        """The checkpoints without an evaluation, oldest first."""
+        infos = reversed(list_checkpoints(self._root))
+        due = [info for info in infos if info.url not in self._given_up and not self._evaluations.has(info)]
+        for info in self._waiting:
+            if info not in due and not self._evaluations.has(info) and info.url not in self._given_up:
+                self._say_removed(info)
+        self._waiting = due
+        return due
+
+    def _say_removed(self, info: CheckpointInfo) -> None:
+        self._listener.say(
+            f"The checkpoint of step {info.step} was removed by the training before it could be evaluated."
+        )
+
+    def _take(self, due: Sequence[CheckpointInfo], *, wait: bool) -> tuple[CheckpointInfo, Lease] | None:
+        """The first that no other process evaluates, with its lease; None when other processes have all of them."""
+        for info in due:
+            lease = self._evaluations.acquire(info, give_up=lambda: True, poll_s=self._job.poll_s)
+            if lease is not None:
+                return info, lease
+        if not wait:
+            return None
+        for info in due:
+            self._listener.say(f"Another process evaluates the checkpoint of step {info.step}.")
+            settled = partial(self._is_settled, info)
+            lease = self._evaluations.acquire(info, give_up=settled, poll_s=self._job.poll_s)
+            if lease is not None:
+                return info, lease
+        return None
+
+    def _is_settled(self, info: CheckpointInfo) -> bool:
+        return self._evaluations.has(info) or not self._root.child(info.name).exists(COMMIT)
+
+    def _evaluate(self, info: CheckpointInfo, lease: Lease) -> int:
+        added = False
+        with lease, protect_from_removal(self._root.child(info.name)):
+            # Now that it is protected: until here the training might have removed it, or another process measured it.
+            now = self._read(info)
+            found = None if now is None or self._evaluations.has(now) else self._measure(now)
+            if found is not None:
+                # Created exclusively: if another process took this one for dead and was faster, its record counts.
+                added = self._evaluations.add(found)
+                known = self._evaluations.read()
+                self._standard.require(found.metrics)
+                self.best = keep_best(self._root, self._standard, known)
+            lease.remove()
+        if found is None or not added:
+            return 0
+        self._log(found)
+        self._listener.evaluated(found, self.best is not None and self.best.id == found.id)
+        return 1
+
+    def _read(self, info: CheckpointInfo) -> CheckpointInfo | None:
+        """The checkpoint as it is committed now; None when it is gone or another one has its name."""
+        now = read_checkpoint_info(self._root, info.name)
+        return now if now is not None and now.commit.content_digest == info.commit.content_digest else None
+
+    def _measure(self, info: CheckpointInfo) -> Evaluation | None:
+        """Evaluate a checkpoint; None when it is damaged, or was removed although it was protected."""
+        began = time.monotonic()
+        try:
+            result = self._launch(info)
+        except DamagedError as error:
+            if self._read(info) is None:  # a forced training removes all that it finds
+                self._listener.say(f"The checkpoint of step {info.step} was removed while it was evaluated.")
+                return None
+            self._given_up.add(info.url)
+            self.damaged.append(error)
+            self._listener.say(f"The checkpoint of step {info.step} is not evaluated: {error.field}: {error.message}")
+            return None
+        seconds = round(time.monotonic() - began, 3)
+        return Evaluation(info.name, info.step, info.commit.content_digest, result.metrics, now_ms(), seconds)
+
+    def _launch(self, info: CheckpointInfo) -> CheckpointMetrics:
+        """Evaluate in processes of its own: with half the batch after memory ran out, again after an outage."""
+        config, context, listener = self._job.config, self._job.context, self._listener
+        parsed = context.resolver.arguments(config.args, prefix="train.args")
+        use_cpu = self._job.use_cpu or parsed.use_cpu
+        how = context.resolver.launch(self._job.launch, use_cpu=use_cpu)
+        sharers = count_sharers(parsed, lambda: how.world_size)
+        most, halvings, tries = max_halvings(parsed.per_device_eval_batch_size, shared_by=sharers), 0, 1
+        while True:
+            args = halve_evaluation_batch(config.args, halvings, shared_by=sharers)
+            request = self._request(info, {**args, **_AS_IN_TRAINING, "use_cpu": use_cpu})
+            try:
+                with in_words_of_spec("train"):
+                    what = f"{context.run_name or context.name}, follow"
+                    return launch(request, how, env={}, on_line=listener.line, on_event=self._take_event, what=what)
+            except OutOfMemoryError:
+                if halvings >= most:
+                    raise
+                halvings += 1
+                listener.say(f"Memory ran out at step {info.step}: trying again with half the evaluation batch.")
+            except TrainflowError as error:
+                if not error.retryable or tries >= TRIES:
+                    raise
+                tries += 1
+                listener.say(f"The evaluation of step {info.step} failed: {error.message} Trying again.")
+                time.sleep(_PAUSE_S)
+
+    def _request(self, info: CheckpointInfo, args: dict[str, Any]) -> EvaluateCheckpointRequest:
+        config, context, data = self._job.config, self._job.context, self._job.data
+        recipe = config.recipe or context.recipe
+        root = context.root if context.root is not None else str(find_root(recipe))
+        return EvaluateCheckpointRequest(
+            output=self._evaluations.url,
+            recipe=RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
+            options=config.options,
+            paths=path_options("train", config, context),
+            debug=context.debug,
+            data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
+            model=config.model,
+            args=args,
+            checkpoint=info.url,
+            train_split=config.train_split,
+            eval_split=str(config.eval_split),
+        )
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        if event.get("event") in ("warning", "wait"):
+            self._listener.say(str(event.get("message")))
+
+    def _log(self, evaluation: Evaluation) -> None:
+        if self._points is None or self._evaluations.is_logged(evaluation):
+            return
+        if self._points.log(evaluation):
+            self._evaluations.note_logged(evaluation, self._points.handle.token)

@@ -1,0 +1,92 @@
+"""Whether a training that is followed goes on, and how it has ended."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import followed_training as module
+from flows.followed_training import Training, Watch
+from flows.heartbeat import PAUSE_S
+from flows.past_runs import read_run
+from tasks.stage.keys import stage_key
+from tasks.stage.manifest import StageManifest
+from tests.unit.flows.test_run_status import ELSEWHERE, GONE, HERE, record, sign
+from trainer_lib.commit import write_commit
+
+KEY = stage_key("train", {"x": 1})
+
+
+def training(storage: Path) -> Training:
+    run = read_run(str(storage), "a")
+    assert run is not None
+    return Training(run, KEY, StageManifest("prepare-data", "", "", ""), str(storage))
+
+
+def state(storage: Path) -> str | None:
+    ending = Watch(training(storage)).look()
+    return None if ending is None else ending.state
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("FAILED", "failed"), ("KILLED", "stopped"), ("FINISHED", "finished")]
+)
+def test_a_recorded_end_counts(status: str, expected: str, tmp_path: Path) -> None:
+    record(tmp_path, "a", status, failed="train")
+    assert state(tmp_path) == expected
+
+
+def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    beat = sign(tmp_path, "a", HERE)
+    assert state(tmp_path) is None
+    for path in (beat, beat.with_suffix(".json")):
+        path.unlink()
+    sign(tmp_path, "a", GONE)
+    ending = Watch(training(tmp_path)).look()
+    assert ending is not None
+    assert (ending.state, ending.sentence.startswith("The process of the training died (train: step 3/8")) == (
+        "died",
+        True,
+    )
+
+
+def test_a_committed_training_has_ended_although_later_stages_go_on(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    sign(tmp_path, "a", HERE)
+    found = training(tmp_path)
+    meta: dict[str, Any] = {"stage": "train", "key": KEY.digest, "metrics": {}, "meta": {}}
+    write_commit(found.stage, "stage", [], meta)
+    assert state(tmp_path) == "committed"
+
+
+def test_a_process_of_another_machine_counts_while_its_beat_changes(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    beat, now = sign(tmp_path, "a", ELSEWHERE), [0.0]
+    watch = Watch(training(tmp_path), clock=lambda: now[0])
+    assert watch.look() is None
+    now[0] += PAUSE_S - 1
+    assert watch.look() is None
+    beat.write_text(json.dumps({**json.loads(beat.read_text()), "beat": "2"}))
+    now[0] += 2
+    assert watch.look() is None
+    now[0] += PAUSE_S + 1
+    ending = watch.look()
+    assert ending is not None
+    assert ending.state == "silent"
+
+
+def test_every_state_of_a_run_that_is_not_at_work_has_a_sentence(tmp_path: Path) -> None:
+    from flows.run_status import State
+
+    assert set(State.__args__) - {"running", "suspended", "silent"} <= set(module._ENDS)  # type: ignore[attr-defined]
+    record(tmp_path, "a", "RUNNING")
+    found = training(tmp_path)
+    (tmp_path / "runs" / "a" / "run.json").unlink()
+    ending = Watch(replace(found)).look()
+    assert ending is not None
+    assert ending.state == "finished"
