@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import logging
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from flows.report import draw_image
+from flows.charts import draw_images
 from flows.results import PipelineResult
 from flows.run_summary import summarize
 from tasks.prefect_client import quick_client
@@ -58,8 +59,9 @@ def make_artifacts(result: PipelineResult, history: Sequence[Mapping[str, Any]])
         names = ("metric", "requirement", "value", "passed")
         rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
         found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
-    if (image := draw_image(history)) is not None:
-        found.append({"key": "loss", "type": "image", "data": image, "description": "Loss by optimizer step"})
+    if (image := draw_images(history, only="loss").get("loss")) is not None:
+        data = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
     return found
 
 

@@ -10,15 +10,9 @@ the commands import the record through the pipeline; from cli/ that would be an 
 
 from __future__ import annotations
 
-import base64
 import functools
-import io
-import math
 import posixpath
-import re
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import jinja2
-from markupsafe import Markup
 
+from flows.charts import draw_charts, number_text
 from flows.sizes import describe_bytes, describe_seconds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
@@ -36,27 +30,7 @@ if TYPE_CHECKING:
     from flows.report_facts import ReportFacts
 
 REPORT = "report.html"
-MAX_POINTS = 1500  # of one curve: more than a screen has pixels
-COLORS = 5  # series colours in the template's style sheet; further series repeat them
 PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
-
-# Matplotlib wants colours; the page wants style sheet variables, which follow light and dark. These stand for them.
-_INK, _LINE = "#a10000", "#a100ff"
-_SERIES = [f"#a1000{number + 1}" for number in range(COLORS)]
-_NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|num_.*)$")
-_drawing = threading.Lock()  # matplotlib's settings are global
-
-Series = list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One drawing and its legend: (series number, label, last value) each."""
-
-    title: str
-    svg: Markup
-    legend: list[tuple[int, str, str]]
-    note: str
 
 
 def render_report(
@@ -89,7 +63,7 @@ def render_report(
         stages=stages,
         charts=draw_charts(history),
         tables=_metric_tables(result),
-        gates=[{**gate, "value": _shown(gate["value"])} for gate in result.get("gates") or ()],
+        gates=[{**gate, "value": number_text(gate["value"])} for gate in result.get("gates") or ()],
         compared=[row.in_words() for row in result.get("compared") or ()],
         places=_places(result),
         files=_files(result),
@@ -107,124 +81,6 @@ def write_page(folder: Store, name: str, page: str) -> None:
         return
     folder.write_bytes(f".{name}.draft", page.encode())
     (folder.local_path() / f".{name}.draft").replace(folder.local_path() / name)
-
-
-def draw_charts(history: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Loss (training and evaluation), the other evaluation metrics, learning rate: those that have points."""
-    series = _series(history)
-    losses = _losses(series)
-    metrics = {key: points for key, points in series.items() if key.startswith("eval_") and key not in losses}
-    rate = {key: series[key] for key in ("learning_rate",) if key in series}
-    charts = (("Loss", losses), ("Evaluation while training", metrics), ("Learning rate", rate))
-    return [_draw(title, curves) for title, curves in charts if any(curves.values())]
-
-
-def draw_image(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """The losses as a PNG in a data URL, on white; None without a point."""
-    curves = {name: points for name, points in _losses(_series(history)).items() if points}
-    if not curves:
-        return None
-    with _drawing:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.2, 3.8), dpi=100, layout="tight")
-        axes = figure.add_subplot()
-        for name, points in curves.items():
-            kept = _thinned(points)
-            values = [value if math.isfinite(value) else math.nan for _, value in kept]
-            axes.plot(
-                [step for step, _ in kept], values, label=name, marker="o" if len(kept) < 40 else "", markersize=3
-            )
-        axes.set_xlabel("optimizer step")
-        axes.grid(linewidth=0.4)
-        axes.legend()
-        buffer = io.BytesIO()
-        FigureCanvasAgg(figure).print_figure(buffer, format="png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _losses(series: Mapping[str, Series]) -> dict[str, Series]:
-    # train_loss is the mean over the whole run: a number, not a curve.
-    return {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
-
-
-def _series(history: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
-    series: dict[str, Series] = {}
-    for entry in history:
-        step = entry.get("step")
-        if not isinstance(step, int | float):
-            continue
-        for key, value in entry.items():
-            number = _number(value)
-            if number is not None and not _NOT_CURVES.search(key):
-                series.setdefault(key, []).append((float(step), number))
-    return series
-
-
-def _number(value: Any) -> float | None:
-    """A float from a number or from the text that stands for one that is not finite; None for anything else."""
-    if isinstance(value, str):
-        return float(value) if value in {"NaN", "Infinity", "-Infinity"} else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _draw(title: str, curves: Mapping[str, Series]) -> Chart:
-    with _drawing:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-
-        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
-            figure = Figure(figsize=(6.4, 3.4), layout="tight")
-            figure.patch.set_visible(False)
-            axes = figure.add_subplot()
-            axes.patch.set_visible(False)
-            for index, points in enumerate(curves.values()):
-                kept = _thinned(points)
-                steps = [step for step, _ in kept]
-                # Matplotlib leaves a gap for NaN; an infinity would stretch the axis.
-                values = [value if math.isfinite(value) else math.nan for _, value in kept]
-                marker = "o" if len(kept) < 40 else ""
-                axes.plot(steps, values, color=_SERIES[index % COLORS], linewidth=1.6, marker=marker, markersize=3)
-            axes.set_xlabel("optimizer step", color=_INK)
-            axes.tick_params(colors=_INK, labelcolor=_INK)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-            axes.grid(color=_LINE, linewidth=0.6)
-            for side, spine in axes.spines.items():
-                spine.set_visible(side in {"left", "bottom"})
-                spine.set_color(_LINE)
-            buffer = io.StringIO()
-            # Matplotlib would write the date, and equal curves would be different files.
-            no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-            FigureCanvasSVG(figure).print_figure(buffer, format="svg", metadata=no_metadata)
-    legend = [(index % COLORS + 1, key, _shown(points[-1][1])) for index, (key, points) in enumerate(curves.items())]
-    gaps = sum(not math.isfinite(value) for points in curves.values() for _, value in points)
-    note = f"{gaps} value{'s are' if gaps > 1 else ' is'} not finite (gaps in the curve)" if gaps else ""
-    return Chart(title, _page_svg(buffer.getvalue(), title), legend, note)
-
-
-def _page_svg(svg: str, title: str) -> Markup:
-    """Matplotlib's document as an element of a page: no prologue, fluid size, colours from the style sheet."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'<g id="[a-z0-9.]+_\d+">', "<g>", svg)  # the next drawing has the same names
-    svg = svg.replace(_INK, "currentColor").replace(_LINE, "var(--line)")
-    for number, color in enumerate(_SERIES, start=1):
-        svg = svg.replace(color, f"var(--series-{number})")
-    return Markup(svg)  # noqa: S704 - made above from numbers; no text of a user is in it
-
-
-def _thinned(points: Series) -> Series:
-    """At most `MAX_POINTS` of them, the last one included. Values that are not finite are kept, so they show."""
-    if len(points) <= MAX_POINTS:
-        return points
-    # Rounded up, or there would be more than MAX_POINTS.
-    stride = math.ceil(len(points) / MAX_POINTS)
-    last = len(points) - 1
-    return [p for i, p in enumerate(points) if i % stride == 0 or i == last or not math.isfinite(p[1])]
 
 
 def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +108,7 @@ def _metric_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         columns = ({"": flat} if flat else {}) | nested
         names = list(dict.fromkeys(name for values in columns.values() for name in values))
         if names:
-            rows = [(name, [_shown(values.get(name)) for values in columns.values()]) for name in names]
+            rows = [(name, [number_text(values.get(name)) for values in columns.values()]) for name in names]
             tables.append({"stage": stage["stage"], "columns": list(columns), "rows": rows})
     return tables
 
@@ -312,16 +168,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or not math.isfinite(value):
-        return str(value)
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
 def _moment(started: str | float | None) -> str:

@@ -29,6 +29,7 @@ from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import REPORT, render_report, write_page
 from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
+from flows.run_images import log_curves, log_outcomes
 from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.run_tracking import RunTracking
@@ -239,6 +240,7 @@ class RunRecord:
         write_page(self.folder, REPORT, text)
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
+            log_curves(self.tracked, self.history)
         self._is_reported = True
 
     def _read_history(self) -> list[dict[str, Any]]:
@@ -273,6 +275,7 @@ class RunRecord:
         self._describe_model(manifest)
         if isinstance(manifest.facts, EvaluateFacts) and self.tracked is not None and self._exported is not None:
             link_evaluation(self.tracked, self._exported, manifest)
+            log_outcomes(self.tracked, manifest, {} if self._data is None else self._data.facts.info)
             if judge(self.plan.spec.evaluate, manifest).passed:
                 register_model(self.tracked, self._exported, manifest, self.plan.spec.register)
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.

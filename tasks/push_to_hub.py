@@ -34,6 +34,7 @@ from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.verb_results import OUTCOMES
 
 STAGE = "push-to-hub"
 MODEL = "model/"
@@ -125,7 +126,9 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
             "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
         )
     for evaluation in rest:
-        more = [entry for entry in evaluation.files if entry.path not in _MADE_HERE]
+        # Outcomes hold labels of the data: they stay on the storage.
+        kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
+        more = [entry for entry in kept if entry.path not in _MADE_HERE]
         files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]

@@ -7,6 +7,9 @@ from typing import Any
 
 from trainer_lib.storage import FileEntry
 
+OUTCOMES = "outcomes"
+"""Folder in the result of evaluate: what the model got right and wrong, a JSON file for each split."""
+
 
 @dataclass(frozen=True)
 class PreparedSplit:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from flows.charts import MAX_POINTS, draw_charts
 from flows.plan_record import Comparison
-from flows.report import MAX_POINTS, draw_charts, render_report
+from flows.report import render_report
 from tests.support.repository import ROOT
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -227,7 +228,7 @@ def test_a_run_without_anything_is_a_page_too() -> None:
 def test_drawing_leaves_no_trace_in_matplotlib_and_needs_no_pyplot() -> None:
     code = """if 1:
         import sys, matplotlib
-        from flows.report import draw_charts
+        from flows.charts import draw_charts
         names = [name for name in matplotlib.rcParams if name != "backend"]  # looking at that one imports pyplot
         before = [matplotlib.rcParams[name] for name in names]
         draw_charts([{"step": 1, "loss": 1.0}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from trainer_lib import distributed
 from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.recipe_functions import as_measurements
@@ -19,7 +20,9 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
+from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.session import Work
 from trainer_lib.worker.train import HISTORY
 
@@ -41,16 +44,17 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [events_callback(work, args)])
     metrics: dict[str, dict[str, float]] = {}
-    resampled: list[FileEntry] = []
+    measured: list[FileEntry] = []
     for name, split in splits.items():
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
         function = trainer.compute_metrics
-        remembered = Remembered(function) if request.resamples and function is not None else None
+        # A batch at a time leaves nothing to remember.
+        remembered = None if function is None or args.batch_eval_metrics else Remembered(function)
         trainer.compute_metrics = remembered or function
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
         trainer.compute_metrics = function
         if remembered is not None and work.rank == 0:
-            resampled.append(_resample(work, store, name, remembered))
+            measured += _describe(work, store, name, split, remembered)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
@@ -58,10 +62,24 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         metrics |= {OVERALL: extra} if extra else {}
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
         lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
-        files += [store.write_bytes("metrics.json", lasting.encode()), *resampled]
+        files += [store.write_bytes("metrics.json", lasting.encode()), *measured]
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return EvaluateResult(tuple(files), metrics)
+
+
+def _describe(
+    work: Work[EvaluateRequest], store: Store, name: str, split: ArrowSplit, remembered: Remembered
+) -> Iterator[FileEntry]:
+    """Write what the outputs say of a split beyond its metrics."""
+    if work.request.resamples:
+        yield _resample(work, store, name, remembered)
+    if remembered.given is None:
+        return
+    outputs, labels = single_output(remembered.given.predictions), remembered.given.label_ids
+    outcomes = summarize_outcomes(outputs, labels, lambda row: int(split.row_ids(row, row + 1)[0]))
+    if outcomes is not None:
+        yield store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode())
 
 
 def _resample(work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered) -> FileEntry:

@@ -1,0 +1,224 @@
+"""Drawings of a run: curves as SVG for the report, pictures as PNG for Prefect and MLflow, from one set of series."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+MAX_POINTS = 1500  # of one curve: more than a screen has pixels
+COLORS = 5  # series colours in the report's style sheet; further series repeat them
+
+# Matplotlib wants colours; the page wants style sheet variables, which follow light and dark. These stand for them.
+_INK, _LINE = "#a10000", "#a100ff"
+_SERIES = [f"#a1000{number + 1}" for number in range(COLORS)]
+_NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|num_.*)$")
+_MARKED_POINTS = 40  # fewer have markers
+_CELLS_WITH_NUMBERS = 20  # classes of a confusion matrix
+_drawing = threading.Lock()  # matplotlib's settings are global
+
+Series = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One drawing and its legend: (series number, label, last value) each."""
+
+    title: str
+    svg: Markup
+    legend: list[tuple[int, str, str]]
+    note: str
+
+
+def draw_charts(history: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Loss (training and evaluation), the other evaluation metrics, learning rate: those that have points."""
+    return [_draw_svg(title, curves) for title, curves in _charts(history) if any(curves.values())]
+
+
+def draw_images(history: Sequence[Mapping[str, Any]], only: str | None = None) -> dict[str, bytes]:
+    """Draw these curves as PNG, on white, by name: loss, evaluation-while-training, learning-rate.
+
+    Args:
+        only: the name of the only one that is wanted.
+    """
+    charts = {title.lower().replace(" ", "-"): curves for title, curves in _charts(history) if any(curves.values())}
+    return {name: _draw_png(_curves(curves)) for name, curves in charts.items() if only in (None, name)}
+
+
+def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:
+    """A confusion matrix as PNG: rows are the true classes, shaded by their share of the row.
+
+    Args:
+        matrix: counts ``[classes, classes]``.
+        names: of the classes.
+    """
+
+    def draw(axes: Any) -> None:
+        sums = [max(1, sum(row)) for row in matrix]
+        shares = [[count / total for count in row] for row, total in zip(matrix, sums, strict=True)]
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        if len(matrix) <= _CELLS_WITH_NUMBERS:
+            axes.set_xticks(range(len(names)), names, rotation=45 if max(map(len, names)) > 3 else 0)
+            axes.set_yticks(range(len(names)), names)
+            for y, row in enumerate(matrix):
+                for x, count in enumerate(row):
+                    color = "white" if shares[y][x] > 0.5 else "black"
+                    axes.text(x, y, str(count), ha="center", va="center", color=color, fontsize=7)
+        axes.set_xlabel("predicted")
+        axes.set_ylabel("true")
+
+    return _draw_png(draw, size=(5.6, 5.2))
+
+
+def draw_residuals(measured: Sequence[float], predicted: Sequence[float]) -> bytes:
+    """Predicted minus measured over measured as PNG; the arguments are ``[rows]``."""
+
+    def draw(axes: Any) -> None:
+        residuals = [guess - value for guess, value in zip(predicted, measured, strict=True)]
+        axes.axhline(0.0, color="gray", linewidth=0.8)
+        axes.plot(measured, residuals, linestyle="", marker="o", markersize=3, alpha=0.6)
+        axes.set_xlabel("measured")
+        axes.set_ylabel("predicted - measured")
+        axes.grid(linewidth=0.4)
+
+    return _draw_png(draw)
+
+
+def number_text(value: Any) -> str:
+    """A number in few digits; other values as text, None as nothing."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+
+
+# -------------------------------------------------------------------------------------------------------------- series
+def _charts(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Series]]]:
+    series = _series(history)
+    # train_loss is the mean over the whole run: a number, not a curve.
+    losses = {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
+    metrics = {key: points for key, points in series.items() if key.startswith("eval_") and key not in losses}
+    rate = {key: series[key] for key in ("learning_rate",) if key in series}
+    return [("Loss", losses), ("Evaluation while training", metrics), ("Learning rate", rate)]
+
+
+def _series(history: Iterable[Mapping[str, Any]]) -> dict[str, Series]:
+    series: dict[str, Series] = {}
+    for entry in history:
+        step = entry.get("step")
+        if not isinstance(step, int | float):
+            continue
+        for key, value in entry.items():
+            number = _number(value)
+            if number is not None and not _NOT_CURVES.search(key):
+                series.setdefault(key, []).append((float(step), number))
+    return series
+
+
+def _number(value: Any) -> float | None:
+    """A float from a number or from the text that stands for one that is not finite; None for anything else."""
+    if isinstance(value, str):
+        return float(value) if value in {"NaN", "Infinity", "-Infinity"} else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _thinned(points: Series) -> Series:
+    """At most `MAX_POINTS` of them, the last one included. Values that are not finite are kept, so they show."""
+    if len(points) <= MAX_POINTS:
+        return points
+    # Rounded up, or there would be more than MAX_POINTS.
+    stride = math.ceil(len(points) / MAX_POINTS)
+    last = len(points) - 1
+    return [p for i, p in enumerate(points) if i % stride == 0 or i == last or not math.isfinite(p[1])]
+
+
+# ------------------------------------------------------------------------------------------------------------- drawing
+def _plot(axes: Any, curves: Mapping[str, Series], colors: Sequence[str] | None = None) -> None:
+    """Draw every curve over the optimizer steps.
+
+    Args:
+        colors: of the series in turn; None: matplotlib's.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (name, points) in enumerate(curves.items()):
+        kept = _thinned(points)
+        # Matplotlib leaves a gap for NaN; an infinity would stretch the axis.
+        values = [value if math.isfinite(value) else math.nan for _, value in kept]
+        style = {} if colors is None else {"color": colors[index % len(colors)]}
+        marker = "o" if len(kept) < _MARKED_POINTS else ""
+        axes.plot([step for step, _ in kept], values, label=name, linewidth=1.6, marker=marker, markersize=3, **style)
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+
+
+def _curves(curves: Mapping[str, Series]) -> Callable[[Any], None]:
+    def draw(axes: Any) -> None:
+        _plot(axes, curves)
+        axes.grid(linewidth=0.4)
+        axes.legend()
+
+    return draw
+
+
+def _draw_png(draw: Callable[[Any], None], size: tuple[float, float] = (7.2, 3.8)) -> bytes:
+    with _drawing:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size, dpi=100, layout="tight")
+        draw(figure.add_subplot())
+        buffer = io.BytesIO()
+        FigureCanvasAgg(figure).print_figure(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_svg(title: str, curves: Mapping[str, Series]) -> Chart:
+    with _drawing:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
+            figure = Figure(figsize=(6.4, 3.4), layout="tight")
+            figure.patch.set_visible(False)
+            axes = figure.add_subplot()
+            axes.patch.set_visible(False)
+            _plot(axes, curves, _SERIES)
+            axes.xaxis.label.set_color(_INK)
+            axes.tick_params(colors=_INK, labelcolor=_INK)
+            axes.grid(color=_LINE, linewidth=0.6)
+            for side, spine in axes.spines.items():
+                spine.set_visible(side in {"left", "bottom"})
+                spine.set_color(_LINE)
+            buffer = io.StringIO()
+            # Matplotlib would write the date, and equal curves would be different files.
+            no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            FigureCanvasSVG(figure).print_figure(buffer, format="svg", metadata=no_metadata)
+    legend = [
+        (index % COLORS + 1, key, number_text(points[-1][1])) for index, (key, points) in enumerate(curves.items())
+    ]
+    gaps = sum(not math.isfinite(value) for points in curves.values() for _, value in points)
+    note = f"{gaps} value{'s are' if gaps > 1 else ' is'} not finite (gaps in the curve)" if gaps else ""
+    return Chart(title, _page_svg(buffer.getvalue(), title), legend, note)
+
+
+def _page_svg(svg: str, title: str) -> Markup:
+    """Matplotlib's document as an element of a page: no prologue, fluid size, colours from the style sheet."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf'\1 role="img" aria-label="{title}"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'<g id="[a-z0-9.]+_\d+">', "<g>", svg)  # the next drawing has the same names
+    svg = svg.replace(_INK, "currentColor").replace(_LINE, "var(--line)")
+    for number, color in enumerate(_SERIES, start=1):
+        svg = svg.replace(color, f"var(--series-{number})")
+    return Markup(svg)  # noqa: S704 - made above from numbers; no text of a user is in it

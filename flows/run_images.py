@@ -1,0 +1,66 @@
+"""Pictures and samples for the MLflow run: the curves, and what the model got right and wrong on each split."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flows.charts import draw_confusion, draw_images, draw_residuals
+from tasks.stage.manifest import StageManifest
+from tasks.tracking import TrackedRun
+from trainer_lib.errors import TrainflowError
+from trainer_lib.verb_results import OUTCOMES
+
+_OUTCOME_BYTES = 16 << 20
+_TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page finds tables
+_log = logging.getLogger(__name__)
+
+
+def log_curves(run: TrackedRun, history: Sequence[Mapping[str, Any]]) -> None:
+    """Log the curves of a training as pictures (`plots/loss.png`)."""
+    for name, image in draw_images(history).items():
+        run.log_file(image, f"plots/{name}.png")
+
+
+def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
+    """Log a confusion matrix or the residuals of each evaluated split, and a table of samples.
+
+    Args:
+        info: what the recipe noted about the data; names of the classes are in `classes`.
+    """
+    tables = []
+    for entry in evaluation.files:
+        split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
+        if not entry.path.startswith(f"{OUTCOMES}/"):
+            continue
+        try:
+            found = json.loads(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
+            names = _class_names(info, len(found.get("matrix") or ()))
+            _log_outcome(run, split, found, names)
+        except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
+            _log.warning("The outcomes of %s are not drawn: %s", split, error)
+            continue
+        tables.append({"path": f"samples/{split}.json", "type": "table"})
+    if tables:
+        run.set_tags({_TABLES: json.dumps(tables)})
+
+
+def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: Sequence[str]) -> None:
+    if found["kind"] == "classes":
+        run.log_file(draw_confusion(found["matrix"], names), f"plots/confusion-{split}.png")
+        rows = [[row, names[label], names[guess], label == guess] for row, label, guess in found["samples"]]
+        columns = ["row_id", "label", "prediction", "right"]
+    else:
+        run.log_file(draw_residuals(found["measured"], found["predicted"]), f"plots/residuals-{split}.png")
+        rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
+        columns = ["row_id", "label", "prediction", "residual"]
+    run.log_file(json.dumps({"columns": columns, "data": rows}), f"samples/{split}.json")
+
+
+def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:
+    given = info.get("classes")
+    if isinstance(given, list) and len(given) == classes:
+        return [str(name) for name in given]
+    return [str(number) for number in range(classes)]

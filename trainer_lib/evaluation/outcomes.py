@@ -1,0 +1,76 @@
+"""What a model got right and wrong on a split, in a few numbers: counts by class, or measured and predicted values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+MAX_CLASSES = 100
+MAX_ROWS = 2000  # of a picture of residuals
+SAMPLES = 10  # rows that are shown, and as many of the worst
+_DIGITS = 6
+
+
+def summarize_outcomes(predictions: Any, labels: Any, id_of: Callable[[int], Any] = int) -> dict[str, Any] | None:
+    """The outcomes of one split as plain JSON; None for a model whose outputs are neither classes nor single numbers.
+
+    Args:
+        predictions: scores ``[rows, classes]`` with whole labels ``[rows]``, or numbers ``[rows]`` or ``[rows, 1]``
+            with labels of that size.
+        id_of: the id of a row, by its number from 0.
+
+    Returns:
+        `kind` ("classes" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to 2,000 values
+        each in `measured` and `predicted`, and the first and the worst rows in `samples`.
+    """
+    if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
+        return None
+    rows = len(labels)
+    if labels.dtype.kind in "iu" and labels.ndim == 1 and predictions.ndim == 2 and len(predictions) == rows:
+        return _classes(predictions, labels, id_of)
+    flat, measured = predictions.reshape(-1), labels.reshape(-1)
+    if labels.dtype.kind == "f" and predictions.dtype.kind == "f" and len(flat) == len(measured) == rows:
+        return _numbers(flat, measured, id_of)
+    return None
+
+
+def _classes(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:
+    classes = scores.shape[1]
+    if not 2 <= classes <= MAX_CLASSES or labels.min() < 0 or labels.max() >= classes:
+        return None
+    predicted = scores.argmax(axis=1)
+    matrix = np.zeros((classes, classes), np.int64)
+    np.add.at(matrix, (labels, predicted), 1)
+    samples = _samples(np.flatnonzero(predicted != labels), labels, predicted, id_of)
+    return {"kind": "classes", "rows": len(labels), "matrix": matrix.tolist(), "samples": samples}
+
+
+def _numbers(predicted: np.ndarray, measured: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:
+    finite = np.isfinite(predicted) & np.isfinite(measured)
+    if not finite.all():
+        return None
+    error = np.abs(predicted.astype(np.float64) - measured)
+    worst = np.sort(np.argsort(-error, kind="stable")[:SAMPLES])
+    shown = np.linspace(0, len(measured) - 1, min(MAX_ROWS, len(measured))).round().astype(np.int64)
+    return {
+        "kind": "numbers",
+        "rows": len(measured),
+        "measured": [_short(value) for value in measured[shown]],
+        "predicted": [_short(value) for value in predicted[shown]],
+        "samples": _samples(worst, measured, predicted, id_of),
+    }
+
+
+def _samples(
+    worst: np.ndarray, labels: np.ndarray, predicted: np.ndarray, id_of: Callable[[int], Any]
+) -> list[list[Any]]:
+    """Rows as [id, label, prediction]: the first ones, then of the worst those that are not among them."""
+    first = list(range(min(SAMPLES, len(labels))))
+    chosen = first + [int(row) for row in worst[:SAMPLES] if row not in first]
+    return [[id_of(row), _short(labels[row]), _short(predicted[row])] for row in chosen]
+
+
+def _short(value: Any) -> float | int:
+    return int(value) if isinstance(value, np.integer) else float(f"{float(value):.{_DIGITS}g}")
