@@ -127,7 +127,9 @@ class RunRecord:
             if self._tracking is not None:
                 self._write("description", self._tracking.describe_end)
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
-                self._tracking.run.end(status)
+                self._tracking.end(status)
+                if self._tracking.is_discarded():
+                    self.result.mlflow_run_id = self.result.run_url = self.result.tracking_uri = None
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             is_over = self.tracked is None and self._record.get("status") != "RUNNING"
             if not is_over or not self.folder.exists(RUN_FILE):
@@ -306,6 +308,8 @@ class RunRecord:
     def _write_record(self, status: str) -> None:
         failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]
         plan, known = self.plan, self._record.get("tracked_run")
+        if self._tracking is not None:
+            known = None if self._tracking.is_discarded() else self._tracking.run.handle.token
         as_of = plan.context.resolver.as_of
         self._save(
             {
@@ -314,7 +318,7 @@ class RunRecord:
                 "pipeline_key": self.result.pipeline_key,
                 "status": status,
                 # A run has this before its server was reached.
-                "tracked_run": known if self.tracked is None else self.tracked.handle.token,
+                "tracked_run": known,
                 "tracked_since": self._record.get("tracked_since") if self._tracking is None else self._tracking.since,
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,

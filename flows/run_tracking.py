@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import partial
@@ -14,9 +15,14 @@ from flows.run_notes import describe_end, describe_experiment, describe_start, s
 from tasks import tracking
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
+from tasks.stage.progress import Event, subscribe
 from tasks.stage.retry import now
 from tasks.system_load import SystemLoad
+from trainer_lib.errors import CodeError, ConfigError, DataError
 from trainer_lib.storage import Store
+from trainer_lib.trackers.mlflow_client import DISCARDED
+
+_MISTAKES = (CodeError, ConfigError, DataError)
 
 
 class RunTracking:
@@ -27,9 +33,10 @@ class RunTracking:
         since: when the run began, as ISO time; that of its first command.
     """
 
-    def __init__(self, run: tracking.TrackedRun, result: PipelineResult, run_id: str, since: str | None) -> None:
+    def __init__(self, run: tracking.TrackedRun, result: PipelineResult, run_id: str, known: Mapping[str, Any]) -> None:
         self.run = run
-        self.since = since or now()
+        self._is_new = run.handle.token != known.get("tracked_run")
+        self.since = (None if self._is_new else known.get("tracked_since")) or now()
         self._result = result
         self._run_id = run_id
         storage = Store.open(result.storage)
@@ -39,6 +46,9 @@ class RunTracking:
             folder=storage.local_path() if storage.is_local else None,
         )
         run.set_tags(describe_start(result, run_id))
+        self._trained = 0
+        self._listening = contextlib.ExitStack()
+        self._listening.enter_context(subscribe(self._listen))
 
     @classmethod
     def open(cls, plan: Plan, result: PipelineResult, run_id: str, *, known: Mapping[str, Any]) -> Self | None:
@@ -69,14 +79,32 @@ class RunTracking:
             return None
         for path, text in settings_files(plan).items():
             run.log_file(text, path)
-        return cls(run, result, run_id, known.get("tracked_since") if token else None)
+        return cls(run, result, run_id, known)
+
+    def is_discarded(self) -> bool:
+        """Whether the run is not worth keeping: it is new, and a mistake in spec, recipe or data came before training.
+
+        The mistake is on the terminal, and in the record and the report of the run.
+        """
+        trained = self._result.outcome("train")
+        is_trained = self._trained > 0 or (trained is not None and trained.manifest is not None)
+        return self._is_new and not is_trained and isinstance(self._result.error, _MISTAKES)
 
     def describe_end(self) -> None:
         """Give the run its last description, and the reason of a failure."""
         self.run.set_tags(describe_end(self._result, self._run_id))
 
+    def end(self, status: str) -> None:
+        """Note how the run has ended."""
+        self.run.end(DISCARDED if self.is_discarded() else status)
+
+    def _listen(self, event: Event) -> None:
+        if event.get("stage") == "train":
+            self._trained = max(self._trained, int(event.get("step") or 0))
+
     def finish(self, status: str, *, stages: int) -> None:
         """End the run, and wait a second per stage for the server. Safe to repeat."""
+        self._listening.close()
         self._load.close()
         self.run.finish(status, stages=stages)
 

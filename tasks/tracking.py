@@ -30,7 +30,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.delivery import Delivery
-from trainer_lib.trackers.mlflow_client import KEY_TAG, is_local_database
+from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, is_local_database
 from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import (
@@ -42,7 +42,7 @@ from trainer_lib.trackers.spool import (
     user_data_dir,
 )
 
-STATUSES = ("FINISHED", "FAILED", "KILLED")
+STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
 COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
 ANSWER_S = 3.0  # how long it waits for one answer
@@ -132,7 +132,7 @@ class TrackedRun:
             self._write({"tags": _clean_tags(tags)})
 
     def end(self, status: str) -> None:
-        """Note that the run has ended as "FINISHED", "FAILED" or "KILLED". Nothing is logged after it."""
+        """Note that the run has ended as "FINISHED", "FAILED", "KILLED" or "DISCARDED"; nothing is logged after it."""
         if status not in STATUSES:
             raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
         if self._session is not None and not self._is_ended:

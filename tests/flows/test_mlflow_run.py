@@ -218,6 +218,29 @@ def test_switched_off_nothing_is_recorded(storage: Store) -> None:
     assert find_waiting(storage) is None
 
 
+def test_a_discarded_run_is_deleted_unless_it_has_trained(start: Start) -> None:
+    gone, kept = start(), start(pipeline_key="o" * 64)
+    kept.log_metrics({"train/loss": 0.5}, 1)  # by an earlier command that was taken up
+    gone.end("DISCARDED")
+    kept.end("DISCARDED")
+    deleted, handle = _done(gone), _done(kept)
+    [left] = runs(handle.tracking_uri)
+    assert (left.info.run_id, left.info.status) == (handle.run_id, "FAILED")
+    assert _run(deleted).info.lifecycle_stage == "deleted"
+    again = _done(start())  # the next command with the key makes another one
+    assert again.run_id != deleted.run_id
+
+
+def test_a_tag_of_a_failure_goes_when_the_run_is_taken_up_and_succeeds(start: Start) -> None:
+    first = start()
+    first.set_tags({"trainflow.failure": "CodeError: it broke"})
+    handle = _done(first, "FAILED")
+    assert _run(handle).data.tags["trainflow.failure"] == "CodeError: it broke"
+    second = start()
+    second.set_tags({"trainflow.failure": None, "trainflow.failed_stage": None})
+    assert "trainflow.failure" not in _run(_done(second)).data.tags
+
+
 def test_a_server_that_is_down_is_logged_once_and_takes_no_time(
     storage: Store, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,6 +273,7 @@ def test_a_run_killed_before_its_end_is_ended_by_the_next_one(storage: Store, st
     dead, finished = runs(handle.tracking_uri)
     assert (dead.info.status, finished.info.status) == ("FAILED", "FINISHED")
     assert points(handle.tracking_uri, dead.info.run_id, "accuracy") == [(10, 0.5)]
+    assert "was killed" in dead.data.tags["trainflow.failure"]
     assert abs(dead.info.end_time - dead.info.start_time) < 60_000  # when it died, not when that was noticed
 
 

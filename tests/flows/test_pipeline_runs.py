@@ -20,6 +20,7 @@ from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
+from tests.support.mlflow_store import runs
 from tests.support.runs import ALL, IN_PROCESS, broken, newest_state, ran, reason, run, spec_of
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
 
@@ -50,6 +51,15 @@ def test_a_failure_comes_back_typed_and_leaves_nothing_that_counts_as_done(
     with pytest.raises(kind):
         result.raise_for_error()
     json.dumps(result.to_dict())
+
+
+def test_a_mistake_before_the_first_training_step_leaves_no_run_in_mlflow(folder: Path) -> None:
+    known = len(runs(f"sqlite:///{folder / 'store' / 'mlflow.db'}"))
+    broken(folder, "y = self.linear(x.float())", "raise ValueError('wrong shape')")
+    failed = run(folder, "tracking.enabled=true", "train.args.seed=77")
+    assert isinstance(failed.error, CodeError)
+    assert (failed.mlflow_run_id, failed.mlflow_waiting) == (None, None)
+    assert len(runs(f"sqlite:///{folder / 'store' / 'mlflow.db'}")) == known
 
 
 def test_a_storage_that_cannot_be_written_is_bad_input(folder: Path) -> None:
@@ -135,6 +145,9 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
     failed = tracked(folder)
     assert mlflow_run(failed).info.status == "FAILED"
+    tags = mlflow_run(failed).data.tags
+    assert (tags["trainflow.failed_stage"], "division by zero" in tags["trainflow.failure"]) == ("evaluate", True)
+    assert "trainflow resume" in tags["mlflow.note.content"]
     past = list_runs(str(folder / "store"))[0]
     assert (past.status, past.failed, past.mlflow_run_id) == ("FAILED", "evaluate", failed.mlflow_run_id)
     assert list(past.stages) == ["prepare-data", "train", "predict"]

@@ -28,6 +28,7 @@ DATABASE_TRIES = 3  # 0.4 s in all
 HTTP_TIMEOUT_S = 15
 TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own run again
 KEY_TAG = "trainflow.pipeline_key"
+DISCARDED = "DISCARDED"  # how a run ends that a recipe mistake ended before it began
 FAILURE_TAG = "trainflow.failure"
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MAX_LIMIT_EXCEEDED"}
 _GONE = "RESOURCE_DOES_NOT_EXIST"
@@ -363,11 +364,23 @@ def list_sizes(client: MlflowClient, run_id: str, folder: str) -> dict[str, int]
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:
     """End the run, unless it has ended since, on another machine that took it up; safe to repeat.
 
+    Args:
+        status: MLflow's, or `DISCARDED`: the run is deleted, as a person would do on the page.
+
     Raises:
         GoneError: the server does not know the run, or it was deleted.
         Exception: whatever mlflow raises.
     """
-    info = client.get_run(run_id).info
+    run = client.get_run(run_id)
+    info = run.info
+    if status == DISCARDED:
+        if info.lifecycle_stage == "deleted":
+            return
+        # An unfinished run of the same pipeline may have been taken up: what it has measured is kept.
+        if not any(key.startswith("train/") for key in run.data.metrics):
+            client.delete_run(run_id)
+            return
+        status = "FAILED"
     if info.status == "RUNNING" or (info.end_time or 0) <= (end_ms or 0):
         try:
             client.set_terminated(run_id, status, end_ms)
