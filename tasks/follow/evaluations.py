@@ -77,11 +77,6 @@ class Evaluations:
         # By file name; a file never changes.
         self._read: dict[str, Evaluation] = {}
 
-    @property
-    def url(self) -> str:
-        """The folder of their files."""
-        return self._folder.url
-
     def read(self) -> list[Evaluation]:
         """Every evaluation, in the order of the steps.
 
@@ -105,8 +100,11 @@ class Evaluations:
 
     def acquire(self, info: CheckpointInfo, *, give_up: Callable[[], bool], poll_s: float) -> Lease | None:
         """Take the lease of a checkpoint's evaluation; None when another process has it and `give_up` returns True."""
-        claims = self._folder.child("claims", _id_of(info.name, info.commit.content_digest))
-        return acquire_lease(claims, wait=give_up, poll_s=poll_s)
+        return acquire_lease(self.workplace(info), wait=give_up, poll_s=poll_s)
+
+    def workplace(self, info: CheckpointInfo) -> Store:
+        """The folder of a checkpoint's evaluation, while there is one: its lease, and what its workers spool."""
+        return self._folder.child("claims", _id_of(info.name, info.commit.content_digest))
 
     def is_logged(self, evaluation: Evaluation) -> bool:
         """Whether its metrics are on their way to MLflow."""
@@ -135,7 +133,7 @@ class Evaluations:
             pass
         raise DamagedError(
             "The record of an evaluation is damaged.",
-            field=f"{self.url}/{name}",
+            field=f"{self._folder.url}/{name}",
             remedy="Delete the file: its checkpoint is then evaluated again.",
         )
 

@@ -269,7 +269,8 @@ class Follower:
         recipe = config.recipe or context.recipe
         root = context.root if context.root is not None else str(find_root(recipe))
         return EvaluateCheckpointRequest(
-            output=self._evaluations.url,
+            # Of its own: launches with one output do not run at the same time.
+            output=self._evaluations.workplace(info).url,
             recipe=RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
             options=config.options,
             paths=path_options("train", config, context),

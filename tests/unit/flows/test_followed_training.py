@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flows.heartbeat import PAUSE_S
 from flows.past_runs import read_run
 from tasks.stage.keys import stage_key
 from tasks.stage.manifest import StageManifest
+from tests.support.toy import project
 from tests.unit.flows.test_run_status import ELSEWHERE, GONE, HERE, record, sign
 from trainer_lib.commit import write_commit
 
@@ -90,3 +92,48 @@ def test_every_state_of_a_run_that_is_not_at_work_has_a_sentence(tmp_path: Path)
     ending = Watch(replace(found)).look()
     assert ending is not None
     assert ending.state == "finished"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`trainflow follow` in this process; returns its exit code."""
+    from flows.cli import follow
+    from flows.cli.main import main
+
+    # It sets variables of the environment for Prefect, which this command does not start.
+    monkeypatch.setattr(follow, "quiet_environment", lambda: None)
+
+    def call(*words: str | Path) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["follow", *map(str, words), "--once"])
+        return int(ended.value.code or 0)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("train.eval_split=",), "train.eval_split"),
+        (("train.evaluation_split=test",), "train.evaluation_split"),
+        (("--every", "soon"), "--every"),
+    ],
+)
+def test_bad_input_is_refused_with_exit_code_2(
+    words: tuple[str, ...],
+    field: str,
+    command: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(project(tmp_path / "project"), *words) == 2
+    printed = capsys.readouterr()
+    assert field in printed.err
+    assert "Traceback" not in printed.err + printed.out
+
+
+def test_a_spec_that_never_ran_is_shown_as_such(
+    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(project(tmp_path / "project"), "train.eval_split=test") == 0
+    assert capsys.readouterr().out == "No data is prepared for this spec yet. Nothing is evaluated.\n"
