@@ -54,6 +54,33 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
     return spec
 
 
+def read_kept_spec(storage: str, run: PastRun, say: Callable[[str], object]) -> PipelineSpec:
+    """The spec of a run with the recipe of that time: the project's own if it is unchanged, else what the run kept.
+
+    Args:
+        say: called with a line where the recipe is not the project's own.
+
+    Raises:
+        ConfigError, StorageError: as `read_recorded_spec`; the spec is not checked.
+    """
+    spec = parse_spec(read_spec_record(storage, run))
+    if not _is_unchanged(spec, run):
+        spec = _with_kept_recipe(storage, run, spec)
+        say(f"The recipe is the one that the run kept: {spec.recipe}")
+    return spec.with_resolver(Resolver())
+
+
+def _is_unchanged(spec: PipelineSpec, run: PastRun) -> bool:
+    """Whether the project's files are those that the run kept."""
+    if not run.sources or not all(Path(path).is_file() for path in _recipes(spec)):
+        return False
+    now: dict[str, str] = {}
+    for recipe in _recipes(spec):
+        for name, path in spec.resolver.closure(recipe, spec.root).paths.items():
+            now[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return now == dict(run.sources)
+
+
 def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
     """The spec that a run recorded, as plain data.
 

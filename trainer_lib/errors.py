@@ -21,7 +21,7 @@
     |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
     |   `-- PreemptedByNotice         19   this machine is about to be taken away; saved        never retried here
-    |-- NotReproducibleError          20   a resumed run differs from an uninterrupted one    never retried
+    |-- NotReproducibleError          20   a resumed or repeated run differs from the first   never retried
     |-- GateError                     21   an evaluation misses what the spec requires        never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
 
@@ -248,7 +248,7 @@ class PreemptedByNotice(Preempted):
 
 
 class NotReproducibleError(TrainflowError):
-    """A run that was stopped and resumed differs from an uninterrupted one; the message names the first difference."""
+    """A run that was resumed or repeated differs from the one before; the message names the first difference."""
 
     exit_code = 20
     title = "not the same"

@@ -31,6 +31,7 @@ from trainer_lib.verb_results import (
     CompareResult,
     EvaluateResult,
     ImportResult,
+    MeasureResult,
     PredictResult,
     PreparedSplit,
     PrepareResult,
@@ -47,8 +48,11 @@ __all__ = [
     "EvaluateCheckpointRequest",
     "EvaluateRequest",
     "EvaluateResult",
+    "FilePair",
     "ImportRequest",
     "ImportResult",
+    "MeasureRequest",
+    "MeasureResult",
     "ModelRequest",
     "PredictRequest",
     "PredictResult",
@@ -336,6 +340,24 @@ class CompareRequest(Request[CompareResult], verb="compare", result=CompareResul
 
     whole: str
     resumed: str
+
+
+@dataclass(frozen=True)
+class FilePair:
+    """A file that is in two folders."""
+
+    one: str
+    other: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest(Request[MeasureResult], verb="measure", result=MeasureResult):
+    """Measure how far the numbers in safetensors and Parquet files are apart."""
+
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    files: tuple[FilePair, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def lineage(
     quiet_environment()
     from flows.lineage_tracking import find_tracked
 
-    chain, config = _find(address, storage, lenient=False)
+    chain, config = find(address, storage, lenient=False)
     if form == "slsa":
         _print_statement(chain)
         return
@@ -87,7 +87,7 @@ def verify(
     quiet_environment()
     from flows.lineage_checks import require_held, verify_chain
 
-    chain, config = _find(address, storage, lenient=True)
+    chain, config = find(address, storage, lenient=True)
     out = terminal.console(stderr=as_json)
 
     # Each link as soon as it is checked: a large model takes minutes.
@@ -109,7 +109,12 @@ def verify(
     terminal.show([Text(f"{counts['held']} link{'' if counts['held'] == 1 else 's'} held{left}", "green")])
 
 
-def _find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
+def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
+    """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's.
+
+    Raises:
+        ConfigError, StorageError, DamagedError: as `flows.lineage_chain.find_chain`.
+    """
     from flows.lineage_chain import find_chain
 
     home: str | None = None

@@ -48,8 +48,8 @@ def execute(
     which = "This" if choice.get("force") else "The same"
     with stoppable(out.print, remedy=f"{which} command continues: {shlex.join(again)}") as stop:
         out.print(title)
-        with _engine(out):
-            result = _run_and_show(spec, out, debug=debug, **choice)
+        with engine(out):
+            result = run_and_show(spec, out, debug=debug, **choice)
             stop.too_late = True
             # Inside the block: the engine takes a second to end.
             _show_result(result, place, as_json=as_json, limit=spec.limit)
@@ -59,7 +59,8 @@ def execute(
 
 
 @contextlib.contextmanager
-def _engine(out: Console) -> Iterator[None]:
+def engine(out: Console) -> Iterator[None]:
+    """Start the workflow engine for the block."""
     with contextlib.ExitStack() as stack:
         with out.status("starting the workflow engine"):
             # The pipeline's imports and the engine's start take seconds each, so they run side by side.
@@ -67,7 +68,8 @@ def _engine(out: Console) -> Iterator[None]:
         yield
 
 
-def _run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+def run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
+    """Run a pipeline inside of `engine`, and show its progress."""
     from flows.pipeline import run_pipeline
     from tasks.stage.progress import subscribe
 

@@ -28,6 +28,7 @@ from flows.cli.planning import plan
 from flows.cli.predicting import predict
 from flows.cli.proof import prove_resume
 from flows.cli.registry import models, promote, rollback
+from flows.cli.reproduce import reproduce
 from flows.cli.resume import resume
 from flows.cli.runs import compare, runs, show, tag
 from flows.cli.schedules import deploy, serve, watch
@@ -233,6 +234,7 @@ for command in (
 app.command()(rollback)
 app.command()(lineage)
 app.command()(verify)
+app.command()(reproduce)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from trainer_lib.requests import (
     EstimateRequest,
     EvaluateCheckpointRequest,
     EvaluateRequest,
+    FilePair,
     ImportRequest,
+    MeasureRequest,
     PredictRequest,
     PreparedData,
     PreparedSplit,
@@ -53,6 +55,7 @@ REQUESTS: list[Request[Any]] = [
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
     ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
+    MeasureRequest(output="o", files=(FilePair("a", "b", "model.safetensors"),)),
     ImportRequest(output="o", source="s"),
 ]
 

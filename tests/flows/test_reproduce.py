@@ -1,0 +1,147 @@
+"""A recorded run is run again: the same bytes, or what differs is named, before and after."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flows.lineage_chain import find_chain
+from flows.reproduction import Outcome, Question, Reproduction, open_scratch
+from flows.results import PipelineResult
+from flows.spec.spec import PipelineSpec
+from tests.support.runs import broken, run
+from trainer_lib.errors import ConfigError, NotReproducibleError
+from trainer_lib.worker.measure import measure_arrays
+
+
+def _run(folder: Path) -> str:
+    [found] = [each for each in (folder / "store" / "runs").iterdir() if each.is_dir()]
+    return str(found)
+
+
+def _reproduced(
+    folder: Path, to: Path, said: list[str], edit: Callable[[Reproduction], None] | None = None, **how: Any
+) -> Outcome:
+    from flows.pipeline import run_pipeline
+
+    job = Reproduction(find_chain(_run(folder)), Question(str(to), **how), said.append)
+    if edit is not None:
+        edit(job)
+    return job.carry_out(run_pipeline)
+
+
+def test_a_run_is_reproduced_bit_by_bit_from_what_it_kept(folder: Path, finished: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    # The project has changed since; the run kept what it ran.
+    spec = Path(_run(folder)) / "spec.yaml"
+    spec.write_text(spec.read_text().replace(str(finished), str(folder)))
+    broken(folder, "2.0 * x", "3.0 * x")
+    outcome = _reproduced(folder, tmp_path / "again", said)
+    assert outcome.verdict == "same bytes"
+    assert {each["path"] for each in outcome.compared} == {
+        "model/model.safetensors",
+        "predictions/test/part-00000.parquet",
+        "predictions/test/part-00001.parquet",
+    }
+    assert all(each["then"] == each["now"] for each in outcome.compared)
+    assert (outcome.versions, outcome.settings, outcome.metrics, outcome.tolerance) == ({}, [], {}, None)
+    assert said[0].startswith("The recipe is the one that the run kept")
+    assert said[1:] == ["versions, settings and recipe are those of the run"]
+    assert not (tmp_path / "again" / "hub").exists()
+    assert not (tmp_path / "again" / "mlflow.db").exists()
+    outcome.require_same()
+
+
+def _other_rate(rate: float) -> Callable[[Reproduction], None]:
+    """As another device would: other numbers from the same spec."""
+
+    def edit(job: Reproduction) -> None:
+        train = job.spec.train.model_copy(update={"args": {**job.spec.train.args, "learning_rate": rate}})
+        job.spec = job.spec.model_copy(update={"train": train}).with_resolver(job.spec.resolver)
+
+    return edit
+
+
+def test_other_numbers_are_measured_and_judged_by_the_tolerance(folder: Path, tmp_path: Path) -> None:
+    strict = _reproduced(folder, tmp_path / "strict", [], _other_rate(5.0001e-2))
+    assert strict.verdict == "different"
+    assert strict.largest is not None and 0 < strict.largest < 1e-3
+    assert any("model/model.safetensors: 2 of 2 numbers differ" in each for each in strict.differences)
+    with pytest.raises(NotReproducibleError, match=r"model\.safetensors") as refused:
+        strict.require_same()
+    assert refused.value.exit_code == 20
+    shutil.rmtree(tmp_path / "strict")
+    lenient = _reproduced(folder, tmp_path / "strict", [], _other_rate(5.0001e-2), tolerance=1e-2)
+    assert (lenient.verdict, lenient.differences, lenient.tolerance) == ("same numbers", [], 1e-2)
+
+
+def test_other_versions_and_other_data_are_named_before_it_begins(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.stage import made_with
+
+    monkeypatch.setattr(made_with, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
+    said: list[str] = []
+    (folder / "rows.csv").write_text("1\n")
+    result = run(folder, f"prepare.sources=[{folder / 'rows.csv'}]")
+    result.raise_for_error()
+    assert result.report_url is not None
+    chain = find_chain(result.report_url.rpartition("/")[0])
+    question = Question(str(tmp_path / "again"))
+    job = Reproduction(chain, question, said.append)
+    assert job.outcome.versions["python"][1] == "3.99.0"
+    (folder / "rows.csv").write_text("2\n")
+    with pytest.raises(NotReproducibleError, match=r"the source rows\.csv is not the one") as refused:
+        Reproduction(chain, question, said.append)
+    assert "--other-data" in str(refused.value.remedy)
+    Reproduction(chain, Question(question.to, other_data=True), said.append)
+    (folder / "rows.csv").unlink()
+    with pytest.raises(ConfigError, match="not on this machine"):
+        Reproduction(chain, question, said.append)
+
+
+def test_prepared_data_that_comes_out_otherwise_stops_it(folder: Path, tmp_path: Path) -> None:
+    from flows.pipeline import run_pipeline
+
+    calls: list[str | None] = []
+
+    def edited(spec: PipelineSpec, only: str | None = None) -> PipelineResult:
+        calls.append(only)
+        prepare = spec.prepare.model_copy(update={"options": {"rows": 65}})
+        return run_pipeline(spec.model_copy(update={"prepare": prepare}), only=only)
+
+    job = Reproduction(find_chain(_run(folder)), Question(str(tmp_path / "again")), lambda text: None)
+    with pytest.raises(NotReproducibleError, match="the prepared data has the digest"):
+        job.carry_out(edited)
+    assert calls == ["prepare-data"]
+
+
+def test_what_cannot_be_repeated_is_bad_input(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    [published] = (folder / "store" / "hub" / "toy" / "revisions").iterdir()
+    shutil.copytree(published, copy)
+    with pytest.raises(ConfigError, match="The run is not known here"):
+        Reproduction(find_chain(str(copy)), Question(str(tmp_path / "again")), lambda text: None)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConfigError, match="not empty"), open_scratch(str(tmp_path / "full")):
+        pass
+    with open_scratch(None) as place:
+        assert Path(place).is_dir()
+    assert not Path(place).exists()
+
+
+def test_differences_are_relative_to_the_largest_value() -> None:
+    one: dict[str, Any] = {"w": np.array([1.0, 100.0, np.nan]), "name": ["a"]}
+    found = measure_arrays("x", one, {"w": np.array([2.0, 100.0, np.nan]), "name": ["a"]})
+    assert (found.values, found.different, found.largest, found.problem) == (3, 1, 0.01, None)
+    assert measure_arrays("x", one, {"w": one["w"]}).problem == "only one of them has name"
+    assert measure_arrays("x", one, {**one, "name": ["b"]}).problem == "name differs"
+    assert measure_arrays("x", one, {**one, "w": np.zeros(2)}).problem == "w has another shape"
+    gone = measure_arrays("x", one, {**one, "w": np.array([1.0, np.inf, np.nan])})
+    assert gone.problem is not None and "not finite" in gone.problem
