@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.plan import Plan, StagePlan
-from flows.results import PipelineResult
+from flows.prefect_runs import configured_api
+from flows.results import PipelineResult, collect_metrics
 from flows.run_summary import summarize
 from flows.spec.spec import PipelineSpec
 from trainer_lib.arguments.numeric import numeric_fields
@@ -23,7 +24,7 @@ from trainer_lib.yaml_text import dump_yaml
 
 NOTE = "mlflow.note.content"
 FAILED_STAGE = "trainflow.failed_stage"
-FLOW_RUN = "trainflow.prefect_flow_run"
+FLOW_RUN, FLOW_RUN_URL = "trainflow.prefect_flow_run", "trainflow.prefect_url"
 SPEC_FILE, ARGUMENTS_FILE = "settings/spec.yaml", "settings/arguments.json"
 NOTE_CHARS = 5000
 # Of a stage: what changes no number, or stands in the file of the whole spec.
@@ -73,13 +74,22 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     """The tags of a run that ends: its summary, and why it failed; None takes a tag away."""
     failed = next((each.stage for each in result.stages if each.status == "failed"), None)
     reason = None
-    note = f"{_heading(result, run_id)}\n\n{summarize(result)}"
+    note = "\n\n".join(filter(None, [_heading(result, run_id), _measured(result), summarize(result)]))
     if result.error is not None:
         reason = mask(f"{type(result.error).__name__}: {result.error.message}")[:NOTE_CHARS]
         note += f"\n\nIt goes on from there: `trainflow resume {run_id} --storage {mask(result.storage)}`"
     if len(note) > NOTE_CHARS:
         note = f"{note[:NOTE_CHARS]}..."
     return {NOTE: note, FAILURE_TAG: reason, FAILED_STAGE: failed}
+
+
+def _measured(result: PipelineResult) -> str:
+    """The final evaluation in one line; empty without one. First, because the page folds a long description."""
+    outcome = result.outcome("evaluate")
+    if outcome is None or outcome.manifest is None:
+        return ""
+    found = collect_metrics([outcome])
+    return ", ".join(f"{name} **{value:.4g}**" for name, value in found.items())
 
 
 def _heading(result: PipelineResult, run_id: str) -> str:
@@ -93,7 +103,11 @@ def _prefect_tags() -> dict[str, str]:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return {}
-    return {FLOW_RUN: str(context.flow_run.id)}
+    tags = {FLOW_RUN: str(context.flow_run.id)}
+    # The embedded server ends with the command: no address of its page lasts.
+    if (api := configured_api()) is not None:
+        tags[FLOW_RUN_URL] = f"{api.rstrip('/').removesuffix('/api')}/runs/flow-run/{context.flow_run.id}"
+    return tags
 
 
 def _stage_params(stage: StagePlan, section: Any) -> dict[str, Any]:

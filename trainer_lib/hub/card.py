@@ -95,7 +95,7 @@ def render_card(card: Card) -> str:
         f"---\n{head}---",
         # A line break would end the heading.
         f"# {_title(card)}",
-        mark_section("description", card.description.strip()),
+        mark_section("description", mask(card.description.strip())),
         mark_section("use", _render_usage(card)),
         mark_section("results", _render_results(card)),
         _LIMITATIONS,
@@ -283,7 +283,7 @@ def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _title(card: Card) -> str:
-    return _join_lines(remove_marks(card.title))
+    return _join_lines(remove_marks(mask(card.title)))
 
 
 def _join_lines(text: str) -> str:

@@ -233,7 +233,9 @@ def _experiment_id(client: MlflowClient, head: Mapping[str, Any]) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         try:
-            tags = {"mlflow.note.content": note} if note else None
+            # MLflow's page shows what belongs to training, and not to language models behind an API.
+            tags = {"mlflow.experimentKind": "custom_model_development"}
+            tags |= {"mlflow.note.content": note} if note else {}
             return str(client.create_experiment(name, artifact_location=head.get("artifact_location"), tags=tags))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
