@@ -58,7 +58,7 @@ def test_a_run_without_mlflow_is_delivered_whole_by_the_next_one_which_finds_eve
     whole, late = runs(uri(folder))
     assert again.mlflow_run_id == late.info.run_id
     assert late.info.status == "FINISHED"
-    for key in whole.data.metrics:
+    for key in (name for name in whole.data.metrics if not name.startswith("system/")):  # the machine's load is sampled
         late_steps, steps = ([step for step, _ in points(uri(folder), each.info.run_id, key)] for each in (late, whole))
         assert late_steps == steps, key
     assert "report.html" in {path.name for path in Path(late.info.artifact_uri.removeprefix("file://")).iterdir()}
