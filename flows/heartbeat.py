@@ -164,7 +164,7 @@ class _Heart:
         self._thread.start()
 
     def listen(self, event: Event) -> None:
-        """Remember where the run is; a stage that starts is written down at once."""
+        """Remember where the run is; a stage that starts, or waits for a device, is written down at once."""
         kind = event.get("event")
         if kind == "stage":
             self._state = {"stage": event.get("stage"), "text": event.get("status"), "since": now()}
@@ -172,6 +172,9 @@ class _Heart:
         elif kind in ("progress", "log", "wait"):
             known = {**self._state, **{name: value for name, value in event.items() if value is not None}}
             self._state = {**known, "text": describe(known) or event.get("message") or known.get("text")}
+            if kind == "wait":
+                self._state["text"] = event.get("message")
+                self._wake.set()
 
     def stop(self) -> None:
         """Remove the sign; one that cannot be removed is found to be a dead process's."""

@@ -15,6 +15,7 @@ import pytest
 
 from flows import heartbeat
 from flows.run_status import RunStatus, find_statuses
+from tests.support.launched import wait_until
 from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
@@ -133,3 +134,18 @@ def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) ->
     heart.write()
     [after] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
     assert (after.id, after.holder) == (before.id, before.holder)
+
+
+def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None:
+    folder = Store.open(str(tmp_path)).child("alive")
+    heart = heartbeat._Heart(folder)
+    heart.start()
+    try:
+        heart.listen({"event": "stage", "stage": "train", "status": "started"})
+        heart.listen({"event": "progress", "stage": "train", "step": 5, "max_steps": 10})
+        heart.listen({"event": "wait", "stage": "train", "message": "waits for GPU 0"})
+        # Far sooner than the next beat.
+        here = Store.open(str(tmp_path))
+        wait_until(lambda: [sign.progress for sign in heartbeat.read_signs(here)] == ["waits for GPU 0"], 5)
+    finally:
+        heart.stop()
