@@ -259,12 +259,14 @@ def _published_folder(storage: Store, run: PastRun, notes: list[str]) -> Store |
         return None
     if manifest is None or not isinstance(manifest.facts, PublishFacts):
         return None
-    if manifest.facts.below is None:
-        notes.append(
-            f"The publication lies outside of the storage, at {manifest.facts.published_url}: verify it by its address."
-        )
+    facts = manifest.facts
+    if facts.below is None:
+        is_repository = facts.target.startswith(SCHEME)
+        target = facts.target.partition("@")[0]
+        place = f"{target}@{facts.revision}" if is_repository else facts.published_url
+        notes.append(f"The publication lies outside of the storage: trainflow verify {place}.")
         return None
-    return storage.child(manifest.facts.below)
+    return storage.child(facts.below)
 
 
 # -- the lineage ------------------------------------------------------------------------------------------------------

@@ -116,7 +116,10 @@ def _recipes(spec: PipelineSpec) -> list[str]:
 def _with_kept_recipe(storage: str, run: PastRun, spec: PipelineSpec) -> PipelineSpec:
     """The spec with the recipe's files that the run kept."""
     root = Path(spec.root or Path(spec.recipe).parent)
-    folder = _copy_sources(storage, run, missing=next(path for path in _recipes(spec) if not Path(path).is_file()))
+    recipes = _recipes(spec)
+    # Where all are there, they have changed since.
+    missing = next((path for path in recipes if not Path(path).is_file()), recipes[0])
+    folder = _copy_sources(storage, run, missing=missing)
 
     def here(path: str) -> str:
         # As `tasks.stage.closure` names the files of a recipe.

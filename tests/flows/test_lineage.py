@@ -271,7 +271,11 @@ def test_a_publication_on_the_hub_is_verified_by_its_bytes(
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
         assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
         chain = find_chain("hf://org/toy", storage=str(folder / "store"))
-        assert chain.lineage.publication is not None
+        assert chain.lineage.publication is not None and chain.run is not None
+        # From the run the hub is not asked; the command that asks it is named.
+        left = _checked(chain.run.id, home=str(folder / "store"))["publication"]
+        assert left.state == "not checked"
+        assert f"trainflow verify hf://org/toy@{chain.lineage.publication.revision}" in left.why
         assert chain.lineage.publication.revision == hub.repos["org/toy"].commits[-1].sha
         checks = _checked("hf://org/toy", storage=str(folder / "store"))
         assert _states(checks, "broken") == []
