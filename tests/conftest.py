@@ -150,6 +150,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
     "keras": lambda: importlib.util.find_spec("keras") is not None,
+    "wandb": lambda: importlib.util.find_spec("wandb") is not None,
     "tensorflow": lambda: importlib.util.find_spec("tensorflow") is not None,
     "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
     "cgroup": memory_group.available,
