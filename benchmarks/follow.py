@@ -28,7 +28,7 @@ from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
 
 # size: rows of the split, steps, steps between two saves, rounds
-SIZES = {"smallest": (2_000, 30, 10, 1), "medium": (60_000, 200, 40, 3), "full": (150_000, 400, 50, 5)}
+SIZES = {"smallest": (2_000, 30, 10, 1), "medium": (30_000, 100, 20, 2), "full": (150_000, 400, 50, 5)}
 TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 
 RECIPE = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from flows.heartbeat import PAUSE_S
 from flows.past_runs import PastRun, list_runs, read_run
@@ -23,6 +24,8 @@ from tasks.stage.manifest import StageManifest, look_up, stage_store
 from trainer_lib.commit import read_commit
 from trainer_lib.storage import Store
 
+SETTLE_S = 30.0
+"""Seconds after the last beat of a process that died, in which its workers may still save the step they are at."""
 _DATA, _TRAIN = "prepare-data", "train"
 _ENDS = {
     "failed": "The training failed",
@@ -131,6 +134,8 @@ class Watch:
         status = read_status(training.storage, run)
         if read_commit(training.stage, kind="stage") is not None:
             return Ending("committed", "The training is committed")
+        if status.state == "died" and _may_still_save(status):
+            return None
         if not status.is_at_work:
             return Ending(status.state, f"{_ENDS[status.state]}{_words(status)}")
         return Ending("silent", _ENDS["silent"]) if self._is_silent(status) else None
@@ -142,6 +147,14 @@ class Watch:
         if status.sign.beat != self._beat:
             self._beat, self._since = status.sign.beat, self._clock()
         return self._clock() - self._since > PAUSE_S
+
+
+def _may_still_save(status: RunStatus) -> bool:
+    try:
+        beat = datetime.fromisoformat((status.sign.at if status.sign is not None else None) or "")
+        return 0 <= (datetime.now(UTC) - beat).total_seconds() < SETTLE_S
+    except (ValueError, TypeError):
+        return False
 
 
 def _words(status: RunStatus) -> str:

@@ -101,6 +101,11 @@ def follow_training(
     )
 
 
+def describe_number(count: int) -> str:
+    """``1 checkpoint is evaluated``, ``2 checkpoints are evaluated``."""
+    return f"{count} checkpoint is evaluated" if count == 1 else f"{count} checkpoints are evaluated"
+
+
 def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: float) -> Training | str:
     said = ""
     while isinstance(found := find_training(plan), str) and not once:
@@ -114,7 +119,7 @@ def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: floa
 def _describe_beginning(follower: Follower, standard: Standard, listener: Listener) -> None:
     done = follower.begin()
     if done:
-        listener.say(f"{len(done)} checkpoints are evaluated already, the newest at step {done[-1].step}.")
+        listener.say(f"{describe_number(len(done))} already, the newest at step {done[-1].step}.")
     greater = "greatest" if standard.is_greater_better else "smallest"
     listener.say(f"The checkpoint with the {greater} {standard.metric} is kept.")
 

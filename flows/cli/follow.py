@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from flows.cli import terminal
@@ -17,6 +18,8 @@ from flows.server.schedule import read_interval
 
 if TYPE_CHECKING:
     from flows.following import Followed
+    from tasks.follow.evaluations import Evaluation
+    from tasks.follow.follower import Listener
 
 
 def follow(
@@ -36,24 +39,16 @@ def follow(
     every_s = read_interval(every, option="--every", least_s=0.1) or 0.0
     from flows.following import follow_training
     from flows.spec.spec import load_spec
-    from tasks.follow.evaluations import Evaluation
-    from tasks.follow.follower import Listener
-    from tasks.stage.progress import duration, measured
     from tasks.stage.resolver import Resolver
 
     out = terminal.console(stderr=as_json)
-
-    def evaluated(found: Evaluation, is_best: bool) -> None:
-        text = measured({"step": found.step, "logs": found.metrics})
-        out.print(f"{text} ({duration(found.seconds)}){', the best so far' if is_best else ''}")
-
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         parsed = load_spec(spec, overrides or [], Resolver())
         with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
             done = follow_training(
                 parsed,
-                Listener(out.print, lambda line: out.print(line, style="dim"), evaluated),
+                _listener(out),
                 once=once,
                 every_s=every_s,
                 use_cpu=cpu,
@@ -65,13 +60,32 @@ def follow(
         terminal.show(_summary(done))
 
 
+def _listener(out: Console) -> Listener:
+    """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
+    from tasks.follow.follower import Listener
+    from tasks.stage.progress import duration, measured
+
+    lines: set[str] = set()
+
+    def once_each(line: str) -> None:
+        if line not in lines:
+            lines.add(line)
+            out.print(line, style="dim")
+
+    def evaluated(found: Evaluation, is_best: bool) -> None:
+        text = measured({"step": found.step, "logs": found.metrics})
+        out.print(f"{text} ({duration(found.seconds)}){', the best so far' if is_best else ''}")
+
+    return Listener(out.print, once_each, evaluated)
+
+
 def _summary(done: Followed) -> list[Text]:
+    from flows.following import describe_number
+
     if done.run_id is None:
         return [Text(f"{done.sentence} Nothing is evaluated.")]
-    number = len(done.evaluations)
-    lines = [
-        Text(f"{done.sentence} {number} checkpoints are evaluated, {done.count} of them by this command.", "green")
-    ]
+    text = f"{done.sentence} {describe_number(len(done.evaluations))}, {done.count} by this command."
+    lines = [Text(text, "green")]
     if done.best is not None:
         lines.append(Text(f"  best     step {done.best.step} ({done.best.checkpoint}), kept from rotation"))
     if done.waiting is not None:

@@ -48,7 +48,10 @@ def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp
     assert state(tmp_path) is None
     for path in (beat, beat.with_suffix(".json")):
         path.unlink()
-    sign(tmp_path, "a", GONE)
+    # Its workers may still save the step that they are at.
+    sign(tmp_path, "a", GONE, seconds_ago=1)
+    assert state(tmp_path) is None
+    sign(tmp_path, "a", GONE, seconds_ago=module.SETTLE_S + 1)
     ending = Watch(training(tmp_path)).look()
     assert ending is not None
     assert (ending.state, ending.sentence.startswith("The process of the training died (train: step 3/8")) == (
