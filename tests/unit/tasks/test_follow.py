@@ -40,8 +40,8 @@ def measure(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
 class Project:
     """A train stage with checkpoints, and followers of it whose workers are a function."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.stage = Store.open(folder / "stage")
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, stage: Store | None = None) -> None:
+        self.stage = stage or Store.open(folder / "stage")
         self.root = self.stage.child("checkpoints")
         self.said: list[str] = []
         self.evaluated: list[tuple[int, bool]] = []
@@ -85,7 +85,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return Project(tmp_path, monkeypatch)
 
 
-def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(project: Project) -> None:
+def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, monkeypatch, any_store)
     project.save(1, 3)
     follower = project.follower()
     assert (follower.begin(), follower.work()) == ([], 2)
