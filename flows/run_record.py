@@ -76,6 +76,7 @@ class RunRecord:
         self._sources: dict[str, str] = {}
         self._tracking: RunTracking | None = None
         self._is_unchanged = False
+        self._registered: str | None = None
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
         self._data: StageManifest[PrepareFacts] | None = None
@@ -157,6 +158,9 @@ class RunRecord:
         # A finished run that was not recorded in MLflow then gets its MLflow run now.
         is_recorded = known.get("mlflow_run_id") or tracking.is_known(storage, known.get("tracked_run"))
         has_run = bool(is_recorded) or not spec.tracking.enabled
+        registers = spec.tracking.enabled and spec.register.name is not None and "evaluate" in wanted
+        # Nor is one that is to be registered since.
+        has_run &= not registers or known.get("registered") == spec.register.name
         finished = known.get("status") == "FINISHED"
         self.result.mlflow_run_id = known.get("mlflow_run_id")
         self.result.tracking_uri = known.get("tracking_uri")
@@ -280,6 +284,7 @@ class RunRecord:
             log_outcomes(self.tracked, manifest, {} if self._data is None else self._data.facts.info)
             if judge(self.plan.spec.evaluate, manifest).passed:
                 register_model(self.tracked, self._exported, manifest, self.plan.spec.register)
+                self._registered = self.plan.spec.register.name
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
@@ -323,6 +328,7 @@ class RunRecord:
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
+                "registered": self._registered or self._record.get("registered"),
                 "run_name": self.result.run_name,
                 "started": self._started,
                 "as_of": as_of.isoformat() if as_of is not None else self._started,

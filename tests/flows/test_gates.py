@@ -46,8 +46,12 @@ def test_a_version_that_misses_a_requirement_is_promoted_only_on_demand(
     spec = folder / "pipeline.yaml"
     plain = spec.read_text().replace("tracking: {enabled: false}", "register: {name: toy-line}")
     spec.write_text(plain)
+    assert run(folder, "train.args.seed=7", "register.name=null").ok
+    # The run has finished and nothing of it runs again; it is registered all the same, and only once.
     first = run(folder, "train.args.seed=7")
     assert first.ok
+    assert ran(first) == set()
+    assert run(folder, "train.args.seed=7").mlflow_run_id == first.mlflow_run_id
     promote("toy-line", "1", spec=spec)
     assert "toy-line version 1 is champion" in capsys.readouterr().out
     for requirement, problem in (("< 0", r"test_error is 0\.\d+, and must be < 0"), ("> 0", "")):
