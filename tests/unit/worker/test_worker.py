@@ -123,7 +123,8 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     assert result.metrics["test"]["loss"] > 0
     total = sum(float(abs(tensor).sum()) for tensor in load_file(f"{trained[0]}/model/model.safetensors").values())
     assert result.metrics["overall"]["weights"] == pytest.approx(total, rel=1e-5)
-    assert check_files(output, result) == {"metrics.json", "artifacts/note.txt"}
+    outcomes = {"outcomes/test.json", "outcomes/train.json"}
+    assert check_files(output, result) == {"metrics.json", "artifacts/note.txt", *outcomes}
 
 
 def test_predict_writes_every_row_once_and_keeps_finished_parts(
