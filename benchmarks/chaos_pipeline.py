@@ -45,7 +45,7 @@ from tests.support import chaos_checks as checks
 from tests.support.chaos_cases import STAGES, draw_case
 from tests.support.chaos_checks import Expected
 from tests.support.chaos_command import MARK, Workplace, kill_processes
-from tests.support.chaos_faults import Scene
+from tests.support.chaos_faults import Scene, settings
 from tests.support.chaos_project import PROJECTS, Project
 from tests.support.chaos_services import Services, can_mount, with_mounts
 from tests.support.repository import ROOT
@@ -76,13 +76,13 @@ class Harness:
         self._services = services
         self._seed = seed
         self._keep = keep
-        self._references: dict[int, Reference] = {}
+        self._references: dict[tuple[int, bool], Reference] = {}
         self._lock = threading.Lock()
 
     def run_case(self, number: int) -> dict[str, Any]:
         """Play a case and check its end. Returns the line of the ledger."""
         case = draw_case(self._seed, number, steps=self._project.steps, local=can_mount())
-        reference = self._reference(case.processes)
+        reference = self._reference(case.processes, case.tracked)
         folder = self._folder / f"case-{number}"
         started_s = time.monotonic()
         storage = f"s3://chaos/case-{number}" if case.family == "store" else None
@@ -114,25 +114,23 @@ class Harness:
             "seconds": round(time.monotonic() - started_s, 1),
         }
 
-    def _reference(self, processes: int) -> Reference:
+    def _reference(self, processes: int, tracked: bool) -> Reference:
         with self._lock:
-            if processes not in self._references:
-                self._references[processes] = self._make_reference(processes)
-            return self._references[processes]
+            if (processes, tracked) not in self._references:
+                self._references[processes, tracked] = self._make_reference(processes, tracked)
+            return self._references[processes, tracked]
 
-    def _make_reference(self, processes: int) -> Reference:
-        name = f"reference-{processes}"
+    def _make_reference(self, processes: int, tracked: bool) -> Reference:
+        name = f"reference-{processes}{'' if tracked else '-untracked'}"
         place = Workplace(self._folder / name, self._project, self._services.home)
-        place.overrides = [
-            f"tracking.uri=http://127.0.0.1:{self._services.mlflow.port}",
-            f"tracking.experiment={name}",
-            f"train.launch.processes={processes}",
-        ]
+        url = f"http://127.0.0.1:{self._services.mlflow.port}"
+        place.overrides = settings(url, name, processes=processes, tracked=tracked)
         command = place.start()
         if command.process.wait() != 0:
             raise RuntimeError(f"The undisturbed run failed:\n{place.log.read_text()}")
         total = time.monotonic() - command.started
-        [(_, points)] = checks.read_points(self._services.mlflow.database, name).values()
+        curves = checks.read_points(self._services.mlflow.database, name)
+        points = [point for _, curve in curves.values() for point in curve]
         spans = {stage: _seconds(place.storage / "stages" / stage) for stage in STAGES}
         return Reference(place.storage, Expected.of(place.storage, points), {**spans, "": total})
 
@@ -170,6 +168,7 @@ def _check(scene: Scene, expected: Expected) -> list[str]:
         trained = case.whole or case.moment.stage == "train"
         curve = trained and case.family != "damage"
         problems += checks.check_mlflow(scene.database, f"case-{case.number}", expected.points, whole_curve=curve)
+        problems += checks.check_registry(scene.database, f"case-{case.number}", whole=curve)
         problems += checks.check_spool(place.spools())
     return problems
 

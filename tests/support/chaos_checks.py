@@ -15,13 +15,13 @@ from typing import Any
 from tests.support.chaos_cases import STAGES
 
 Point = tuple[str, int, float]
-# Speeds differ between any two runs.
+# Speeds differ between any two runs, and so does the load of the machine.
 _SPEEDS = ("_runtime", "_per_second")
 _LOAD = "system/"
-# They name the MLflow run, and hold the digest of a card that says how long the training took.
-_OF_ONE_RUN = {"lineage.json", "provenance.json"}
 # So does where the time went; that it was logged, and once, is compared all the same.
 _SHARES = re.compile(r"(?:^|/)(?:goodput|mfu|time_\w+_s)$")
+# They name the MLflow run, and hold the digest of a card that says how long the training took.
+_OF_ONE_RUN = {"lineage.json", "provenance.json"}
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,22 @@ def check_mlflow(database: Path, experiment: str, expected: frozenset[Point], *,
     if not runs and whole_curve:
         problems.append("MLflow: there is no run")
     return problems
+
+
+def check_registry(database: Path, name: str, *, whole: bool) -> list[str]:
+    """The model has one version, which is the champion.
+
+    Args:
+        whole: it must be there; otherwise there may be none.
+    """
+    versions = [version for (version,) in _ask(database, "SELECT version FROM model_versions WHERE name = ?", name)]
+    query = "SELECT version FROM registered_model_aliases WHERE name = ? AND alias = 'champion'"
+    champions = [int(version) for (version,) in _ask(database, query, name)]
+    if not versions and not whole:
+        return []
+    if len(versions) != 1:
+        return [f"MLflow: the model has {len(versions)} versions"]
+    return [] if champions == versions else [f"MLflow: the champion is {champions}, the version {versions}"]
 
 
 # -- Prefect -----------------------------------------------------------------------------------------------------------

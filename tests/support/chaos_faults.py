@@ -36,6 +36,14 @@ FILES = {
 }
 
 
+def settings(url: str, name: str, *, processes: int, tracked: bool) -> list[str]:
+    """The settings of a case: an experiment, and a registered model, of its own on the MLflow server at `url`."""
+    found = [f"tracking.uri={url}", f"tracking.experiment={name}", f"train.launch.processes={processes}"]
+    if not tracked:
+        return [*found, "tracking.enabled=false"]
+    return [*found, f"register.name={name}", "register.metric=test_accuracy"]
+
+
 class Scene:
     """A case while it is played; leave it (a context) only after the checks, because disks go with it.
 
@@ -140,12 +148,8 @@ class Scene:
         self.synced = self.finish(self.place.start("sync")) == 0
 
     def _track(self, url: str) -> None:
-        self.place.overrides = [
-            f"tracking.uri={url}",
-            f"tracking.experiment=case-{self.case.number}",
-            f"tracking.enabled={str(self.case.tracked).lower()}",
-            f"train.launch.processes={self.case.processes}",
-        ]
+        case = self.case
+        self.place.overrides = settings(url, f"case-{case.number}", processes=case.processes, tracked=case.tracked)
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
