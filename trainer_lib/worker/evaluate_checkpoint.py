@@ -66,7 +66,7 @@ def _enter(trainer: Trainer, url: str) -> None:
     for name in _POSITION:
         setattr(trainer.state, name, getattr(saved, name))
     rank = internals.world.save_group.rank
-    if loaded.has_rng(rank):  # a collator may draw: masks, augmentations
+    if loaded.has_rng(rank):  # the model may draw in an evaluation, too
         state = loaded.read_rng(rank)
         restore_rng(state)
         restore_seeds(trainer.model, state.get("seeds", {}))

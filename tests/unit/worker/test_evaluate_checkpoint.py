@@ -13,11 +13,11 @@ from tests.support.tiny import ARGS, RECIPE, prepared, run
 from trainer_lib.errors import DamagedError
 from trainer_lib.requests import CheckpointMetrics, PreparedData
 
-# The collator draws, as one that masks tokens does: an evaluation continues from the training's random numbers.
+# Collator and model draw, also in an evaluation, which continues from the training's random numbers.
 DRAWING = RECIPE.replace(
     'torch.from_numpy(np.stack([row["x"] for row in rows]))',
     'torch.from_numpy(np.stack([row["x"] for row in rows])) * (1 + torch.rand(1))',
-)
+).replace("self.layers(x)", "self.layers(x) + torch.rand(1)[0] * x[:, :2]")
 TIMINGS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
