@@ -99,7 +99,7 @@ def test_with_devices_of_their_own_they_run_at_the_same_time(folder: Path) -> No
 
     tracked = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id or "").data
     assert {"trainflow.evaluate", "trainflow.predict"} <= set(tracked.tags)
-    assert {"train_error", "test_error"} <= set(tracked.metrics)
+    assert {"train-split/error", "test/error"} <= set(tracked.metrics)
 
 
 @pytest.mark.usefixtures("together")
