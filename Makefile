@@ -38,7 +38,7 @@ unit: install  ## Run the unit tests (at most two minutes on two cores)
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
 # may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
-test: install  ## Run the whole test suite (some twenty minutes on two cores)
+test: install  ## Run the whole test suite (some forty minutes on two cores)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit || failed=1; \
 	$(PYTEST) -n $(TESTERS) tests/e2e tests/flows || failed=1; \
