@@ -136,9 +136,10 @@ def test_a_training_is_followed_through_a_stop_and_a_kill(tmp_path: Path) -> Non
     errors = {record["step"]: record["metrics"]["eval_error"] for record in records}
     assert sorted(errors) == steps
     assert max(errors, key=lambda step: errors[step]) == 2
-    # The training kept two, and the best.
+    # The training kept two, of which the best is one, and at most the one that was read just then.
     kept = {path.name for path in (stage / "checkpoints").iterdir()}
-    assert kept == {"checkpoint-2", "checkpoint-10", "checkpoint-12"}
+    assert kept >= {"checkpoint-2", "checkpoint-12"}
+    assert len(kept) <= 3
     [token] = (tmp_path / "project" / "store" / "spool").glob("*.run")
     run_id = json.loads(token.read_text())["run_id"]
     assert points(uri, run_id, "eval/error") == sorted(errors.items())

@@ -20,7 +20,6 @@ from trainer_lib.errors import (
 )
 from trainer_lib.locks import readers as module
 from trainer_lib.locks.claim import WRITING
-from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
 
@@ -129,17 +128,17 @@ def test_a_reader_that_comes_between_the_look_and_the_deletion_keeps_its_checkpo
 ) -> None:
     save_untrained(any_store, 1)
     folder = any_store.child("checkpoint-1")
-    look = module.list_readers
+    look = module.is_protected
     marks: list[AbstractContextManager[None]] = []
 
-    def and_then_a_reader(store: Store) -> list[Holder]:
-        found = look(store)
+    def and_then_a_reader(store: Store, *, even_kept: bool = False) -> bool:
+        found = look(store, even_kept=even_kept)
         if not marks:
             marks.append(protect_from_removal(folder))
             marks[0].__enter__()
         return found
 
-    monkeypatch.setattr(module, "list_readers", and_then_a_reader)
+    monkeypatch.setattr(module, "is_protected", and_then_a_reader)
     assert not withdraw_if_unread(folder)
     assert read_commit(folder) is not None
     load_checkpoint(any_store, "checkpoint-1", SingleProcess()).read_model()

@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.yaml_text import YamlProblem, dump_yaml, parse_yaml
 
 _SECTION = re.compile(r"<!-- trainflow:(?P<name>[a-z-]+) -->\n.*?<!-- /trainflow:(?P=name) -->\n?", re.DOTALL)
 _GONE = "<!-- trainflow: gone -->"
@@ -57,6 +56,8 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     text = _SECTION.sub(lambda found: new.get(found["name"], _GONE), text)
     text = re.sub(f"{_GONE}\\n*", "", text).strip()
     added = [section.strip() for name, section in new.items() if name not in known]
+    from trainer_lib.yaml_text import dump_yaml  # not above: every worker imports this module
+
     return "\n\n".join([f"---\n{dump_yaml(merged)}---", *filter(None, [text]), *added]) + "\n"
 
 
@@ -87,6 +88,8 @@ def _sections(card: str) -> dict[str, str]:
 
 def _split(card: str, *, field: str) -> tuple[dict[str, Any], str]:
     """Head and text; an empty head where the card has none."""
+    from trainer_lib.yaml_text import YamlProblem, parse_yaml
+
     parts = card.replace("\r\n", "\n").split("---\n", 2)
     if len(parts) < 3 or parts[0].strip():
         return {}, card
