@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sqlite3
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,12 @@ def _migrated() -> bytes:
 def fresh_store(folder: Path) -> str:
     """The tracking URI of a new, empty database in `folder`, with the experiment "Default" and artifacts beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mlflow.db").write_bytes(_migrated())
-    return f"sqlite:///{folder / 'mlflow.db'}"
+    database = folder / "mlflow.db"
+    database.write_bytes(_migrated())
+    # The first database had its artifacts where its test was at work.
+    with contextlib.closing(sqlite3.connect(database)) as changing, changing:
+        changing.execute("UPDATE experiments SET artifact_location = ?", (str(folder / "mlruns" / "0"),))
+    return f"sqlite:///{database}"
 
 
 def client(uri: str) -> Any:
