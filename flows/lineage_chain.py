@@ -12,7 +12,6 @@ Only these addresses and the storage that is named are read: a lineage holds non
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from typing import Any
 from flows.past_runs import RUN_FILE, PastRun, find_run, list_runs
 from flows.run_lineage import compose_lineage
 from tasks.stage.facts import PublishFacts
-from tasks.stage.keys import FOLDER_CHARS
-from tasks.stage.manifest import STAGES, StageManifest
+from tasks.stage.manifest import STAGES, StageManifest, stage_folder
 from trainer_lib.commit import COMMIT, Commit, read_commit
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import REVISIONS
@@ -69,12 +67,13 @@ class Chain:
     @property
     def run_folder(self) -> Store | None:
         """The run's folder on the storage."""
-        known = self.storage is not None and self.run is not None
-        return self.storage.child(_RUNS, self.run.id) if known and self.storage and self.run else None
+        if self.storage is None or self.run is None:
+            return None
+        return self.storage.child(_RUNS, self.run.id)
 
     def stage_folder(self, link: StageLink) -> Store | None:
         """The folder of a stage's result; None where no storage is known."""
-        return None if self.storage is None else self.storage.child(STAGES, link.stage, link.key[:FOLDER_CHARS])
+        return None if self.storage is None else stage_folder(self.storage, link.stage, link.key)
 
 
 @dataclass
@@ -251,7 +250,7 @@ def _published_folder(storage: Store, run: PastRun, notes: list[str]) -> Store |
     key = run.stages.get(_PUSH)
     if key is None:
         return None
-    folder = storage.child(STAGES, _PUSH, key[:FOLDER_CHARS])
+    folder = stage_folder(storage, _PUSH, key)
     try:
         commit = read_commit(folder, kind="stage")
         manifest = None if commit is None else StageManifest.from_commit(folder.url, commit)
@@ -314,11 +313,6 @@ def _alone(found: _Found) -> Lineage:
         return Lineage(name="")
     stage, key = found.key
     found.notes.append("No run on the storage names this result, so only the stage itself is known.")
-    links = list(_own_link(found, stage, key))
-    return Lineage(name="", stages=tuple(links))
-
-
-def _own_link(found: _Found, stage: str, key: str) -> Iterator[StageLink]:
-    folder = None if found.storage is None else found.storage.child(STAGES, stage, key[:FOLDER_CHARS])
-    commit = None if folder is None else _read_commit(folder)[0]
-    yield StageLink(stage=stage, key=key, content_digest=None if commit is None else commit.content_digest)
+    commit = None if found.storage is None else _read_commit(stage_folder(found.storage, stage, key))[0]
+    link = StageLink(stage=stage, key=key, content_digest=None if commit is None else commit.content_digest)
+    return Lineage(name="", stages=(link,))

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from flows.lineage_chain import Chain
@@ -115,22 +116,22 @@ def require_held(checks: Sequence[LinkCheck]) -> None:
 
 def _checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
     if chain.lineage.sources:
-        yield _check("sources", "", lambda seen: _look_at_sources(chain, seen))
+        yield _check("sources", "", partial(_look_at_sources, chain))
     for link in chain.lineage.stages:
         folder = chain.stage_folder(link)
         where = "" if folder is None else folder.url
-        yield _check(link.stage, where, lambda seen, link=link: _look_at_stage(chain, link, seen))  # type: ignore[misc]
+        yield _check(link.stage, where, partial(_look_at_stage, chain, link))
         if link.stage == "train":
             for each in chain.lineage.checkpoints:
                 place = "" if folder is None else f"{folder.url}/checkpoints/{each.name}"
-                yield _check(each.name, place, lambda seen, each=each: _look_at_checkpoint(chain, each, seen))  # type: ignore[misc]
+                yield _check(each.name, place, partial(_look_at_checkpoint, chain, each))
     if chain.publication is not None:
-        yield _check("publication", chain.publication.url, lambda seen: _look_at_publication(chain, seen))
+        yield _check("publication", chain.publication.url, partial(_look_at_publication, chain))
     elif chain.lineage.publication is not None:
         why = next((note for note in chain.notes if "publication" in note), "it cannot be reached from here")
         yield LinkCheck("publication", "not checked", why=why)
     if (folder := chain.run_folder) is not None:
-        yield _check("run", folder.url, lambda seen: _look_at_run(chain, seen))
+        yield _check("run", folder.url, partial(_look_at_run, chain))
     yield from _tracked_checks(chain, config)
 
 

@@ -36,7 +36,6 @@ TOLERANCE = 1e-3
 _COMPARED = {"train": "model/", "predict": "predictions/"}
 """Stage -> where its files lie that are compared."""
 _FILES = (".safetensors", ".parquet")
-_TIMES = ("_runtime", "_per_second")
 _CPU = "CPU"
 
 Verdict = Literal["same bytes", "same numbers", "different"]
@@ -342,7 +341,7 @@ def _compare_metrics(
     if "evaluate" not in then:
         return {}
     old, new = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
-    names = [name for name in old if name in new and not name.endswith(_TIMES)]
+    names = [name for name in old if name in new]
     return {name: (old[name], new[name]) for name in names if not _equal(old[name], new[name])}
 
 

@@ -16,8 +16,7 @@ from flows.results import flat_metrics
 from flows.run_logs import Attempt, read_attempts
 from flows.stages import find_stage, stage_names
 from tasks.stage.facts import PrepareFacts
-from tasks.stage.keys import FOLDER_CHARS
-from tasks.stage.manifest import KEY_FILE, STAGES, StageManifest
+from tasks.stage.manifest import KEY_FILE, StageManifest, stage_folder
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
@@ -183,7 +182,7 @@ def _read_stage(storage: str, run: PastRun, name: str, is_at_work: bool) -> Stag
     seconds, reason = outcome.get("seconds"), str(outcome.get("reason") or "")
     if key is None:
         return StageDetails(name, state, seconds, reason)
-    store = Store.open(storage).child(STAGES, name, key[:FOLDER_CHARS])
+    store = stage_folder(Store.open(storage), name, key)
     manifest, row = _read_manifest(store), find_stage(name)
     found = StageDetails(
         stage=name,

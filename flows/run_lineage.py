@@ -11,8 +11,7 @@ from typing import Any
 
 from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, SPEC_FILE
 from flows.stages import stage_names
-from tasks.stage.keys import FOLDER_CHARS
-from tasks.stage.manifest import STAGES, StageManifest
+from tasks.stage.manifest import StageManifest, stage_folder
 from tasks.stage.model_lineage import describe_lineage
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError
@@ -64,7 +63,7 @@ def compose_lineage(
 
 
 def _read_manifest(storage: str, stage: str, key: str) -> StageManifest | None:
-    store = Store.open(storage).child(STAGES, stage, key[:FOLDER_CHARS])
+    store = stage_folder(Store.open(storage), stage, key)
     try:
         commit = read_commit(store, kind="stage")
         manifest = None if commit is None else StageManifest.from_commit(store.url, commit)

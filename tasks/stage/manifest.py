@@ -193,11 +193,12 @@ def commit_facts(
 
 def stage_store(storage: str, key: StageKey) -> Store:
     """The folder of a stage under a key."""
-    return _folder(storage, key.stage, key.digest)
+    return stage_folder(Store.open(storage), key.stage, key.digest)
 
 
-def _folder(storage: str, stage: str, key: str) -> Store:
-    return Store.open(storage).child(STAGES, stage, key[:FOLDER_CHARS])
+def stage_folder(storage: Store, stage: str, key: str) -> Store:
+    """`stage_store` for a key of which only the digest is known."""
+    return storage.child(STAGES, stage, key[:FOLDER_CHARS])
 
 
 def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | None]:
@@ -213,7 +214,7 @@ def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | No
 
 def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | None, str | None]:
     """`look_up` for a key of which only the digest is known, 64 hex digits."""
-    store = _folder(storage, stage, key)
+    store = stage_folder(Store.open(storage), stage, key)
     try:
         commit = read_commit(store, kind="stage")
         if commit is None:
@@ -240,7 +241,7 @@ def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | N
 
 def look_up_in(storage: str, stage: str, folder: str) -> StageManifest | None:
     """The result that a stage committed in a folder of its own, whatever its key; None without an intact one."""
-    store = _folder(storage, stage, folder)
+    store = stage_folder(Store.open(storage), stage, folder)
     try:
         commit = read_commit(store, kind="stage")
         return None if commit is None else StageManifest.from_commit(store.url, commit)

@@ -14,12 +14,12 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.model_lineage import MODEL, changed_arguments, describe_lineage
 from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
+from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.card import Card
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry
 
-LABELS = ("label", "labels", "label_ids")
 _CONFIG_BYTES = 16 << 20
 _HISTORY_BYTES = 256 << 20
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tasks.stage.facts import PublishFacts, TrainFacts
 from tasks.stage.manifest import KEY_FILE, StageManifest
+from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content
@@ -21,7 +21,6 @@ from trainer_lib.storage import FileEntry, Store
 
 MODEL = "model/"
 _KEY_BYTES = 16 << 20
-_STEP = re.compile(r"checkpoint-(\d{1,18})")
 # In a key, as the parameters of the tasks: the content digests of what a stage was made from.
 _INPUTS = {"data": "prepare-data", "model": "train"}
 
@@ -146,5 +145,4 @@ def _sources(recorded: object) -> Iterable[SourceLink]:
 
 
 def _step_of(name: str) -> int:
-    found = _STEP.fullmatch(name)
-    return int(found[1]) if found else 0
+    return parse_step(name) or 0
