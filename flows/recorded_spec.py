@@ -23,6 +23,7 @@ from tasks.stage import sources as _sources
 from tasks.stage.manifest import read_key_fields
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.recipe_names import FOLDER
 from trainer_lib.storage import Store
 
 _SPEC_BYTES = 1 << 20
@@ -123,6 +124,8 @@ def _with_kept_recipe(storage: str, run: PastRun, spec: PipelineSpec) -> Pipelin
 
     def here(path: str) -> str:
         # As `tasks.stage.closure` names the files of a recipe.
+        if Path(path).parent == FOLDER:
+            return str(folder / "(trainflow)" / Path(path).name)
         return str(folder / (Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path(path).name))
 
     changed: dict[str, Any] = {"recipe": here(spec.recipe), "root": str(folder)}

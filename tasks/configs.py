@@ -16,6 +16,7 @@ import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tasks.recipe_path import RecipePath
 from tasks.requirements import read_requirement
 from trainer_lib.durations import FORMS, describe, find_problem, read_seconds
 from trainer_lib.launch.config import LaunchConfig
@@ -158,7 +159,7 @@ class KeyedSettings(Settings):
 class StageSettings(KeyedSettings):
     """Settings that every stage with a recipe has."""
 
-    recipe: str | None = setting(
+    recipe: RecipePath | None = setting(
         affects="result",
         default=None,
         description="Python file with functions of this stage alone; what it does not define is taken from the "
@@ -280,6 +281,14 @@ class EvaluateConfig(StageSettings):
         ge=0,
         le=5000,
         description="Resamples of the rows that compute_metrics is called on, for comparing models; register sets it.",
+    )
+    confidence: float | None = setting(
+        affects="result",
+        default=None,
+        gt=0,
+        lt=1,
+        description="Write beside each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
+        "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
     )
     args: Options = setting(
         affects="result",

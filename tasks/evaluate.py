@@ -38,6 +38,8 @@ def evaluate(
         data,
         model,
         # A tuple, because a request is frozen.
-        request=partial(EvaluateRequest, splits=tuple(config.splits), resamples=config.resamples),
+        request=partial(
+            EvaluateRequest, splits=tuple(config.splits), resamples=config.resamples, confidence=config.confidence
+        ),
         output=lambda result: StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts()),
     )

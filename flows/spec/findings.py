@@ -42,6 +42,7 @@ _OWN = {
     "unknown_key": "Unknown key.",
     "requirement": "This is not a requirement.",
     "duration": "This is not a duration.",
+    "recipe_name": "No recipe has this name.",
 }
 _BOUNDS = {
     "greater_than": ("above", "gt"),

@@ -31,16 +31,19 @@ from tasks.configs import (
     TrackingConfig,
     TrainConfig,
 )
+from tasks.recipe_path import RecipePath
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import ConfigError
 from trainer_lib.path_options import absolute_path, is_path, map_paths
+from trainer_lib.recipe_names import is_recipe_name
 
 if TYPE_CHECKING:
     from flows.stages import Stage
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
 _PATHS = ("recipe", "root", "folder", "storage", "prepare.sources", "train.preemption.file", "publish.to")
+_RESAMPLES = 1000  # for intervals of confidence
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
 
 
@@ -55,8 +58,10 @@ class PipelineSpec(Settings):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$",
         description="Name of the pipeline: letters, digits, '.', '_' and '-'; at most 96 of them.",
     )
-    recipe: str = Field(
-        min_length=1, description="Python file with the functions that prepare, build, collate and measure."
+    recipe: RecipePath = Field(
+        min_length=1,
+        description="Python file with the functions that prepare, build, collate and measure, or the name of one of "
+        "trainflow's own.",
     )
     root: str | None = Field(
         default=None,
@@ -103,7 +108,9 @@ class PipelineSpec(Settings):
             update={
                 "args": {**self.train.args, **own.args},
                 "launch": own.launch or self.train.launch.on_one_machine(),
-                "resamples": own.resamples or (self.register.resamples if self.register.metric else 0),
+                "resamples": own.resamples
+                or (self.register.resamples if self.register.metric else 0)
+                or (_RESAMPLES if own.confidence else 0),
             }
         )
 
@@ -323,9 +330,13 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
         if not isinstance(place, dict) or last not in place:
             continue
         value = place[last]
+        if last == "recipe" and is_recipe_name(value) and not (base / value).exists():
+            continue
         place[last] = [_absolute(item, base) for item in value] if isinstance(value, list) else _absolute(value, base)
     if raw.get("root") is None and isinstance(raw.get("recipe"), str):
-        raw["root"] = str(find_root(raw["recipe"], folder))
+        # A recipe of trainflow's own belongs to no project: that around the spec counts.
+        named = is_recipe_name(raw["recipe"])
+        raw["root"] = str(find_root(folder / "recipe.py" if named else raw["recipe"], folder))
 
 
 def _rebase_overridden_paths(spec: PipelineSpec, overridden: frozenset[str]) -> PipelineSpec:
@@ -343,14 +354,8 @@ def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozense
     from tasks.stage.declared_paths import path_options
 
     config = getattr(spec, stage.section)
-    context = StageContext(
-        name=spec.name,
-        recipe=spec.recipe,
-        storage=spec.storage,
-        root=spec.root,
-        folder=spec.folder,
-        resolver=spec.resolver,
-    )
+    given = {name: getattr(spec, name) for name in ("name", "recipe", "storage", "root", "folder", "resolver")}
+    context = StageContext(**given)
     paths = path_options(stage.name, config, context)
     declared, place = getattr(paths, setting), f"{stage.section}.{setting}"
 
@@ -360,12 +365,12 @@ def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozense
     values = getattr(config, setting)
     changed = map_paths(values, declared, rebase)
     # The whole setting, or one option of it, stands on the command line.
-    given = {
+    overrides = {
         name
         for name in values
         if place in overridden or any(f"{key}.".startswith(f"{place}.{name}.") for key in overridden)
     }
-    merged = {name: changed[name] if name in given else value for name, value in values.items()}
+    merged = {name: changed[name] if name in overrides else value for name, value in values.items()}
     return spec.model_copy(update={stage.section: config.model_copy(update={setting: merged})})
 
 

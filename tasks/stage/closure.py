@@ -18,10 +18,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.stage.project_files import OURS, contents_tree, find_in_place, parse_or_digest, python_files
+from tasks.stage.project_files import (
+    OURS,
+    contents_tree,
+    find_in_place,
+    is_covered,
+    parse_or_digest,
+    python_files,
+    recipe_module,
+)
 from tasks.stage.search_paths import Additions, find_additions
 from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
 from trainer_lib.errors import ConfigError
+from trainer_lib.recipe_names import FOLDER
 
 _MOST_FILES = 300
 """A package that is installed in place and has more files counts by their bytes, as a whole."""
@@ -103,8 +112,12 @@ def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = 
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
-    """Where the recipe's imports start: the nearest with a pyproject.toml, else the spec folder, else its own."""
+    """Where the recipe's imports start: the nearest with a pyproject.toml, else the spec folder, else its own.
+
+    Around a recipe of trainflow's own there is no project; that of the working directory takes its place.
+    """
     folder = Path(recipe).absolute().parent
+    folder = Path.cwd() if folder == FOLDER else folder
     for candidate in (folder, *folder.parents):
         if (candidate / "pyproject.toml").is_file():
             return candidate
@@ -189,6 +202,8 @@ class _Walk:
 
     def _name(self, path: Path) -> str:
         """The file's name in keys: from the root, else from the place that it is imported from."""
+        if path.parent == FOLDER:  # wherever trainflow is installed
+            return f"(trainflow)/{path.name}"
         if path.is_relative_to(self.root):
             return path.relative_to(self.root).as_posix()
         if path.parent == self.recipe.parent:
@@ -254,7 +269,12 @@ class _Walk:
             yield from _siblings(package.joinpath(*parts))
 
     def _absolute(self, parts: list[str]) -> Iterator[Path]:
-        if not parts or parts[0] in OURS:
+        if not is_covered(parts):
+            return
+        own = recipe_module(parts[:3])  # what is behind that is a name in it
+        if own is not None:
+            found = _module_file(own)
+            yield from () if found is None else (found,)
             return
         if not any(_module_file(place / parts[0]) for place in self.places):
             self._look_up(parts[0])

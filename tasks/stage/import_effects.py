@@ -71,7 +71,7 @@ class ImportEffects:
 
     def _import_has_effect(self, piece: Piece, target: ImportTarget) -> bool:
         files = self._program.imported(piece.file, target)
-        if piece.names == ("*",):
+        if piece.names == ("*",) and not self._program.is_known(piece):
             return True
         if files:
             return any(self._file_has_effect(file) for file in self._all_imported(files))

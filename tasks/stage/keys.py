@@ -215,6 +215,8 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     fields = _inference_fields("evaluate", config, context, data, model, reached)
     if not config.resamples:  # what was evaluated before there were any stays
         fields.pop("resamples", None)
+    if config.confidence is None:
+        fields.pop("confidence", None)
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.stage.closure import Closure
 from tasks.stage.definitions import Module, Piece, cut_modules
-from tasks.stage.project_files import OURS
+from tasks.stage.project_files import OURS, is_covered, recipe_module
 from tasks.stage.references import Chain, ImportTarget
 
 Stems = tuple[str, ...]
@@ -87,6 +87,24 @@ class Program:
         more = () if target.name in (None, "*") else (str(target.name),)
         return tuple(dict.fromkeys(self._files_on_the_way(file, target, more)))
 
+    def may_bind(self, star: Piece, name: str) -> bool:
+        """Whether a star import may bind `name`.
+
+        Of a recipe of trainflow's own it binds what that file defines, unless the file that imports defines it below.
+        """
+        if not self.is_known(star):
+            return True
+        own = self.modules[star.file].by_name.get(name, ())
+        if any(each.is_simple and each.is_unconditional and each.line > star.line for each in own):
+            return False
+        files = self.imported(star.file, star.target) if star.target is not None else ()
+        return not name.startswith("_") and any(name in self.modules[file].by_name for file in files)
+
+    def is_known(self, star: Piece) -> bool:
+        """Whether all that a star import binds is known: it takes the names of a recipe of trainflow's own."""
+        parts = star.target.module.split(".") if star.target is not None else []
+        return recipe_module(parts) is not None and is_covered(parts)
+
     # -- names --------------------------------------------------------------------------------------------------------
 
     def _resolve(self, file: str, chain: Chain, aliases: dict[str, list[ImportTarget]], depth: int) -> Meaning:
@@ -101,8 +119,7 @@ class Program:
             for target in [piece.target] if piece.target is not None else piece.references.aliases.get(head, ()):
                 found.add(self._follow(file, target, rest, depth))
         for piece in module.by_name.get("*", ()):
-            # The name may come from a star import.
-            if piece.target is not None:
+            if piece.target is not None and self.may_bind(piece, head):
                 found.add(self._follow(file, ImportTarget(piece.target.level, piece.target.module, head), rest, depth))
         if not found.pieces and not aliases.get(head):
             found.outside.add(".".join(("builtins", *chain)))
@@ -150,6 +167,9 @@ class Program:
         """Where an imported module may lie: paths without an ending; none for one of ours."""
         parts = tuple(target.module.split(".")) if target.module else ()
         if target.level == 0:
+            own = recipe_module(parts)
+            if own is not None:
+                return (str(own),)
             return () if parts[0] in OURS else _join(self._places, parts)
         # One dot is the file's own folder.
         return _join((self._paths[file].rsplit("/", target.level)[0],), parts)
@@ -161,6 +181,10 @@ class Program:
     def _files_on_the_way(self, file: str, target: ImportTarget, more: Chain) -> Iterator[str]:
         if target.level == 0:
             parts = (*target.module.split("."), *more)
+            own = recipe_module(parts[:3])  # what is behind that is a name in it
+            if own is not None and is_covered(parts):
+                yield from self._files((str(own),))
+                return
             for depth in range(1, len(parts) + 1) if parts[0] not in OURS else ():
                 yield from self._files(_join(self._places, parts[:depth]))
             return

@@ -6,18 +6,32 @@ import ast
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
 from trainer_lib.errors import ConfigError
+from trainer_lib.recipe_names import FOLDER
 
 OURS = {"flows", "tasks", "trainer_lib"}
 _INSTALLED = {"site-packages", "dist-packages"}
 _SKIPPED = _INSTALLED | {"__pycache__", "build", "dist", "env", "mlruns", "node_modules", "outputs", "venv", "wandb"}
 # A storage below the project keeps copies of each run's sources.
 _STORAGE = {"runs", "stages"}
+
+
+_RECIPES = ("trainer_lib", "recipes")
+
+
+def is_covered(parts: Sequence[str]) -> bool:
+    """Whether keys follow an import of this module: not into our own code, but into trainflow's recipes."""
+    return not parts or parts[0] not in OURS or (tuple(parts[:2]) == _RECIPES and len(parts) > 2)
+
+
+def recipe_module(parts: Sequence[str]) -> Path | None:
+    """The path without ending of a module of trainflow's recipes (`trainer_lib.recipes.x`); None for any other."""
+    return FOLDER.joinpath(*parts[2:]) if tuple(parts[:2]) == _RECIPES else None
 
 
 def find_in_place(name: str) -> Path | None:

@@ -146,7 +146,7 @@ class _Walk:
         for file in files:
             if piece.is_unconditional:
                 self.run(file)
-            if piece.names == ("*",):
+            if piece.names == ("*",) and not self._program.is_known(piece):
                 self._take_whole(file)
 
     def _take_whole(self, file: str) -> None:
@@ -206,7 +206,8 @@ class Code:
         for file in self.files:
             names = self.program.modules[file].by_name
             pieces = names.get(name, [])
-            if pieces or "*" in names or "__getattr__" in names:
+            starred = any(self.program.may_bind(piece, name) for piece in names.get("*", ()))
+            if pieces or starred or "__getattr__" in names:
                 found.append(file)
             # Bound for certain, and not only under a condition.
             if any(piece.is_simple and piece.is_unconditional for piece in pieces):

@@ -174,6 +174,21 @@ class RowReader:
         return value
 
 
+def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
+    """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
+
+    Raises:
+        DataError: a row or a file cannot be read; the error names it.
+    """
+    for file in files:
+        opened = _OpenFile(file)
+        try:
+            while not opened.is_at_end():
+                yield from opened.rows(_BATCH_ROWS)
+        finally:
+            opened.close()
+
+
 class _OpenFile:
     """One file while it is read."""
 

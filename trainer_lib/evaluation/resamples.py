@@ -57,3 +57,20 @@ class Remembered:
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))
         return {name: values for name, values in found.items() if len(values) == resamples}
+
+
+def intervals(resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:
+    """The interval of each metric by the percentiles of its resamples: `<metric>_low` and `<metric>_high`.
+
+    Args:
+        resampled: metric -> its value on each resample.
+        confidence: the share of the resamples inside of the interval; None: no intervals.
+    """
+    if confidence is None:
+        return {}
+    outside = (1 - confidence) / 2
+    found: dict[str, float] = {}
+    for name, values in resampled.items():
+        low, high = np.quantile(values, (outside, 1 - outside))
+        found |= {f"{name}_low": float(low), f"{name}_high": float(high)}
+    return found

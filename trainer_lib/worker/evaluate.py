@@ -13,7 +13,7 @@ from trainer_lib import distributed
 from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.evaluation.outcomes import summarize_outcomes
-from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
@@ -55,6 +55,10 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         trainer.compute_metrics = function
         if remembered is not None and work.rank == 0:
             measured += _describe(work, store, name, split, remembered)
+            if work.request.resamples:
+                resampled, entry = _resample(work, store, name, remembered)
+                measured.append(entry)
+                metrics[name] |= intervals(resampled, work.request.confidence)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
@@ -72,8 +76,6 @@ def _describe(
     work: Work[EvaluateRequest], store: Store, name: str, split: ArrowSplit, remembered: Remembered
 ) -> Iterator[FileEntry]:
     """Write what the outputs say of a split beyond its metrics."""
-    if work.request.resamples:
-        yield _resample(work, store, name, remembered)
     if remembered.given is None:
         return
     outputs, labels = single_output(remembered.given.predictions), remembered.given.label_ids
@@ -82,13 +84,16 @@ def _describe(
         yield store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode())
 
 
-def _resample(work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered) -> FileEntry:
-    """Write the metrics on resampled rows of a split; the file names the rows by their digest."""
+def _resample(
+    work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered
+) -> tuple[dict[str, list[float]], FileEntry]:
+    """The metrics on resampled rows of a split, and the file with them; it names the rows by their digest."""
     shards = work.request.data.splits[split].shards
     rows = content_digest(entry for entry in work.request.data.files if entry.path in shards)
     work.events.emit("progress", message=f"{work.request.resamples:,} resamples of {split}")
-    record = {"rows": rows, "metrics": remembered.resampled(rows, work.request.resamples)}
-    return store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
+    found = remembered.resampled(rows, work.request.resamples)
+    record = {"rows": rows, "metrics": found}
+    return found, store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.outputs import EvalPrediction
 
 SEED = "0123456789abcdef" * 4
@@ -31,3 +31,19 @@ def test_a_better_model_is_better_on_each_resample_of_the_rows() -> None:
     assert values[0] == [1.0] * 20
     assert np.mean(values[1]) == pytest.approx(0.9, abs=0.03)
     assert len(set(values[1])) > 3
+
+
+def test_an_interval_holds_the_share_of_the_resamples_that_is_asked_for() -> None:
+    draw = np.random.default_rng(1)
+    labels = draw.integers(0, 2, 400)
+    scores = np.eye(2)[np.where(draw.random(400) < 0.8, labels, 1 - labels)]
+    remembered = Remembered(_accuracy)
+    measured = remembered(EvalPrediction(scores, labels))["accuracy"]
+    resampled = remembered.resampled(SEED, 500)
+    found = intervals(resampled, 0.95)
+    # The standard error of a share of 0.8 of 400 rows is 0.02.
+    assert found["accuracy_low"] == pytest.approx(measured - 0.04, abs=0.01)
+    assert found["accuracy_high"] == pytest.approx(measured + 0.04, abs=0.01)
+    narrow = intervals(resampled, 0.5)
+    assert found["accuracy_low"] < narrow["accuracy_low"] < narrow["accuracy_high"] < found["accuracy_high"]
+    assert intervals(resampled, None) == {}

@@ -81,6 +81,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "splits": ["train"],
         "require": {"test_error": "< 1"},
         "resamples": 5,
+        "confidence": 0.9,
         "args": {"eval_use_gather_object": True},
         "launch": LaunchSettings(threads=1),
     },

@@ -15,6 +15,9 @@ Only the first two functions are required::
 
 The file is loaded by its path under a private module name. Its project's root is appended to the module path, so a
 project may have folders called flows/ or tasks/ without hiding ours.
+
+The other modules of this package are recipes that a spec takes by name (`trainer_lib.recipe_names`), each a file to
+copy, and what several of them share. None of them does anything at import but define names: keys follow into them.
 """
 
 from __future__ import annotations
@@ -346,7 +349,7 @@ def create_empty_recipe(root: Path) -> Recipe:
 def refuse_hidden_packages() -> None:
     """Raise ConfigError when `import flows`, `tasks` or `trainer_lib` would find another package than ours."""
     # The folder above `trainer_lib`, where `flows` and `tasks` lie as well.
-    home = Path(__file__).resolve().parents[1]
+    home = Path(__file__).resolve().parents[2]
     for name in OURS:
         found = sys.modules.get(name)
         spec = found.__spec__ if found is not None else importlib.util.find_spec(name)

@@ -1,0 +1,143 @@
+"""Recipes by name: found from a spec, replaced function by function, and covered by keys on every machine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.spec.spec import load_spec, parse_spec
+from tasks.stage import closure, project_files, stage_code
+from tasks.stage.import_effects import ImportEffects
+from tasks.stage.reach import Reach
+from tasks.stage.resolver import Resolver
+from trainer_lib import recipe_names
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipe_names import ABOUT, FOLDER, recipe_file, recipe_name
+from trainer_lib.recipes import load
+from trainer_lib.yaml_text import dump_yaml
+
+NAMES = sorted(ABOUT)
+STAR = "from trainer_lib.recipes.tabular_classification import *\n"
+MINE = STAR + "\n\ndef build_model(options, data):\n    return 'mine'\n"
+
+
+def spec(folder: Path, recipe: str) -> Path:
+    path = folder / "pipeline.yaml"
+    path.write_text(f"name: named\nrecipe: {recipe}\nstorage: store\n")
+    return path
+
+
+def reach(recipe: str | Path, folder: Path) -> dict[str, Reach]:
+    code = Resolver().code(recipe, None, folder)
+    return {
+        "prepare": code.reach(stage_code.PREPARE),
+        "train": stage_code.reach_of_train(code, evaluations_choose=False),
+        "evaluate": code.reach(stage_code.EVALUATE),
+        "predict": stage_code.reach_of_predict(code),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_spec_names_a_recipe_and_is_written_down_with_the_name(tmp_path: Path, name: str) -> None:
+    found = load_spec(spec(tmp_path, name))
+    assert found.recipe == recipe_file(name)
+    assert Path(found.recipe).is_file()
+    assert found.root == str(tmp_path), "the project is that around the spec"
+    record = found.to_record()
+    assert record["recipe"] == name, "another machine has it elsewhere"
+    assert parse_spec(record).recipe == found.recipe
+    assert f"recipe: {name}\n" in dump_yaml(record)
+    assert recipe_name(found.recipe) == name
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No recipe has this name") as caught:
+        load_spec(spec(tmp_path, "tabular-clasification"))
+    assert 'Did you mean "tabular-classification"?' in str(caught.value.remedy)
+    assert caught.value.field == "recipe"
+
+
+def test_a_file_of_the_user_that_has_the_form_of_a_name_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "tabular-classification").write_text("")
+    with pytest.raises(ConfigError, match="Python file"):
+        load_spec(spec(tmp_path, "tabular-classification"))
+
+
+def test_a_stage_may_have_a_recipe_by_name_and_the_pipeline_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def compute_metrics(p):\n    return {'zero': 0.0}\n")
+    path = spec(tmp_path, "tabular-classification")
+    path.write_text(path.read_text() + "evaluate: {recipe: mine.py}\n")
+    found = load_spec(path)
+    code = Resolver().code(str(found.evaluate.recipe), found.recipe, found.root)
+    labels = code.reach(stage_code.EVALUATE).digests
+    assert "mine.py:compute_metrics" in labels
+    assert "(trainflow)/tabular_classification.py:build_model" in labels
+    assert "(trainflow)/tabular_classification.py:compute_metrics" not in labels
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_named_recipe_runs_at_import(tmp_path: Path, name: str) -> None:
+    code = Resolver().code(recipe_file(name), None, tmp_path)
+    effects = ImportEffects(code.program)
+    acting = [piece.label for module in code.program.modules.values() for piece in module.pieces
+              if effects.has_effect(piece)]  # fmt: skip
+    assert acting == [], "it would count for every stage"
+    assert len(code.program.modules) > 3, "keys follow into what recipes share"
+    assert all(file.startswith("(trainflow)/") for file in code.program.modules)
+    assert all(each.everything is None for each in reach(recipe_file(name), tmp_path).values())
+
+
+def test_a_function_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    load_spec(spec(tmp_path, "mine.py"))
+    recipe = load(tmp_path / "mine.py", tmp_path)
+    assert recipe.build_model({}, None) == "mine"  # type: ignore[arg-type]
+    assert recipe.collate is not None
+    assert recipe.compute_metrics is not None
+    found = reach(tmp_path / "mine.py", tmp_path)
+    assert "mine.py:build_model" in found["train"].digests
+    assert "(trainflow)/tabular_classification.py:collate" in found["train"].digests
+    assert not any("Classifier" in label for label in found["train"].digests), "the network is not used any more"
+    assert not any(label.endswith(":prepare") for label in found["train"].digests)
+    whole = {label: digest for label, digest in found["prepare"].digests.items() if "import *" not in label}
+    assert whole == reach(recipe_file("tabular-classification"), tmp_path)["prepare"].digests
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the recipes, which counts as the installed one."""
+    copy = tmp_path / "lib" / "recipes"
+    shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for module in (recipe_names, closure, project_files):
+        monkeypatch.setattr(module, "FOLDER", copy)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "runs"),
+    [
+        ("splitting.py", "draw.permutation(members[label])", "members[label]", {"prepare"}),
+        ("table_files.py", "value.strip() or None", "value or None", {"prepare"}),
+        ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
+        ("held_out_metrics.py", "counts.max()", "counts.min()", {"evaluate"}),
+        ("tabular_classification.py", '"dropout": 0.1', '"dropout": 0.2', {"train", "evaluate", "predict"}),
+        ("tabular_classification.py", '"confidence"', '"sure"', {"predict"}),
+    ],
+)
+def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
+    edited: Path, file: str, old: str, new: str, runs: set[str]
+) -> None:
+    recipe = edited / "tabular_classification.py"
+    (edited.parent / "mine.py").write_text(STAR)
+    project = edited.parent / "project"
+    also = [(edited.parent / "mine.py", "imported by a file of the user")] if file == "tabular_net.py" else []
+    for path, label in ((recipe, "itself"), *also):
+        text = (edited / file).read_text()
+        assert old in text
+        before = reach(path, project)
+        (edited / file).write_text(text.replace(old, new))
+        after = reach(path, project)
+        (edited / file).write_text(text)
+        assert {stage for stage in before if before[stage].digests != after[stage].digests} == runs, label

@@ -1,0 +1,35 @@
+"""The recipes that a spec takes by name: each is one file in `trainer_lib/recipes`. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent / "recipes"
+
+ABOUT = {
+    "tabular-classification": "Rows of a table to one of several classes.",
+    "tabular-regression": "Rows of a table to a number.",
+}
+"""Name -> what the recipe is for."""
+
+
+def is_recipe_name(value: object) -> bool:
+    """Whether the value of a spec's `recipe` has the form of a name, and not of a file: no ending, no folder."""
+    return isinstance(value, str) and bool(value) and not {".", "/", "\\", "~"} & set(value)
+
+
+def recipe_file(name: str) -> str:
+    """The path of the recipe that has this name.
+
+    Raises:
+        KeyError: none has it.
+    """
+    if name not in ABOUT:
+        raise KeyError(name)
+    return str(FOLDER / f"{name.replace('-', '_')}.py")
+
+
+def recipe_name(path: str) -> str:
+    """The name of a recipe, given its file; the path as it is for a file of the user's."""
+    name = Path(path).stem.replace("_", "-")
+    return name if name in ABOUT and Path(path) == Path(recipe_file(name)) else path

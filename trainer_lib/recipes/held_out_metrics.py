@@ -1,0 +1,51 @@
+"""Metrics of held-out rows, each beside what a model without any input would reach on the very same rows.
+
+That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as the
+constant that training would give, so a margin above zero is earned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def measure_classes(predictions: Any, labels: Any) -> dict[str, float]:
+    """Accuracy, macro F1 and log loss of scores ``[rows, classes]`` for labels ``[rows]``, and the majority's accuracy.
+
+    `accuracy_over_majority` is what the model is better by. Classes that neither occur nor are predicted do not count
+    in the macro F1.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels).reshape(-1)
+    predicted, classes = scores.argmax(axis=-1), scores.shape[-1]
+    counts = np.bincount(truth, minlength=classes)
+    right = np.bincount(truth[predicted == truth], minlength=classes)
+    both = counts + np.bincount(predicted, minlength=classes)
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    log_likelihood = shifted[np.arange(len(truth)), truth] - np.log(np.exp(shifted).sum(axis=-1))
+    accuracy, majority = right.sum() / len(truth), counts.max() / len(truth)
+    return {
+        "accuracy": float(accuracy),
+        "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()),
+        "log_loss": float(-log_likelihood.mean()),
+        "majority_accuracy": float(majority),
+        "accuracy_over_majority": float(accuracy - majority),
+    }
+
+
+def measure_numbers(predictions: Any, labels: Any) -> dict[str, float]:
+    """Errors of numbers ``[rows]`` or ``[rows, 1]`` for labels of that size, and the error of the rows' own mean.
+
+    `rmse_below_mean` is what the model is better by, in the unit of the label.
+    """
+    predicted, truth = np.asarray(predictions, np.float64).reshape(-1), np.asarray(labels, np.float64).reshape(-1)
+    error, spread = predicted - truth, truth - truth.mean()
+    rmse, of_mean = float(np.sqrt((error**2).mean())), float(np.sqrt((spread**2).mean()))
+    return {
+        "rmse": rmse,
+        "mae": float(np.abs(error).mean()),
+        "r2": 1.0 - (rmse / of_mean) ** 2 if of_mean > 0 else 0.0,
+        "mean_rmse": of_mean,
+        "rmse_below_mean": of_mean - rmse,
+    }

@@ -1,0 +1,57 @@
+"""The options of a recipe, checked against those that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.suggestions import suggestion
+
+
+def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: str) -> dict[str, Any]:
+    """The options, with the default of each that is not given.
+
+    Args:
+        defaults: option -> its value where it is not given; a value of None takes any type.
+        field: the setting that holds the options, for errors.
+
+    Raises:
+        ConfigError: an option is unknown, or has another type than its default.
+    """
+    for name, value in options.items():
+        if name not in defaults:
+            raise ConfigError(
+                "The recipe has no such option.",
+                field=f"{field}.{name}",
+                value=value,
+                remedy=suggestion(name, defaults),
+            )
+        wanted = defaults[name]
+        kinds = (int, float) if isinstance(wanted, float) else (type(wanted),)
+        wrong = not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(wanted, bool))
+        if wanted is not None and wrong:
+            raise ConfigError(
+                f"This option takes {_KINDS[type(wanted)]}.",
+                field=f"{field}.{name}",
+                value=value,
+                remedy=f"The default is {wanted!r}.",
+            )
+    return {**defaults, **options}
+
+
+def require_choice(value: Any, choices: Mapping[str, Any] | tuple[str, ...], *, field: str) -> None:
+    """Raise ConfigError for a value that is not one of the choices."""
+    if value not in choices:
+        what = "This is not one of the choices."
+        raise ConfigError(what, field=field, value=value, remedy=suggestion(str(value), choices))
+
+
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping of names to values",
+}

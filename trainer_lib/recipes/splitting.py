@@ -1,0 +1,138 @@
+"""Cuts rows into train, validation and test: at random, with equal shares of each class, by group, time or column.
+
+split: {validation: 0.1, test: 0.2, by: stratified, seed: 0}
+split: {by: group, column: patient}         all rows of one patient in one split
+split: {by: time, column: day}              the newest rows are the test, those before them the validation
+split: {by: column, column: fold}           the names of the splits stand in the data
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.option_names import choose, require_choice
+
+FIELD = "prepare.options.split"
+WAYS = ("random", "stratified", "group", "time", "column")
+DEFAULTS: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "random", "column": None, "seed": 0}
+
+
+def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
+    """The settings of a split, checked.
+
+    Args:
+        given: `prepare.options.split`.
+        by: how rows are cut where the settings do not say it.
+
+    Raises:
+        ConfigError: an unknown setting, shares that leave nothing to train on, or a way without its column.
+    """
+    chosen = choose(given, {**DEFAULTS, "by": by}, field=FIELD)
+    require_choice(chosen["by"], WAYS, field=f"{FIELD}.by")
+    for name in ("validation", "test"):
+        if not 0 <= chosen[name] < 1:
+            remedy = "Give a share from 0 on and below 1."
+            raise ConfigError("This is not a share.", field=f"{FIELD}.{name}", value=chosen[name], remedy=remedy)
+    if chosen["validation"] + chosen["test"] >= 1:
+        remedy = "Let validation and test together be below 1."
+        raise ConfigError("Nothing is left to train on.", field=FIELD, value=dict(given), remedy=remedy)
+    needs_column = chosen["by"] in ("group", "time", "column")
+    if needs_column != (chosen["column"] is not None):
+        what = f"by: {chosen['by']} {'needs the name of a column' if needs_column else 'takes no column'}."
+        remedy = "Set split.column." if needs_column else "Remove it, or set by to group, time or column."
+        raise ConfigError(what, field=f"{FIELD}.column", value=chosen["column"], remedy=remedy)
+    return chosen
+
+
+def cut_rows(
+    split: Mapping[str, Any], rows: int, *, labels: Sequence[Any] | None = None, keys: Sequence[Any] | None = None
+) -> dict[str, np.ndarray]:
+    """The numbers of the rows of each split, ascending; a split with a share of 0 is left out.
+
+    Args:
+        split: what `read_split` returned.
+        rows: how many there are.
+        labels: the class of each row, for equal shares.
+        keys: the value of the split's column in each row.
+
+    Raises:
+        DataError: a split has no rows.
+    """
+    draw = np.random.default_rng(split["seed"])
+    shares = {name: split[name] for name in ("test", "validation") if split[name] > 0}
+    if split["by"] == "column":
+        found = _by_column(list(keys or ()))
+    elif split["by"] == "time":
+        found = _by_time(list(keys or ()), shares)
+    elif split["by"] == "group":
+        found = _by_group(list(keys or ()), shares, draw)
+    else:
+        classes = [0] * rows if split["by"] == "random" or labels is None else list(labels)
+        found = _by_class(classes, shares, draw)
+    for name, chosen in found.items():
+        if not len(chosen):
+            remedy = "Give more rows, or other shares (a share of 0 leaves a split out)."
+            raise DataError(f"The split '{name}' gets none of the {rows} rows.", field=FIELD, remedy=remedy)
+    order = [name for name in ("train", "validation", "test") if name in found]
+    return {name: np.sort(found[name]) for name in (*order, *(each for each in found if each not in order))}
+
+
+def _by_class(classes: list[Any], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """Every class is shuffled and cut by itself."""
+    members: dict[Any, list[int]] = {}
+    for row, label in enumerate(classes):
+        members.setdefault(label, []).append(row)
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("train", *shares)}
+    for label in sorted(members):
+        chosen, start = draw.permutation(members[label]), 0
+        for name, share in shares.items():
+            stop = start + round(len(chosen) * share)
+            parts[name].append(chosen[start:stop])
+            start = stop
+        parts["train"].append(chosen[start:])
+    return {name: np.concatenate(each) for name, each in parts.items()}
+
+
+def _by_group(keys: list[Any], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """Groups are shuffled, and each split takes whole ones until it has its share of the rows."""
+    members: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        members.setdefault(str(key), []).append(row)
+    waiting = [members[key] for key in draw.permutation(sorted(members))]
+    found: dict[str, np.ndarray] = {}
+    for name, share in shares.items():
+        taken: list[int] = []
+        # The last group is left for training.
+        while len(waiting) > 1 and len(taken) < share * len(keys):
+            taken += waiting.pop()
+        found[name] = np.array(taken, np.int64)
+    found["train"] = np.array([row for group in waiting for row in group], np.int64)
+    return found
+
+
+def _by_time(keys: list[Any], shares: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """The newest rows are the test. Rows of one time stay together, so none is older than one that was trained on."""
+    times = np.array(keys)
+    order = np.argsort(times, kind="stable")
+    found: dict[str, np.ndarray] = {}
+    stop = len(order)
+    for name, share in shares.items():
+        start = max(stop - round(len(order) * share), 0)
+        while 0 < start < stop and times[order[start - 1]] == times[order[start]]:
+            start -= 1
+        found[name], stop = order[start:stop], start
+    found["train"] = order[:stop]
+    return found
+
+
+def _by_column(keys: list[Any]) -> dict[str, np.ndarray]:
+    names = np.array([str(key) for key in keys])
+    found = {str(name): np.flatnonzero(names == name) for name in dict.fromkeys(names.tolist())}
+    if "train" not in found:
+        what = f"No row has 'train' in the column of the splits; it has {', '.join(map(repr, list(found)[:5]))}."
+        raise DataError(what, field=f"{FIELD}.column", remedy="Name a column whose values are train, validation, test.")
+    return found

@@ -1,0 +1,178 @@
+"""Tables of CSV, JSON lines, Parquet and Arrow files, read as a whole: every problem names the file and the row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.suggestions import suggestion
+
+SOURCES = "prepare.sources"
+_DECLARED_ONLY = ("package:", "stdlib:")
+_FEW = 50
+"""A text column with more different values than this, and than half of its rows, is not a category."""
+
+
+class Table:
+    """The rows of some files, by column.
+
+    Attributes:
+        places: where each row is from: file and row, and in a text its line.
+        columns: column -> its values: numbers, texts, or None where there is none.
+    """
+
+    def __init__(self, places: list[str], columns: dict[str, list[Any]]) -> None:
+        self.places, self.columns = places, columns
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def require(self, name: Any, *, field: str) -> str:
+        """The name of a column.
+
+        Raises:
+            DataError: the table has no such column; the remedy names the nearest.
+        """
+        if name in self.columns:
+            return str(name)
+        remedy = suggestion(str(name), self.columns)
+        raise DataError("The data has no such column.", field=field, value=name, remedy=remedy)
+
+    def is_number(self, name: str) -> bool:
+        """Whether a column holds numbers.
+
+        Raises:
+            DataError: most of its values are numbers and some are not; the error names the first of those.
+        """
+        values = [value for value in self.columns[name] if value is not None]
+        others = sum(_number_of(value) is None for value in values)
+        if not values or not others or 2 * others > len(values):
+            return bool(values) and not others
+        first = next(
+            row for row, each in enumerate(self.columns[name]) if each is not None and _number_of(each) is None
+        )
+        raise DataError(
+            f"{self.places[first]}, column '{name}': '{str(self.columns[name][first])[:40]}' is not a number, and "
+            f"{len(values) - others} of the {len(values)} values of this column are.",
+            field=SOURCES,
+            remedy=f"Correct the value, leave it empty, or declare texts: prepare.options.categorical=[{name}].",
+        )
+
+    def numbers(self, name: str) -> np.ndarray:
+        """The values of a column of numbers, float64 ``[rows]``; NaN where there is none."""
+        return np.array([math.nan if value is None else _number_of(value) for value in self.columns[name]], np.float64)
+
+    def texts(self, name: str) -> list[str]:
+        """The values of a column as texts ``[rows]``; empty where there is none. A whole number has no point."""
+        return ["" if value is None else text_of(value) for value in self.columns[name]]
+
+    def refuse_gaps(self, name: str, remedy: str) -> None:
+        """Raise DataError when a value is missing in a column."""
+        rows = [row for row, value in enumerate(self.columns[name]) if value is None or value != value]
+        if rows:
+            raise DataError(
+                f"{self.places[rows[0]]}, column '{name}': there is no value, as in {len(rows)} of {len(self)} rows.",
+                field=SOURCES,
+                remedy=remedy,
+            )
+
+    def refuse_free_text(self, name: str) -> None:
+        """Raise DataError for a column of texts that are nearly all different."""
+        different = len(set(self.columns[name]))
+        if different > max(_FEW, len(self) / 2):
+            raise DataError(
+                f"The column '{name}' has {different} different texts in {len(self)} rows, such as "
+                f"'{str(self.columns[name][0])[:40]}': it is not a category.",
+                field=SOURCES,
+                remedy=f"Leave it out: prepare.options.ignore=[{name}].",
+            )
+
+
+def text_of(value: Any) -> str:
+    """A value as the text of a category: 3 and 3.0 are one."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def read_table(sources: Sequence[str], *, rename: Mapping[str, str], field: str = SOURCES) -> Table:
+    """The rows of all files that the sources stand for, in their order.
+
+    Args:
+        sources: paths, URLs, folders and patterns; installed packages among them are passed over.
+        rename: name of a column in the files -> its name in the table.
+        field: the setting that names the sources, for errors.
+
+    Raises:
+        ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
+    """
+    addresses = [source for source in sources if not source.startswith(_DECLARED_ONLY)]
+    if not addresses:
+        remedy = "Name the files of the table, as in prepare.sources=[data.csv]."
+        raise DataError("There is nothing to read.", field=field, remedy=remedy)
+    places: list[str] = []
+    columns: dict[str, list[Any]] = {}
+    try:
+        for place, values in read_rows(find_row_files(addresses)):
+            row = _renamed(values, rename, place)
+            if not places:
+                columns = {name: [] for name in row}
+            _require_same_columns(columns, row, place)
+            places.append(place)
+            for name, value in row.items():
+                columns[name].append(_plain(value, name, place))
+    except TrainflowError as error:
+        if error.field in ("NEW_DATA", "rows"):
+            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
+        raise
+    if not places:
+        raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
+    missing = [name for name in rename.values() if name not in columns]
+    if missing:
+        old = next(name for name, new in rename.items() if new == missing[0])
+        remedy = suggestion(old, columns)
+        raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
+    return Table(places, columns)
+
+
+def _renamed(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
+        raise DataError(what, field="rows")
+    return {rename.get(name, name): value for name, value in values.items()}
+
+
+def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:
+    if columns.keys() == row.keys():
+        return
+    extra, lacking = sorted(set(row) - set(columns)), sorted(set(columns) - set(row))
+    what = f"it has a column '{extra[0]}' more" if extra else f"the column '{lacking[0]}' is missing"
+    raise DataError(f"{place}: {what} than the rows before." if extra else f"{place}: {what}.", field="rows")
+
+
+def _plain(value: Any, name: str, place: str) -> Any:
+    """A number, a text, or None for what a file writes as nothing."""
+    if value is None or isinstance(value, bool | int | float):
+        return None if isinstance(value, float) and math.isnan(value) else value
+    if isinstance(value, str):
+        return value.strip() or None
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
+
+
+def _number_of(value: Any) -> float | None:
+    """The finite number that a value stands for; None for a text that stands for none."""
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,78 @@
+"""The recipe tabular-classification: rows of a table to one of several classes.
+
+    name: iris
+    recipe: tabular-classification
+    prepare:
+      sources: [iris.csv]
+      options: {label: species}
+    train:
+      args: {num_train_epochs: 50, learning_rate: 3.0e-3, global_batch_size: 32}
+    evaluate: {splits: [validation, test]}
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.tabular_classification import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.held_out_metrics import measure_classes
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.tabular_net import Classifier, collate_table
+from trainer_lib.recipes.tabular_rows import Options, TabularRows
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+MODEL: dict[str, Any] = {"hidden": [128, 128], "dropout": 0.1}
+"""The settings of `build_model` (`train.model`), with their defaults."""
+
+
+def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the table, and label the rows of each split with the number of their class.
+
+    Returns:
+        For every split its rows: the features by name, `labels` (0 on) and `row_id`.
+    """
+    table = TabularRows(options, out.sources, classes=True)
+    classes = table.classes()
+    out.info.update(table.info(), classes=classes)
+    number = {name: index for index, name in enumerate(classes)}
+    return table.rows([number[text] for text in table.table.texts(table.label)])
+
+
+def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
+    """Build the untrained network; `options` are the spec's `train.model`."""
+    chosen = choose(options, MODEL, field="train.model")
+    return Classifier(data.info["numbers"], data.info["texts"], len(data.info["classes"]), **chosen)
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Make a batch: numbers ``[batch, columns]``, texts ``[batch, columns]`` and labels ``[batch]``."""
+    return collate_table(rows, label_dtype=torch.int64)
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure logits ``[rows, classes]``, beside the most frequent class of the same rows."""
+    return measure_classes(evaluation.predictions, evaluation.label_ids)
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn logits ``[rows, classes]`` into the name of the best class and the probability of each."""
+    scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    classes = data.info["classes"]
+    best = scores.argmax(axis=-1)
+    return {
+        "prediction": [classes[index] for index in best],
+        "confidence": scores.max(axis=-1).astype(np.float32),
+        "scores": list(scores.astype(np.float32)),
+    }

@@ -1,0 +1,230 @@
+"""From the files of a table to rows of a recipe: which columns are features, and which rows are in which split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.option_names import choose, require_choice
+from trainer_lib.recipes.splitting import cut_rows, read_split
+from trainer_lib.recipes.table_files import Table, read_table
+
+FIELD = "prepare.options"
+DEFAULTS: dict[str, Any] = {
+    "label": None,
+    "features": None,
+    "ignore": [],
+    "categorical": [],
+    "rename": {},
+    "id": None,
+    "files": {},
+    "split": {},
+    "missing": "refuse",
+    "absent_classes": False,
+}
+_RESERVED = ("labels", "row_id")
+
+
+class Options(TypedDict):
+    """The options of the tabular recipes, in the spec `prepare.options`."""
+
+    label: str
+    """Column to predict."""
+    features: NotRequired[list[str]]
+    """Columns to predict from; unset: all that have no other use."""
+    ignore: NotRequired[list[str]]
+    """Columns that are left out."""
+    categorical: NotRequired[list[str]]
+    """Columns whose numbers are names (a postcode), not amounts."""
+    rename: NotRequired[dict[str, str]]
+    """Name of a column in the files -> name that the recipe, and new rows, have."""
+    id: NotRequired[str]
+    """Column of whole numbers by which predictions name the rows; unset: rows are counted over all files."""
+    files: NotRequired[dict[str, Path]]
+    """Split -> its file, in place of cutting the rows of prepare.sources, which names them as well."""
+    split: NotRequired[dict[str, Any]]
+    """How rows are cut: validation, test (shares), by, column, seed (`trainer_lib.recipes.splitting`)."""
+    missing: NotRequired[str]
+    """Numbers that are missing: refuse, or mean (which needs prepare.allow_nan=true)."""
+    absent_classes: NotRequired[bool]
+    """Accept a split without rows of some class."""
+
+
+class TabularRows:
+    """The rows of a table by split, ready for `prepare` to label.
+
+    Attributes:
+        options: the options, with defaults.
+        table: all rows.
+        label: the column to predict.
+        splits: split -> the numbers of its rows.
+        numbers: feature -> mean and spread in the training rows.
+        texts: feature -> the texts in the training rows.
+    """
+
+    def __init__(self, options: Mapping[str, Any], sources: Sequence[str], *, classes: bool) -> None:
+        self.options = choose(options, DEFAULTS, field=FIELD)
+        require_choice(self.options["missing"], ("refuse", "mean"), field=f"{FIELD}.missing")
+        if self.options["label"] is None:
+            remedy = "Name the column to predict: prepare.options.label=NAME."
+            raise ConfigError("The recipe needs to know what to predict.", field=f"{FIELD}.label", remedy=remedy)
+        way = read_split(self.options["split"], by="stratified" if classes else "random")
+        rename = self.options["rename"]
+        files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(sources)}
+        self.table, starts = _read_all(files, rename)
+        self.label = self.table.require(self.options["label"], field=f"{FIELD}.label")
+        self.splits = starts if "" not in starts else self._cut(way, classes=classes)
+        if "train" not in self.splits:
+            remedy = "Name a file for it: prepare.options.files.train=FILE."
+            raise ConfigError("There is no split 'train'.", field=f"{FIELD}.files", value=list(files), remedy=remedy)
+        self._split_column = way["column"] if "" in starts else None
+        self.numbers: dict[str, list[float]] = {}
+        self.texts: dict[str, list[str]] = {}
+        for name in self._features():
+            self._describe(name)
+
+    def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
+        keys: list[Any] | None = None
+        if way["column"] is not None:
+            column = self.table.require(way["column"], field=f"{FIELD}.split.column")
+            self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
+            keys = self.table.numbers(column).tolist() if self.table.is_number(column) else self.table.texts(column)
+        labels = self.table.texts(self.label) if classes else None
+        return cut_rows(way, len(self.table), labels=labels, keys=keys)
+
+    def _features(self) -> list[str]:
+        """The columns to predict from. Raises DataError for a name that the table does not have."""
+        chosen = self.options
+        for setting in ("ignore", "categorical", "features"):
+            for name in chosen[setting] or ():
+                self.table.require(name, field=f"{FIELD}.{setting}")
+        other = {self.label, chosen["id"], self._split_column, *chosen["ignore"]}
+        names = [name for name in chosen["features"] or self.table.columns if name not in other]
+        if not names:
+            remedy = "Leave prepare.options.features out, or name columns besides the label."
+            raise DataError("No column is left to predict from.", field=f"{FIELD}.features", remedy=remedy)
+        taken = next((name for name in names if name in _RESERVED), None)
+        if taken is not None:
+            remedy = f"Give it another name: prepare.options.rename.{taken}=NAME."
+            raise DataError(f"The recipe uses the name '{taken}' itself.", field=f"{FIELD}.features", remedy=remedy)
+        return names
+
+    def _describe(self, name: str) -> None:
+        train = self.splits["train"]
+        if name in self.options["categorical"] or not self.table.is_number(name):
+            self.table.refuse_free_text(name)
+            texts = self.table.texts(name)
+            self.texts[name] = sorted({texts[row] for row in train.tolist()})
+            return
+        if self.options["missing"] == "refuse":
+            self.table.refuse_gaps(
+                name,
+                f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
+                "prepare.options.missing=mean and prepare.allow_nan=true.",
+            )
+        values = self.table.numbers(name)[train]
+        known = values[np.isfinite(values)]
+        spread = float(known.std()) if len(known) else 0.0
+        # A constant column says nothing; dividing by its spread would make its noise large.
+        self.numbers[name] = [float(known.mean()) if len(known) else 0.0, spread if spread > 0 else 1.0]
+
+    def rows(self, labels: Sequence[Any]) -> dict[str, Iterator[dict[str, Any]]]:
+        """For every split its rows: the features, `labels` ``[rows]``, and `row_id`."""
+        ids = self._ids()
+        columns: dict[str, Sequence[Any]] = {name: self.table.numbers(name).tolist() for name in self.numbers}
+        columns |= {name: self.table.texts(name) for name in self.texts}
+        return {
+            split: (
+                {"row_id": ids[row], **{name: values[row] for name, values in columns.items()}, "labels": labels[row]}
+                for row in chosen.tolist()
+            )
+            for split, chosen in self.splits.items()
+        }
+
+    def _ids(self) -> list[int]:
+        name = self.options["id"]
+        if name is None:
+            return list(range(len(self.table)))
+        self.table.require(name, field=f"{FIELD}.id")
+        self.table.refuse_gaps(name, "Give every row an id.")
+        ids = self.table.numbers(name) if self.table.is_number(name) else np.array([0.5])
+        if not np.equal(np.mod(ids, 1), 0).all():
+            remedy = f"Leave it out (prepare.options.ignore=[{name}]): rows are then counted."
+            raise DataError("The ids of rows must be whole numbers.", field=f"{FIELD}.id", value=name, remedy=remedy)
+        if len(set(ids.tolist())) != len(ids):
+            raise DataError("Two rows have one id.", field=f"{FIELD}.id", value=name, remedy="Make the ids unique.")
+        return [int(each) for each in ids]
+
+    def classes(self) -> list[str]:
+        """The classes in the training rows, numbers in their order.
+
+        Raises:
+            DataError: a label is missing, training has one class only, or a split has a label that training has not, or
+                lacks a class.
+        """
+        self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
+        texts = np.array(self.table.texts(self.label))
+        known = sorted(set(texts[self.splits["train"]].tolist()), key=_in_order)
+        if len(known) < 2:
+            what = f"All training rows have the label '{known[0]}', so there is nothing to learn."
+            raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows of two classes or more.")
+        for split, chosen in self.splits.items():
+            for row in chosen.tolist():
+                if texts[row] not in known:
+                    raise DataError(
+                        f"{self.table.places[row]}: the label '{texts[row]}' in the split '{split}' is in no row of "
+                        "train.",
+                        field=f"{FIELD}.split",
+                        remedy="Give more rows of it, remove the row, or split by stratified.",
+                    )
+            absent = sorted(set(known) - set(texts[chosen].tolist()), key=_in_order)
+            if absent and not self.options["absent_classes"]:
+                raise DataError(
+                    f"The split '{split}' has no row of the class '{absent[0]}', of which there are "
+                    f"{int((texts == absent[0]).sum())} in all.",
+                    field=f"{FIELD}.split",
+                    remedy="Split by stratified, give more rows, or set prepare.options.absent_classes=true.",
+                )
+        return known
+
+    def label_numbers(self) -> np.ndarray:
+        """The label of each row, float64 ``[rows]``. Raises DataError for one that is missing or not a number."""
+        self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
+        if not self.table.is_number(self.label):
+            what = f"The label '{self.label}' holds texts, such as '{self.table.texts(self.label)[0]}'."
+            raise DataError(what, field=f"{FIELD}.label", remedy="Use the recipe tabular-classification.")
+        return self.table.numbers(self.label)
+
+    def info(self) -> dict[str, Any]:
+        """What `build_model` needs to know of the features, as JSON."""
+        return {"label": self.label, "numbers": self.numbers, "texts": self.texts}
+
+
+def _in_order(name: str) -> tuple[float, str]:
+    """Sorts 2 before 10, and numbers before texts."""
+    try:
+        return float(name), name
+    except ValueError:
+        return float("inf"), name
+
+
+def _read_all(files: Mapping[str, Sequence[str]], rename: Mapping[str, str]) -> tuple[Table, dict[str, np.ndarray]]:
+    """The rows of all splits as one table, and the numbers of each split's rows."""
+    whole = Table([], {})
+    found: dict[str, np.ndarray] = {}
+    for name, addresses in files.items():
+        field = f"{FIELD}.files.{name}" if name else "prepare.sources"
+        part = read_table(addresses, rename=rename, field=field)
+        if whole.places and part.columns.keys() != whole.columns.keys():
+            odd = sorted(part.columns.keys() ^ whole.columns.keys())
+            what = f"The files of the splits differ in the column '{odd[0]}'."
+            raise DataError(what, field=field, remedy="Give all files the same columns.")
+        found[name] = np.arange(len(whole), len(whole) + len(part))
+        whole.places += part.places
+        for column, values in part.columns.items():
+            whole.columns.setdefault(column, []).extend(values)
+    return whole, found
