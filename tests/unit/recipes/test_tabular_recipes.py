@@ -29,7 +29,7 @@ Splits = dict[str, list[dict[str, Any]]]
 def prepared(name: str, folder: Path, sources: list[str | Path], **options: Any) -> tuple[Recipe, Splits, DataInfo]:
     recipe = load(recipe_file(name), folder)
     out = PrepareOutput(Store.open(folder / "out"), [str(source) for source in sources])
-    splits = {name: list(rows) for name, rows in recipe.prepare(options, out).items()}
+    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare(options, out).items()}
     rows = {name: {"rows": len(rows)} for name, rows in splits.items()}
     return recipe, splits, DataInfo({"url": "", "info": out.checked_info(), "splits": rows, "files": []})
 
