@@ -269,11 +269,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model exported at `model_url` on each split, and on so many resamples of its rows.
-
-    Attributes:
-        confidence: probability of the intervals beside the metrics; None: there are none.
-    """
+    """Measure the model exported at `model_url` on each split, and intervals of this confidence on so many resamples."""
 
     model_url: str
     splits: tuple[str, ...]
