@@ -269,7 +269,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model exported at `model_url` on each split, and intervals of this confidence on so many resamples."""
+    """Measure the model exported at `model_url` on each split; intervals of a confidence come from resamples."""
 
     model_url: str
     splits: tuple[str, ...]
