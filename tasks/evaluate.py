@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from tasks.configs import EvaluateConfig
+from tasks.configs import EvaluateConfig, LaunchSettings
 from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
 from tasks.stage.inference import run_inference
 from tasks.stage.keys import evaluate_key
 from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageOutput
+from tasks.stage.runner import StageAttempt, StageOutput
 from tasks.stage.task import stage_task
+from tasks.stage.worker import launch_request
 from trainer_lib.requests import EvaluateRequest
 
 
@@ -41,5 +42,12 @@ def evaluate(
         request=partial(
             EvaluateRequest, splits=tuple(config.splits), resamples=config.resamples, confidence=config.confidence
         ),
-        output=lambda result: StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts()),
+        carry_out=_measure,
     )
+
+
+def _measure(
+    request: EvaluateRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+) -> StageOutput:
+    result = launch_request(request, settings, context, attempt)
+    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts())

@@ -3,6 +3,7 @@
     <to>/key.json         what decides the predictions: model, rows, settings
     <to>/predictions/     part-00000.parquet (or .jsonl) and so on: each a fixed range of the rows
     <to>/records/         which parts are finished, for a run that continues
+    <to>/claims/          which worker is at work on which part (`locks.shared_parts`)
     <to>/COMMIT.json      written last: every part with its SHA-256
 
 Neither prefect nor torch is imported here: the model is loaded by a worker.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tasks.stage.facts import StageFacts
@@ -21,28 +24,31 @@ from tasks.stage.keys import StageKey, stage_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
 from tasks.stage.sources import fingerprints
 from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
+from trainer_lib.data.parts import RECORDS, NumberedParts
+from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
-from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.locks.lease import acquire_lease
+from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.launch import LaunchConfig, launch_workers
+from trainer_lib.launch.gpu_selection import list_visible, num_cores
+from trainer_lib.locks.lease import Lease, acquire_lease
+from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
 from trainer_lib.requests import ScoreRequest
 from trainer_lib.storage import Store
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
-FOLDER = "predictions"
-RECORDS = "records"
 _KEY_BYTES = 16 << 20
-_OURS = {KEY_FILE, "lease", RECORDS, FOLDER, COMMIT, "sources.json"}
+_OURS = {KEY_FILE, "lease", RECORDS, CLAIMS, FOLDER, COMMIT, "sources.json"}
 
 
 @dataclass(frozen=True)
 class NewRowsFacts(StageFacts, stage=STAGE):
-    """The number of predicted rows, and the column with their ids; None: they are numbered."""
+    """The number of rows, the column with their ids (None: they are numbered), and how many rows are bad."""
 
     rows: int
     id_column: str | None = None
+    errors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class NewRows:
         format: "parquet" or "jsonl".
         rows_per_file: rows per file.
         batch_size: rows of a forward pass; None: as while training.
+        max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
     """
 
     model: str
@@ -70,6 +77,7 @@ class NewRows:
     format: str = "parquet"
     rows_per_file: int = 10_000
     batch_size: int | None = None
+    max_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class RowsJob:
             "format": asked.format,
             "rows_per_file": asked.rows_per_file,
             "batch_size": asked.batch_size,
+            # Not the limit: with a greater one, finished parts are the same.
+            **({"errors": "column"} if asked.max_errors else {}),
             "versions": versions(),
         }
         key = stage_key(STAGE, fields)
@@ -139,9 +149,40 @@ class RowsJob:
             ignored=tuple(asked.ignored),
             rows_per_file=asked.rows_per_file,
             file_format=asked.format,
+            max_errors=asked.max_errors,
             batch_size=asked.batch_size,
-            is_on_cpu=bool(description.args.get("use_cpu")),
+            is_on_cpu=self.is_on_cpu,
         )
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the model was trained on the CPU although there are devices."""
+        return bool(self.model.description.args.get("use_cpu"))
+
+    def parts(self) -> NumberedParts:
+        """The files of the predictions."""
+        return numbered_parts(self.store, self.key.digest, self.asked.format)
+
+    def workers(self, count: int, threads: int | None) -> list[LaunchConfig]:
+        """How so many workers are started: on a GPU each, or on a CPU with a share of its cores.
+
+        Raises:
+            ConfigError: there are fewer GPUs.
+        """
+        gpus = [] if self.is_on_cpu else list_visible(os.environ)
+        if gpus and count > len(gpus):
+            raise ConfigError(
+                f"This machine offers {len(gpus)} CUDA device(s), and each worker needs its own.",
+                field="--workers",
+                value=count,
+                remedy=f"Use at most {len(gpus)}, or run the same command on other machines too.",
+            )
+        config = LaunchConfig(kind="process", processes=1, threads=threads)
+        if count == 1:
+            return [config]
+        if gpus:
+            return [replace(config, devices=(gpu,)) for gpu in gpus[:count]]
+        return [replace(config, threads=threads or max(1, num_cores() // count))] * count
 
 
 def predict_new_rows(
@@ -149,30 +190,31 @@ def predict_new_rows(
     *,
     on_line: Callable[[str], None],
     on_event: Callable[[dict[str, Any]], None],
-    config: LaunchConfig | None = None,
+    workers: Sequence[LaunchConfig] = (LaunchConfig(kind="process", processes=1),),
 ) -> tuple[StageManifest[NewRowsFacts], bool]:
     """Predict the rows, unless that is done; what an earlier run finished is kept.
 
+    Where another process predicts these rows already, on this machine or another one, our workers take parts as its own
+    do; one of the two commits.
+
     Args:
         job: what is to be done.
-        on_line, on_event: called with what the worker prints and reports.
-        config: how the worker is started; None: a process of its own.
+        on_line, on_event: called with what the workers print and report.
+        workers: how each worker is started.
 
     Returns:
         The manifest, and whether the predictions were there already.
 
     Raises:
-        ConfigError: the folder holds other things. TrainflowError: the typed failure of the worker.
+        ConfigError: the folder holds other things. DataError: more rows are bad than allowed. TrainflowError: the typed
+            failure of a worker that would meet every other, or that of the last one when all were lost.
     """
     store = job.store
     if (done := _find_done(job)) is not None:
         return done, True
     store.ensure_writable(field="--to")
-    lease = acquire_lease(
-        store,
-        wait=lambda: store.exists(COMMIT),
-        on_wait=lambda holder: on_line(f"Another process predicts these rows: {holder}"),
-    )
+    run = partial(_run_workers, job, workers, on_line, on_event)
+    lease = _acquire(job, run, on_line)
     with lease or contextlib.nullcontext():
         if (done := _find_done(job)) is not None:  # while we waited
             return done, True
@@ -180,13 +222,54 @@ def predict_new_rows(
             raise DamagedError("The predictions that another process committed are gone.", field=store.url)
         if _key_of(store) not in (None, job.key.digest):
             store.delete_tree(FOLDER)  # of another job: nothing of it was finished
+        job.parts().forget_damaged()
         store.write_bytes(KEY_FILE, job.key.to_json())
-        how = config or LaunchConfig(kind="process", processes=1)
-        result = launch(job.request(), how, env={}, on_line=on_line, on_event=on_event, what="predict")
-        facts = commit_facts(NewRowsFacts(result.rows, result.id_column), "", 1, 0)
-        meta = {"stage": STAGE, "key": job.key.digest, "metrics": {}, "meta": facts}
-        commit = write_commit(store, "stage", result.files, meta, guard=lease.ensure_held)
-    return StageManifest.from_commit(store.url, commit), False
+        run()
+        return _commit(job, lease), False
+
+
+def _acquire(job: RowsJob, run: Callable[[], None], on_line: Callable[[str], None]) -> Lease | None:
+    """Acquire the folder; None once another process has committed. While another one holds it, our workers help."""
+    store = job.store
+    # True at once: we do not wait for the other one.
+    lease = acquire_lease(store, wait=lambda: True)
+    if lease is not None:
+        return lease
+    if _key_of(store) == job.key.digest:
+        on_line("Another process predicts these rows: this one takes parts as well.")
+        run()
+    return acquire_lease(
+        store,
+        wait=lambda: store.exists(COMMIT),
+        on_wait=lambda holder: on_line(f"Waits for the process that commits these rows: {holder}"),
+    )
+
+
+def _run_workers(
+    job: RowsJob,
+    workers: Sequence[LaunchConfig],
+    on_line: Callable[[str], None],
+    on_event: Callable[[dict[str, Any]], None],
+) -> None:
+    launch_workers(job.request(), workers, env={}, on_line=on_line, on_event=on_event, what="predict")
+
+
+def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
+    parts, store = job.parts().collect(), job.store
+    rows, errors = (sum(int(part.notes[name]) for part in parts) for name in ("rows", "errors"))
+    if errors > job.asked.max_errors:
+        first = next(part.notes["first_error"] for part in parts if part.notes["errors"])
+        raise DataError(
+            f"{errors:,} rows cannot be predicted, and {job.asked.max_errors:,} may be bad. The first: {first}",
+            field="--max-errors",
+            value=job.asked.max_errors,
+            remedy="Mend the rows, or raise the limit: what is finished is kept.",
+        )
+    facts = NewRowsFacts(rows, parts[0].notes["id_column"], errors)
+    meta = {"stage": STAGE, "key": job.key.digest, "metrics": {}, "meta": commit_facts(facts, "", 1, 0)}
+    commit = write_commit(store, "stage", [part.entry for part in parts], meta, guard=lease.ensure_held)
+    store.delete_tree(CLAIMS)
+    return StageManifest.from_commit(store.url, commit)
 
 
 def _find_done(job: RowsJob) -> StageManifest[NewRowsFacts] | None:

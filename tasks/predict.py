@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from tasks.configs import PredictConfig
+from tasks.configs import LaunchSettings, PredictConfig
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PredictFacts, PrepareFacts, TrainFacts
 from tasks.stage.inference import run_inference
 from tasks.stage.keys import predict_key
 from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageOutput
+from tasks.stage.runner import StageAttempt, StageOutput
 from tasks.stage.task import stage_task
-from trainer_lib.requests import PredictRequest
+from tasks.stage.worker import launch_shared
+from trainer_lib.data.row_parts import split_parts
+from trainer_lib.locks.shared_parts import CLAIMS
+from trainer_lib.requests import PredictRequest, PreparedSplit
 
 
 @stage_task("predict")
@@ -38,5 +41,18 @@ def predict(
         data,
         model,
         request=partial(PredictRequest, split=config.split, rows_per_file=config.rows_per_file),
-        output=lambda result: StageOutput(result.files, facts=PredictFacts(result.rows, config.split)),
+        carry_out=_predict_parts,
     )
+
+
+def _predict_parts(
+    request: PredictRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+) -> StageOutput:
+    """Have each worker pull parts, so that a fast one does more, and those of a lost one are taken over."""
+    split = request.data.splits.get(request.split) or PreparedSplit(0)  # the worker names a split that is not there
+    parts = split_parts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
+    parts.forget_damaged()
+    launch_shared(request, settings, context, attempt)
+    files = tuple(part.entry for part in parts.collect())
+    attempt.store.delete_tree(CLAIMS)
+    return StageOutput(files, facts=PredictFacts(split.rows, request.split))

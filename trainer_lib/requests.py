@@ -309,6 +309,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
         ignored: columns that are not for the model.
         rows_per_file: rows per file.
         file_format: "parquet" or "jsonl".
+        max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
         batch_size: rows of a forward pass; None: as while training.
         is_on_cpu: the model was trained on the CPU although there are devices.
     """
@@ -326,6 +327,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     ignored: tuple[str, ...] = ()
     rows_per_file: int = 10_000
     file_format: str = "parquet"
+    max_errors: int = 0
     batch_size: int | None = None
     is_on_cpu: bool = False
 

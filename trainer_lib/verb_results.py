@@ -84,19 +84,18 @@ class CheckpointMetrics:
 
 @dataclass(frozen=True)
 class PredictResult:
-    """Parquet files written, and the number of predicted rows."""
+    """What one of the workers did: Parquet files that it wrote, and rows in them; others may have written the rest."""
 
-    files: tuple[FileEntry, ...]
+    parts: int
     rows: int
 
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """Files written, the number of predicted rows, and the column of their ids (None: they are numbered)."""
+    """What one of the workers did: files that it wrote, and rows in them; others may have written the rest."""
 
-    files: tuple[FileEntry, ...]
+    parts: int
     rows: int
-    id_column: str | None
 
 
 @dataclass(frozen=True)

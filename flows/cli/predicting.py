@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from tasks.stage.manifest import StageManifest
 
 _SHOWN = "predict"
+_Trust = Annotated[
+    str | None,
+    typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
+]
+_Workers = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Processes that share the files; on GPUs each has one.")
+]
+_Threads = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="CPU threads of a worker; unset: the cores, shared out.")
+]
+_MaxErrors = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Rows that may be bad; the column 'error' says what is wrong with each.")
+]
 
 
 def predict(
@@ -40,21 +53,22 @@ def predict(
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="A column that is not for the model; repeatable.")
     ] = None,
-    trust: Annotated[
-        str | None,
-        typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
-    ] = None,
+    trust: _Trust = None,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of each file.")] = 10_000,
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rows of a forward pass; unset: as while training.")
     ] = None,
+    workers: _Workers = 1,
+    threads: _Threads = None,
+    max_errors: _MaxErrors = 0,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Predict new rows with a trained model, as files of predictions with the rows' ids.
 
-    Rows are streamed. Interrupt it or kill it: the same command continues, and each row is there exactly once.
+    Rows are streamed. Interrupt it or kill it: the same command continues, and each row is there exactly once. Run it
+    on several machines at a time: they share the work.
     """
     from tasks.new_rows import NewRows
 
@@ -68,11 +82,12 @@ def predict(
         format=file_format,
         rows_per_file=rows_per_file,
         batch_size=batch_size,
+        max_errors=max_errors,
     )
-    _run(asked, as_json=as_json, debug=debug)
+    _run(asked, workers=workers, threads=threads, as_json=as_json, debug=debug)
 
 
-def _run(asked: NewRows, *, as_json: bool, debug: bool) -> None:
+def _run(asked: NewRows, *, workers: int, threads: int | None, as_json: bool, debug: bool) -> None:
     quiet_environment()
     from tasks.new_rows import RowsJob, predict_new_rows
 
@@ -80,11 +95,13 @@ def _run(asked: NewRows, *, as_json: bool, debug: bool) -> None:
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
+        configs = job.workers(workers, threads)
         out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
             display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {shown(job.model.url)}"})
             manifest, was_done = predict_new_rows(
                 job,
+                workers=configs,
                 on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": line}),
                 on_event=lambda event: display({**event, "stage": _SHOWN}),
             )
@@ -95,11 +112,12 @@ def _show(manifest: StageManifest[NewRowsFacts], *, was_done: bool, as_json: boo
     facts, place = manifest.facts, f"{manifest.url}/predictions"
     if as_json:
         files = [f"{manifest.url}/{entry.path}" for entry in manifest.files]
-        numbers = {"rows": facts.rows, "id_column": facts.id_column, "was_done": was_done}
+        numbers = {"rows": facts.rows, "errors": facts.errors, "id_column": facts.id_column, "was_done": was_done}
         print_json({"ok": True, "exit_code": 0, **numbers, "url": place, "files": files})
         return
     word = "were predicted before" if was_done else "predicted"
     ids = f"column '{facts.id_column}'" if facts.id_column else "numbered from 0"
-    terminal.show(
-        [Text(f"{facts.rows:,} rows {word}", "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
-    )
+    lines = [Text(f"{facts.rows:,} rows {word}", "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
+    if facts.errors:
+        lines.insert(1, Text(f"  bad    {facts.errors:,} of them: the column 'error' says why", "yellow"))
+    terminal.show(lines)

@@ -6,7 +6,7 @@ Both give the worker the same fields, and both go on with half the batch when me
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig
 from tasks.stage.context import StageContext
@@ -15,10 +15,10 @@ from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.worker import launch_request, model_fields, sent_arguments
+from tasks.stage.worker import model_fields, sent_arguments
 from trainer_lib.requests import ModelRequest
 
-R = TypeVar("R")
+Q = TypeVar("Q", bound=ModelRequest[Any])
 
 
 def run_inference(
@@ -28,14 +28,14 @@ def run_inference(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
     *,
-    request: Callable[..., ModelRequest[R]],
-    output: Callable[[R], StageOutput],
+    request: Callable[..., Q],
+    carry_out: Callable[[Q, LaunchSettings, StageContext, StageAttempt], StageOutput],
 ) -> StageManifest:
     """Run a stage that applies a model, unless its result is committed already.
 
     Args:
         request: makes the verb's request of the fields that both verbs have.
-        output: makes the stage's output of the worker's answer.
+        carry_out: has workers do it, and makes the stage's output of their answer.
 
     Raises:
         ConfigError: `data` or `model` is the manifest of another stage.
@@ -55,7 +55,7 @@ def run_inference(
             model=model.facts.model,
             model_url=f"{model.url}/model",
         )
-        return output(launch_request(asked, launch, context, attempt))
+        return carry_out(asked, launch, context, attempt)
 
     halvings = max_halvings(parsed.per_device_eval_batch_size, shared_by=sharers)
     return run_stage(key, context, work, retries=config.retries, max_halvings=halvings)

@@ -13,7 +13,8 @@ from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt
 from tasks.stage.spec_words import in_words_of_spec
-from trainer_lib.launch import launch, nodes, resolve_config
+from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
+from trainer_lib.launch.pool import apart
 from trainer_lib.requests import PreparedData, RecipeFile, Request
 
 R = TypeVar("R")
@@ -58,6 +59,25 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
         return launch(
             request,
             context.resolver.launch(settings, use_cpu=request.use_cpu),
+            env=tracking.worker_env() if tracking is not None else {},
+            on_line=attempt.progress.line,
+            on_event=attempt.progress.event,
+            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
+            what=f"{context.run_name or context.name}, {request.verb}",
+        )
+
+
+def launch_shared(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> None:
+    """Carry a request out in workers that share its parts: one that is lost ends no other.
+
+    Raises:
+        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
+    """
+    tracking = context.tracking if request.tracking else None
+    with in_words_of_spec(request.verb):
+        launch_workers(
+            request,
+            apart(context.resolver.launch(settings, use_cpu=request.use_cpu)),
             env=tracking.worker_env() if tracking is not None else {},
             on_line=attempt.progress.line,
             on_event=attempt.progress.event,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +20,11 @@ from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.command import running, trainflow
 from tests.support.launched import wait_until
 from tests.support.model_folders import publish_line
+from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
+from trainer_lib.locks.lease import Holder
 from trainer_lib.model_folder import loaded as loaded_models
 
 ROWS = [{"id": f"r{n}", "x": [n / 100]} for n in range(120)]
@@ -50,7 +55,7 @@ def data(tmp_path: Path) -> Path:
 def _predict(asked: NewRows) -> Any:
     job = RowsJob.of(replace(asked, trust=asked.trust or True))
     here = LaunchConfig(kind="in_process", processes=1)
-    return predict_new_rows(job, on_line=print, on_event=lambda event: None, config=here)
+    return predict_new_rows(job, on_line=print, on_event=lambda event: None, workers=[here])
 
 
 def _files(to: Path) -> dict[str, bytes]:
@@ -137,6 +142,107 @@ def test_rows_that_the_model_cannot_take_are_named(rows: list[Any], words: str, 
     with pytest.raises(DataError, match=words):
         _predict(NewRows(model=model, data=[str(tmp_path / "new.jsonl")], to=str(tmp_path / "out")))
     assert not (tmp_path / "out" / "COMMIT.json").exists()
+
+
+BAD = [
+    {"id": "a", "x": [1.0]},
+    {"id": "b", "x": ["two"]},
+    {"id": 3, "x": [3.0]},
+    {"x": [4.0]},
+    {"id": "e", "x": [-1.0]},
+    {"id": "f", "x": [6.0], "extra": 1},
+    {"id": "g", "x": [7.0]},
+]
+"""Two good rows."""
+PICKY = (
+    RECIPE
+    + """
+
+def collate(rows):
+    import torch
+
+    if any(row["x"][0] < 0 for row in rows):
+        raise ValueError("x must not be negative")
+    return {"x": torch.tensor([[float(row["x"][0])] for row in rows])}
+"""
+)
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Path) -> None:
+    publish_line(tmp_path / "model", recipe=PICKY)
+    lines = [*map(json.dumps, BAD), "{not json"]
+    (tmp_path / "new.jsonl").write_text("\n".join(lines) + "\n")
+    asked = NewRows(
+        model=str(tmp_path / "model"),
+        data=[str(tmp_path / "new.jsonl")],
+        to=str(tmp_path / "out"),
+        format=file_format,
+        rows_per_file=5,
+        batch_size=2,
+    )
+    for few in (0, 2, 5):
+        with pytest.raises(DataError):
+            _predict(replace(asked, max_errors=few, to=f"{asked.to}{few}"))
+    manifest, _ = _predict(replace(asked, max_errors=6))
+    assert (manifest.facts.rows, manifest.facts.errors) == (8, 6)
+    if file_format == "parquet":
+        found = pq.read_table(tmp_path / "out" / "predictions").to_pylist()
+    else:
+        found = [json.loads(line) for text in _files(tmp_path / "out").values() for line in text.splitlines()]
+    assert [row["row_id"] for row in found] == ["a", "b", None, None, "e", "f", "g", None]
+    assert [row["prediction"] for row in found] == [[2.0], None, None, None, None, None, [14.0], None]
+    words = [
+        None,
+        "not float64",
+        "id 3 is not a text",
+        "id is missing",
+        "ValueError: x must not",
+        "'extra'",
+        None,
+        "JSON",
+    ]
+    for row, word in zip(found, words, strict=True):
+        assert row["error"] is None if word is None else word in row["error"], row
+    # What was finished under a smaller limit is kept under a greater one.
+    assert _predict(replace(asked, max_errors=7, to=f"{asked.to}5"))[0].facts.errors == 6
+
+
+def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worker(data: Path, tmp_path: Path) -> None:
+    slow = RECIPE + "\n\nimport time\n\n\ndef prediction_columns(p, data):\n    time.sleep(0.05)\n    return {'y': p}\n"
+    publish_line(tmp_path / "model", recipe=slow)
+    asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
+    _predict(asked)
+    job = RowsJob.of(replace(asked, to=str(tmp_path / "shared"), trust=True))
+    events: list[dict[str, Any]] = []
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        claims = tmp_path / "shared" / "claims"
+
+        def find_holder() -> Holder | None:
+            for path in claims.glob("*/WRITING.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    if (holder := Holder.from_bytes(path.read_bytes())) is not None:
+                        return holder
+            return None
+
+        wait_until(lambda: len(list((tmp_path / "shared").glob("predictions/*"))) >= 2, 90)
+        while (holder := find_holder()) is None:
+            pass  # between two parts
+        os.kill(holder.pid, signal.SIGKILL)
+        killed.append(holder.pid)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    manifest, _ = predict_new_rows(job, on_line=print, on_event=events.append, workers=job.workers(2, 1))
+    killer.join()
+    assert (len(killed), manifest.facts.rows) == (1, 120)
+    assert _files(tmp_path / "shared") == _files(tmp_path / "whole")
+    assert [event["message"][:17] for event in events if event["event"] == "warning"] == ["A worker was lost"]
+    shown = [event for event in events if event["event"] == "progress"]
+    assert any("rows/s" in event["message"] and event["eta_s"] >= 0 for event in shown)
+    assert not (tmp_path / "shared" / "claims").exists()
 
 
 def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from trainer_lib.errors import InfrastructureError
 from trainer_lib.storage import FileEntry, Store
 
 MAX_RECORD_BYTES = 1 << 20
+RECORDS = "records"
+_AT_ONCE = 16  # records that are read at a time: on an object store each takes a while, and little else
 
 
 class Part(NamedTuple):
@@ -21,12 +26,17 @@ class Part(NamedTuple):
 
 def record_part(store: Store, entry: FileEntry, settings: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
     """Record that `entry` is complete, and the settings from which it was written."""
-    record = {"file": dataclasses.asdict(entry), "settings": dict(settings), "notes": dict(notes)}
-    store.write_bytes(_record_path(entry.path), json.dumps(record).encode())
+    store.write_bytes(_record_path(entry.path), _render(entry, settings, notes))
 
 
-def find_finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> Part | None:
-    """The finished file at `path`, if it was written from these settings and is intact; otherwise None."""
+def find_finished_part(
+    store: Store, path: str, settings: Mapping[str, Any], *, compare_digest: bool = True
+) -> Part | None:
+    """The finished file at `path`, if it was written from these settings and is intact; otherwise None.
+
+    Args:
+        compare_digest: read the whole file; False compares its size only.
+    """
     data = store.read_if_exists(_record_path(path), limit=MAX_RECORD_BYTES)
     if data is None:
         return None
@@ -39,10 +49,90 @@ def find_finished_part(store: Store, path: str, settings: Mapping[str, Any]) -> 
     except (ValueError, KeyError, TypeError):
         return None  # a crash cut the record short: the file is written again
     # The size first, because a digest reads the whole file.
-    if not store.exists(path) or store.size(path) != entry.size or store.digest(path) != entry.sha256:
+    if not store.exists(path) or store.size(path) != entry.size:
         return None
-    return Part(entry, notes)
+    return Part(entry, notes) if not compare_digest or store.digest(path) == entry.sha256 else None
+
+
+class NumberedParts:
+    """The files of one job, ``<folder>/part-00007.<ending>`` for part 7, of which several processes write some each.
+
+    Args:
+        store: the job's folder.
+        folder: of the files, below the job's.
+        ending: of the files' names.
+        settings: what a part is written from, by its number: a part that was written from other settings is not it.
+    """
+
+    def __init__(self, store: Store, folder: str, ending: str, settings: Callable[[int], Mapping[str, Any]]) -> None:
+        self._store = store
+        self._folder = folder
+        self._settings = settings
+        self._ending = ending
+        self._name = re.compile(rf"part-(\d{{5,}})\.{re.escape(ending)}\.json")
+
+    def path(self, part: int) -> str:
+        """Path of a part's file, below the job's folder."""
+        return f"{self._folder}/part-{part:05d}.{self._ending}"
+
+    def write(self, part: int, data: bytes, notes: Mapping[str, Any]) -> FileEntry:
+        """Write a part, and then its record."""
+        # One write: a part is whole or absent.
+        entry = self._store.write_bytes(self.path(part), data)
+        record = _render(entry, self._settings(part), notes)
+        # Created, so that no other process sees half of it. It may be there: of a process that lost the part to us.
+        if not self._store.create(_record_path(entry.path), record):
+            self._store.write_bytes(_record_path(entry.path), record)
+        return entry
+
+    def is_finished(self, part: int) -> bool:
+        """Whether a part is recorded and its file has the recorded size."""
+        return self._find(part, compare_digest=False) is not None
+
+    def list_finished(self) -> set[int]:
+        """The numbers of the parts that have a record."""
+        names = self._store.children(f"{RECORDS}/{self._folder}")
+        return {int(match[1]) for name in names if (match := self._name.fullmatch(name))}
+
+    def forget_damaged(self) -> None:
+        """Remove the records of parts whose file is not what was written: they are written again.
+
+        For the one process that starts the others, before it does: it reads every finished file.
+        """
+
+        def look(part: int) -> None:
+            if self._find(part, compare_digest=True) is None:
+                self._store.delete(_record_path(self.path(part)))
+
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            list(threads.map(look, sorted(self.list_finished())))
+
+    def collect(self) -> list[Part]:
+        """All parts in their order, once all processes have ended.
+
+        Raises:
+            InfrastructureError: a part is missing.
+        """
+        numbers = sorted(self.list_finished())
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            found = list(threads.map(lambda part: self._find(part, compare_digest=False), numbers))
+        parts = [part for part in found if part is not None]
+        if len(parts) != len(numbers) or numbers != list(range(len(numbers))):
+            raise InfrastructureError(
+                "Parts of the result are missing although every worker has ended.",
+                field=self._store.url,
+                remedy="Run the command again: what is finished is kept.",
+            )
+        return parts
+
+    def _find(self, part: int, *, compare_digest: bool) -> Part | None:
+        return find_finished_part(self._store, self.path(part), self._settings(part), compare_digest=compare_digest)
+
+
+def _render(entry: FileEntry, settings: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:
+    record = {"file": dataclasses.asdict(entry), "settings": dict(settings), "notes": dict(notes)}
+    return json.dumps(record).encode()
 
 
 def _record_path(path: str) -> str:
-    return f"records/{path}.json"
+    return f"{RECORDS}/{path}.json"

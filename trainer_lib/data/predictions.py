@@ -1,13 +1,12 @@
 """Writes predictions as Parquet files of fixed row ranges, each exactly once, whatever crashes in between.
 
 ``predictions/<split>/part-00007.parquet`` always holds rows [7n, 8n) and is written as a whole. A repeated run keeps
-finished parts (`trainer_lib.data.parts`). Parts are assigned to ranks by number, so the number of processes may change
-between the runs.
+finished parts (`trainer_lib.data.parts`). Processes pull parts, so their number may change between the runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.parts import find_finished_part, record_part
+from trainer_lib.data.row_parts import row_range, split_parts
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
@@ -33,29 +32,19 @@ class PredictionWriter:
     """
 
     def __init__(self, store: Store, split: str, *, rows: int, rows_per_file: int = 10_000) -> None:
-        self._store = store
         self._split = split
         self._rows = rows
         self._rows_per_file = rows_per_file
+        self.files = split_parts(store, split, rows=rows, rows_per_file=rows_per_file)
 
     @property
     def num_parts(self) -> int:
         """Number of parts."""
         return -(-self._rows // self._rows_per_file)
 
-    def parts(self, rank: int = 0, world_size: int = 1) -> Iterator[int]:
-        """The parts of `rank`: every `world_size`-th one, so that all ranks end at about the same time."""
-        return iter(range(rank, self.num_parts, world_size))
-
     def row_range(self, part: int) -> tuple[int, int]:
         """The rows [start, stop) of a part."""
-        start = part * self._rows_per_file
-        return start, min(start + self._rows_per_file, self._rows)
-
-    def finished(self, part: int) -> FileEntry | None:
-        """The file of a part that an earlier run finished; otherwise None."""
-        found = find_finished_part(self._store, self._path(part), self._settings(part))
-        return None if found is None else found.entry
+        return row_range(part, self._rows, self._rows_per_file)
 
     def write(self, part: int, row_ids: np.ndarray, columns: Mapping[str, Values]) -> FileEntry:
         """Write a part.
@@ -70,16 +59,7 @@ class PredictionWriter:
         start, stop = self.row_range(part)
         ids = pa.array(row_ids, type=pa.int64())
         table = build_table(ids, columns, rows=stop - start, of=f"split '{self._split}'")
-        # One write: a part is whole or absent.
-        entry = self._store.write_bytes(self._path(part), to_parquet(table))
-        record_part(self._store, entry, self._settings(part), {})
-        return entry
-
-    def _settings(self, part: int) -> dict[str, Any]:
-        return {"rows": list(self.row_range(part))}
-
-    def _path(self, part: int) -> str:
-        return f"predictions/{self._split}/part-{part:05d}.parquet"
+        return self.files.write(part, to_parquet(table), {})
 
 
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:

@@ -15,6 +15,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.row_sources import PACKED, RowFile, format_of
+from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
@@ -41,6 +43,14 @@ class Row(NamedTuple):
     id: int | str
     place: str
     values: Mapping[str, Any]
+
+
+class BadRow(NamedTuple):
+    """One row that cannot be read: its id if that is known, where it is from, and why."""
+
+    id: int | str | None
+    place: str
+    error: DataError
 
 
 class _Found(NamedTuple):
@@ -102,18 +112,16 @@ class RowReader:
         now = self._current.read_bytes if self._current is not None else 0
         return min(1.0, (self._done_bytes + now) / self._total_bytes)
 
-    def skip(self, rows: int) -> None:
-        """Leave out rows, without converting them.
+    def skip(self, rows: int) -> int:
+        """Leave out rows, without converting them; return how many, fewer at the end.
 
         Raises:
-            DataError: a file ends, or cannot be read, before.
+            DataError: a file cannot be read.
         """
-        wanted = self.position + rows
-        while self.position < wanted:
-            opened = self._open()
-            if opened is None:
-                raise DataError("The files have fewer rows than they had before.", field="NEW_DATA")
+        first, wanted = self.position, self.position + rows
+        while self.position < wanted and (opened := self._open()) is not None:
             self.position += opened.skip(wanted - self.position)
+        return self.position - first
 
     def take(self, rows: int) -> list[Row]:
         """Read the next rows, fewer at the end.
@@ -121,12 +129,25 @@ class RowReader:
         Raises:
             DataError: a row or a file cannot be read; the error names it.
         """
-        taken: list[Row] = []
-        while len(taken) < rows and (opened := self._open()) is not None:
-            for place, found in opened.rows(rows - len(taken)):
-                taken.append(self._read(place, found))
-                self.position += 1
+        taken = []
+        for row in self.take_all(rows):
+            if isinstance(row, BadRow):
+                raise row.error
+            taken.append(row)
         return taken
+
+    def take_all(self, rows: int) -> Iterator[Row | BadRow]:
+        """Read the next rows, fewer at the end, with those that cannot be read.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        wanted = self.position + rows
+        while self.position < wanted and (opened := self._open()) is not None:
+            for place, found in opened.rows(wanted - self.position):
+                row = self._read_any(place, found)
+                self.position += 1
+                yield row
 
     def _open(self) -> _OpenFile | None:
         """The file that the next row is in; None at the end."""
@@ -139,6 +160,23 @@ class RowReader:
                 return None
             self._current = _OpenFile(self._waiting.pop())
         return self._current
+
+    def _read_any(self, place: str, found: _Found) -> Row | BadRow:
+        values: Any = None
+        try:
+            try:
+                values = found.parse()
+            except ValueError as error:
+                raise refuse_row(place, None, str(error)) from error
+            return self._read(place, values)
+        except DataError as error:
+            return BadRow(self._id_of(values), place, error)
+
+    def _id_of(self, values: Any) -> int | str | None:
+        if self._id_column is None:
+            return self.position if self._is_id_known else None
+        found = values.get(self._id_column) if isinstance(values, Mapping) else None
+        return found if isinstance(found, int | str) and not isinstance(found, bool) else None
 
     def _read(self, place: str, values: Any) -> Row:
         if not isinstance(values, Mapping):
@@ -165,7 +203,7 @@ class RowReader:
         if column is None:
             return value  # refused later, with the nearest name
         if isinstance(value, _Text):
-            value = _parse_text(place, name, str(value), column)
+            value = parse_text(place, name, str(value), column)
         if column.kind == "array" and isinstance(value, list):
             array = np.asarray(value)
             # Tables of files have no shapes, so they hold the elements in a row.
@@ -224,20 +262,16 @@ class _OpenFile:
             self._look()
         return self._number - before
 
-    def rows(self, most: int) -> Iterator[tuple[str, Any]]:
+    def rows(self, most: int) -> Iterator[tuple[str, _Found]]:
         """The next rows with their places, at most so many."""
         for _ in range(most):
-            if self._next is None:
+            if (found := self._next) is None:
                 return
-            line = "" if self._next.line is None else f" (line {self._next.line})"
+            line = "" if found.line is None else f" (line {found.line})"
             place = f"{self.file.address}, row {self._number}{line}"
-            try:
-                values = self._next.parse()
-            except ValueError as error:
-                raise refuse_row(place, None, str(error)) from error
             self._number += 1
             self._look()
-            yield place, values
+            yield place, found
 
     def close(self) -> None:
         """Close the file."""
@@ -327,8 +361,23 @@ def _read_arrow(stream: Any, file: RowFile) -> Iterator[_Found]:
 def _of_batch(batch: pa.RecordBatch) -> Iterator[_Found]:
     # In small pieces: rows of Python objects take more memory than their table.
     for start in range(0, batch.num_rows, _BATCH_ROWS):
-        for row in batch.slice(start, _BATCH_ROWS).to_pylist():
-            yield _Found(None, lambda row=row: row)  # type: ignore[misc]
+        piece = _Piece(batch.slice(start, _BATCH_ROWS))
+        for number in range(piece.table.num_rows):
+            yield _Found(None, partial(piece.row, number))
+
+
+class _Piece:
+    """Rows of a table, made Python objects when the first of them is asked for: rows that are left out never are."""
+
+    def __init__(self, table: pa.RecordBatch) -> None:
+        self.table = table
+        self._rows: list[dict[str, Any]] | None = None
+
+    def row(self, number: int) -> dict[str, Any]:
+        """One row, by its number."""
+        if self._rows is None:
+            self._rows = self.table.to_pylist()
+        return self._rows[number]
 
 
 _READERS: dict[str, Callable[[Any, RowFile], Iterator[_Found]]] = {
@@ -338,39 +387,3 @@ _READERS: dict[str, Callable[[Any, RowFile], Iterator[_Found]]] = {
     "parquet": _read_parquet,
     "arrow": _read_arrow,
 }
-
-
-def _parse_text(place: str, name: str, text: str, column: Column) -> Any:
-    """The value that a text stands for in a column.
-
-    Raises:
-        DataError: it does not stand for one.
-    """
-    if column.kind == "string":
-        return text
-    try:
-        if column.kind == "scalar":
-            return _parse_number(text.strip(), np.dtype(column.dtype))
-        if column.kind in ("list", "array"):
-            value = json.loads(text)
-            if isinstance(value, list):
-                return value
-    except (ValueError, OverflowError):
-        pass
-    raise refuse_row(place, name, f"'{text[:40]}' is not {column}")
-
-
-def _parse_number(text: str, dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        if (value := {"true": True, "1": True, "false": False, "0": False}.get(text.lower())) is None:
-            raise ValueError(text)
-        return value
-    if dtype.kind == "f":
-        return float(text)
-    try:
-        return int(text)
-    except ValueError:
-        number = float(text)  # a table with gaps writes its whole numbers as 3.0
-        if not number.is_integer():
-            raise
-        return int(number)

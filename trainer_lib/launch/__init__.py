@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config
     from trainer_lib.launch.nodes import follow
     from trainer_lib.launch.notebook import notebook_launcher
+    from trainer_lib.launch.pool import launch_workers
 
 _NAMES = {
     "LaunchConfig": "config",
     "follow": "nodes",
     "from_settings": "config",
     "launch": "base",
+    "launch_workers": "pool",
     "notebook_launcher": "notebook",
     "resolve_config": "config",
 }
 
-__all__ = ["LaunchConfig", "follow", "from_settings", "launch", "notebook_launcher", "resolve_config"]
+__all__ = ["LaunchConfig", "follow", "from_settings", "launch", "launch_workers", "notebook_launcher", "resolve_config"]
 
 
 def __getattr__(name: str) -> Any:

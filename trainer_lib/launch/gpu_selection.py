@@ -42,15 +42,19 @@ def num_devices(environment: Mapping[str, str]) -> int:
     return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
 
 
+def list_visible(environment: Mapping[str, str]) -> list[str]:
+    """The CUDA devices that a worker with these variables sees, as CUDA_VISIBLE_DEVICES names them; none on the CPU."""
+    seen = num_devices(environment)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return ([str(number) for number in range(_present())] if visible is None else _chosen(visible))[:seen]
+
+
 def name_devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
     """Names of the first `count` CUDA devices that workers with these variables see; () on the CPU.
 
     A device is named by its number, also where the variables give its UUID, and a part of one (MIG) by its UUID.
     """
-    seen = min(count, num_devices(environment))
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    chosen = [str(number) for number in range(_present())] if visible is None else _chosen(visible)
-    return tuple(f"GPU {_number_of(part)}" for part in chosen[:seen])
+    return tuple(f"GPU {_number_of(part)}" for part in list_visible(environment)[:count])
 
 
 def _number_of(part: str) -> str:

@@ -2,5 +2,6 @@
 
 `lease` admits one process at a time to a stage's folder and keeps it with a heartbeat. `claim` decides which of
 several writers gets a checkpoint's folder, for the length of one save. `readers` protect a checkpoint from removal
-while it is read. All three consist of small files beside the data; none is part of what they protect.
+while it is read. `shared_parts` has many processes share the parts of one job. All consist of small files beside the
+data; none is part of what they protect.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
 from trainer_lib.records import to_record
@@ -171,7 +173,11 @@ def _fetch_code(found: FoundModel) -> Path:
     if digest in _FETCHED:
         return _FETCHED[digest]
     contents = {entry.path: _read_same(found.code, entry) for entry in found.description.code}
-    folder = Path(tempfile.mkdtemp(prefix="trainflow-code-"))
+    # In a worker, below the folder of its launch, which the owner removes however the worker ends.
+    launched = os.environ.get(MARK, "")
+    folder = Path(
+        tempfile.mkdtemp(prefix="trainflow-code-", dir=launched if launched and Path(launched).is_dir() else None)
+    )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

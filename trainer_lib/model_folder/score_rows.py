@@ -1,25 +1,26 @@
 """The verb *score_rows*: new rows, read from files, to files of predictions, each row exactly once.
 
 A part of the output holds a fixed range of the rows, whatever file they are from, and is predicted in batches of its
-own. So a run that was killed and continued writes the same bytes as one that was not.
+own. So a run that was killed and continued, and one by several workers, write the same bytes as one that was not.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from trainer_lib.data.given_rows import GivenRows, known_columns
-from trainer_lib.data.parts import Part
-from trainer_lib.data.row_files import Row, RowReader
+from trainer_lib.data.row_files import BadRow, Row, RowReader
 from trainer_lib.data.row_predictions import RowPredictionWriter
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
 from trainer_lib.requests import ScoreRequest, ScoreResult
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.secrets import mask
+from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
@@ -27,10 +28,11 @@ from trainer_lib.worker.session import Work
 BATCHES_AT_ONCE = 16
 """Batches of rows that are in memory at a time; their outputs wait on the disk until the part is whole."""
 _SHARES = 1000  # what progress counts in: the number of rows is known only at the end
+_ERROR_CHARACTERS = 500
 
 
 def run(work: Work[ScoreRequest]) -> ScoreResult:
-    """Predict the rows of all files."""
+    """Predict the rows of all files that no other worker takes; returns when every part is finished."""
     request = work.request
     loaded = load_model(request.model, trust_code=request.code)
     if loaded.digest != request.digest:
@@ -47,6 +49,14 @@ def run(work: Work[ScoreRequest]) -> ScoreResult:
         scoring.close()
 
 
+class _Form(NamedTuple):
+    """What the first rows decide for all: their columns, the column of the ids (None: numbers), and the ids' type."""
+
+    names: list[str]
+    id_column: str | None
+    has_text_ids: bool
+
+
 class _Scoring:
     """The state of one run."""
 
@@ -55,83 +65,199 @@ class _Scoring:
         self._request = request
         self._events = work.events
         self._loaded = loaded
+        self._size = request.batch_size or loaded.batch_size
         self._known = known_columns(loaded.description.columns)
-        self._reader = RowReader(request.sources, self._known, id_column=request.id_column, ignored=request.ignored)
         self._writer = RowPredictionWriter(Store.open(request.output, field="--to"), request.key, request.file_format)
-        self._names: list[str] | None = None
-        self._has_text_ids: bool | None = None
-        self._began = time.monotonic()
+        self._reader = self._open()
+        self._form = self._find_form()
         self._reported = 0.0
-        self._first_row, self._first_share = 0, 0.0
+        self._predicted = self._num_bad = 0
 
     def run(self) -> ScoreResult:
-        """Write the parts that are not there yet."""
-        files: list[FileEntry] = []
-        for part in itertools.count():
-            finished = self._writer.finished(part)
-            entry = self._write(part) if finished is None else self._keep(finished)
-            if entry is None:
-                break
-            files.append(entry)
-        if not files:
-            raise DataError("The files have no rows.", field="NEW_DATA", remedy="Give at least one row.")
-        return ScoreResult(tuple(files), self._reader.position, self._reader.id_column)
+        """Write parts until none is left."""
+        written = 0
+        with SharedParts(Store.open(self._request.output, field="--to"), self._writer.parts) as shared:
+            for part in shared:
+                if self._go_to(part) and self._write(part, shared):
+                    written += 1
+                else:
+                    shared.end_at(-(-self._reader.position // self._request.rows_per_file))
+        return ScoreResult(written, self._predicted)
 
     def close(self) -> None:
         """Close the file that is read."""
         self._reader.close()
 
-    def _keep(self, part: Part) -> FileEntry:
-        notes = part.notes
-        self._names, self._has_text_ids = list(notes["columns"]), bool(notes["text_ids"])
-        self._reader.assume_id_column(notes["id_column"])
-        self._reader.skip(int(notes["rows"]))
-        self._first_row, self._first_share, self._began = self._reader.position, self._reader.share, time.monotonic()
-        return part.entry
+    def _open(self) -> RowReader:
+        request = self._request
+        return RowReader(request.sources, self._known, id_column=request.id_column, ignored=request.ignored)
 
-    def _write(self, part: int) -> FileEntry | None:
-        """Predict the rows of a part; None when no row is left."""
-        size = self._request.batch_size or self._loaded.batch_size
+    def _find_form(self) -> _Form:
+        """Look at the first rows: a worker that begins with later ones must read them alike.
+
+        Raises:
+            DataError: there are no rows, or none of the first ones can be read.
+        """
+        reader = self._open()
+        try:
+            head = list(reader.take_all(min(self._size * BATCHES_AT_ONCE, self._request.rows_per_file)))
+        finally:
+            reader.close()
+        if not head:
+            raise DataError("The files have no rows.", field="NEW_DATA", remedy="Give at least one row.")
+        if not self._allows_bad:
+            for row in head:
+                if isinstance(row, BadRow):
+                    raise row.error
+        good = [row for row in head if isinstance(row, Row)]
+        names = self._find_names(good)
+        if not good or names is None:
+            errors = [row.error for row in head if isinstance(row, BadRow)]
+            raise errors[0] if errors else DataError("None of the first rows can be read.", field="NEW_DATA")
+        return _Form(names, reader.id_column, isinstance(good[0].id, str))
+
+    def _find_names(self, rows: list[Row]) -> list[str] | None:
+        """The columns of the rows, in their prepared order; None: no row has values that the model takes."""
+        if not self._allows_bad:
+            return self._convert(rows, None).column_names
+        found: set[str] = set()
+        for row in rows:
+            if self._find_problem(row, None) is None:
+                found.update(row.values)
+        return [name for name in self._known if name in found] or None
+
+    def _go_to(self, part: int) -> bool:
+        """Read up to the first row of a part; False if there are fewer rows."""
+        first = part * self._request.rows_per_file
+        if self._reader.position > first:  # a part that another worker did not finish
+            self._reader.close()
+            self._reader = self._open()
+        if self._reader.position == 0:
+            self._reader.assume_id_column(self._form.id_column)
+        return self._reader.skip(left := first - self._reader.position) == left
+
+    def _write(self, part: int, shared: SharedParts) -> bool:
+        """Predict the rows of a part; False when no row is left."""
         most = self._request.rows_per_file
-        ids: list[int | str] = []
+        ids: list[int | str | None] = []
+        errors: list[str | None] = []
         spool = PredictionSpool(None)
         try:
-            while rows := self._reader.take(min(size * BATCHES_AT_ONCE, most - len(ids))):
-                self._predict(rows, spool)
-                self._check_ids(rows)
-                ids += [row.id for row in rows]
+            while rows := list(self._reader.take_all(min(self._size * BATCHES_AT_ONCE, most - len(ids)))):
+                found = self._predict(rows, spool)
+                ids += [row.id if self._has_type(row.id) else None for row in rows]
+                errors += found
+                self._predicted += len(rows)
                 self._report()
             if not ids:
-                return None
-            notes = {
-                "rows": len(ids),
-                "columns": self._names,
-                "id_column": self._reader.id_column,
-                "text_ids": self._has_text_ids,
-            }
-            return self._writer.write(part, ids, self._loaded.columns_of(spool), notes)
+                return False
+            num_bad = sum(error is not None for error in errors)
+            notes = {"rows": len(ids), "id_column": self._form.id_column, "errors": num_bad}
+            if num_bad:
+                notes["first_error"] = next(error for error in errors if error is not None)
+            columns = self._loaded.columns_of(spool) if num_bad < len(ids) else {}
+            if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                self._writer.write(
+                    part,
+                    ids,
+                    columns,
+                    notes,
+                    text_ids=self._form.has_text_ids,
+                    errors=errors if self._allows_bad else None,
+                )
+            return True
         finally:
             spool.close()
 
-    def _predict(self, rows: list[Row], spool: PredictionSpool) -> None:
-        given = GivenRows(
-            [row.values for row in rows],
-            self._loaded.description.columns,
-            names=self._names,
-            places=[row.place for row in rows],
-        )
-        self._names = given.column_names
+    # -- one chunk of rows --------------------------------------------------------------------------------------------
+
+    @property
+    def _allows_bad(self) -> bool:
+        return self._request.max_errors > 0
+
+    def _has_type(self, row_id: int | str | None) -> bool:
+        return row_id is None or isinstance(row_id, str) is self._form.has_text_ids
+
+    def _predict(self, rows: Sequence[Row | BadRow], spool: PredictionSpool) -> list[str | None]:
+        """Append the outputs of the good rows to the spool; return what is wrong with each row, None: nothing.
+
+        Raises:
+            DataError: a row is bad, and more than `max_errors` are.
+        """
+        problems: list[Exception | None] = [
+            row.error if isinstance(row, BadRow) else self._check_id(row) for row in rows
+        ]
+        good = [number for number, problem in enumerate(problems) if problem is None]
+        if not self._allows_bad:
+            if (first := next((problem for problem in problems if problem is not None), None)) is not None:
+                raise first
+        else:
+            try:
+                self._convert([rows[number] for number in good], self._form.names)
+            except DataError:  # at least one: which ones is found out one by one
+                for number in good:
+                    problems[number] = self._find_problem(rows[number], self._form.names)
+                good = [number for number in good if problems[number] is None]
+        self._forward([rows[number] for number in good], good, problems, spool)
+        self._count_bad(rows, problems)
+        return [None if problem is None else _describe(problem) for problem in problems]
+
+    def _forward(
+        self, rows: Sequence[Any], numbers: list[int], problems: list[Exception | None], spool: PredictionSpool
+    ) -> None:
+        """Run the model. Where bad rows are allowed, those of a batch that fails are tried alone."""
+        while rows:
+            before = spool.num_batches
+            try:
+                self._run_model(rows, spool)
+                return
+            except Exception as error:
+                if not self._allows_bad or not _is_of_row(error):
+                    raise
+            done = (spool.num_batches - before) * self._size
+            for row, number in zip(rows[done : done + self._size], numbers[done : done + self._size], strict=True):
+                try:
+                    self._run_model([row], spool)
+                except Exception as error:
+                    if not _is_of_row(error):
+                        raise
+                    problems[number] = error
+            rows, numbers = rows[done + self._size :], numbers[done + self._size :]
+
+    def _run_model(self, rows: Sequence[Row], spool: PredictionSpool) -> None:
+        given = self._convert(rows, self._form.names)
         try:
             self._loaded.add_outputs(given, spool, batch_size=self._request.batch_size)
         except (KeyError, TypeError, ConfigError) as error:
             raise self._name_missing(error, rows[0]) or error from error
+
+    def _convert(self, rows: Sequence[Any], names: list[str] | None) -> GivenRows:
+        return GivenRows(
+            [row.values for row in rows],
+            self._loaded.description.columns,
+            names=names,
+            places=[row.place for row in rows],
+        )
+
+    def _find_problem(self, row: Any, names: list[str] | None) -> DataError | None:
+        try:
+            self._convert([row], names)
+        except DataError as error:
+            return error
+        return None
+
+    def _count_bad(self, rows: Sequence[Row | BadRow], problems: Sequence[Exception | None]) -> None:
+        for row, problem in zip(rows, problems, strict=True):
+            self._num_bad += problem is not None
+            if problem is not None and self._num_bad > self._request.max_errors:
+                raise refuse_more(self._request.max_errors, _describe(problem), row.place) from problem
 
     def _name_missing(self, error: Exception, row: Row) -> DataError | None:
         """The error of collate or forward as one about a column that the rows lack; None: it is about something else.
 
         Which columns a model needs only its code shows: the others, such as labels, may be left out.
         """
-        given = self._names or []
+        given = self._form.names
         if isinstance(error, ConfigError) and error.field != "model":
             return None
         words = set(re.findall(r"\w+", str(error)))
@@ -147,29 +273,44 @@ class _Scoring:
             remedy="Give rows with the columns of the prepared data; labels may be left out.",
         )
 
-    def _check_ids(self, rows: list[Row]) -> None:
-        for row in rows:
-            is_text = isinstance(row.id, str)
-            if self._has_text_ids is None:
-                self._has_text_ids = is_text
-            if is_text is not self._has_text_ids:
-                raise DataError(
-                    f"{row.place}: the id {row.id!r} is not {'a text' if self._has_text_ids else 'an integer'} "
-                    "as those before it.",
-                    field="--id",
-                    value=self._reader.id_column,
-                    remedy="Give every row an id of one type; those of a CSV file are texts.",
-                )
+    def _check_id(self, row: Row) -> DataError | None:
+        if self._has_type(row.id):
+            return None
+        return DataError(
+            f"{row.place}: the id {row.id!r} is not {'a text' if self._form.has_text_ids else 'an integer'} "
+            "as the first one.",
+            field="--id",
+            value=self._form.id_column,
+            remedy="Give every row an id of one type; those of a CSV file are texts.",
+        )
 
     def _report(self) -> None:
         now = time.monotonic()
         if now - self._reported < QUIET_S:
             return
         self._reported = now
-        rows, share, seconds = self._reader.position, self._reader.share, now - self._began
-        fields: dict[str, Any] = {"message": f"row {rows:,}", "step": int(share * _SHARES), "max_steps": _SHARES}
-        if share > self._first_share and seconds > 0:
-            speed = (rows - self._first_row) / seconds
-            left_s = (1 - share) * seconds / (share - self._first_share)
-            fields |= {"message": f"row {rows:,}, {speed:,.0f} rows/s, {left_s:,.0f} s left", "eta_s": left_s}
-        self._events.emit("progress", **fields)
+        share = int(self._reader.share * _SHARES)
+        self._events.emit("progress", step=share, max_steps=_SHARES, rows=self._predicted, row=self._reader.position)
+
+
+def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError:
+    """The error about more bad rows than allowed; it names one of them."""
+    return DataError(
+        f"More than {limit:,} rows cannot be predicted. One of them: {problem}",
+        field="--max-errors",
+        value=place,
+        remedy="Mend the rows, or raise the limit.",
+    )
+
+
+def _is_of_row(error: Exception) -> bool:
+    """Whether an error of the model's code may be one row's fault: not out of memory, nor a store's."""
+    if isinstance(error, TrainflowError):
+        return isinstance(error, DataError | CodeError)
+    return not is_out_of_memory(error) and not isinstance(error, OSError)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, DataError):
+        return error.message
+    return mask(f"{type(error).__name__}: {error}")[:_ERROR_CHARACTERS]

@@ -1,8 +1,7 @@
-"""The verb *predict*: a split's predictions as Parquet parts, each exactly once."""
+"""The verb *predict*: a split's predictions as Parquet parts, each exactly once, by any number of workers."""
 
 from __future__ import annotations
 
-import operator
 import time
 from typing import Any
 
@@ -12,17 +11,18 @@ from trainer_lib import distributed
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import from_record, to_record
+from trainer_lib.records import to_record
 from trainer_lib.requests import PredictRequest, PredictResult
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_weights
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
 
 
 def run(work: Work[PredictRequest]) -> PredictResult:
-    """Predict one split. The result is complete on rank 0."""
+    """Predict the parts of one split that no other worker takes; returns when every part is finished."""
     request = work.request
     store = Store.open(request.output, field="storage")
     args = arguments(work, "predict", store.url)
@@ -32,22 +32,29 @@ def run(work: Work[PredictRequest]) -> PredictResult:
     load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [])
     writer = PredictionWriter(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
-    parts = {part: _part(work, writer, part, trainer, split, data) for part in writer.parts(work.rank, work.world_size)}
-    gathered = trainer._trainflow.comm.gather_json([[part, to_record(entry)] for part, entry in parts.items()])
-    pairs = sorted((pair for rank in gathered or [] for pair in rank), key=operator.itemgetter(0))
-    files = tuple(from_record(FileEntry, entry) for _, entry in pairs)
+    parts = rows = 0
+    with SharedParts(store, writer.files, total=writer.num_parts) as shared:
+        for part in shared:
+            _write(work, writer, part, shared, trainer, split, data, before=rows)
+            start, stop = writer.row_range(part)
+            parts, rows = parts + 1, rows + stop - start
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    return PredictResult(files, len(split))
+    return PredictResult(parts, rows)
 
 
-def _part(
-    work: Work[PredictRequest], writer: PredictionWriter, part: int, trainer: Any, split: ArrowSplit, data: DataInfo
-) -> FileEntry:
-    """The finished part of an earlier run, or a new one. Memory holds the outputs of one part, large ones on disk."""
-    finished = writer.finished(part)
-    if finished is not None:
-        return finished
+def _write(
+    work: Work[PredictRequest],
+    writer: PredictionWriter,
+    part: int,
+    shared: SharedParts,
+    trainer: Any,
+    split: ArrowSplit,
+    data: DataInfo,
+    *,
+    before: int,
+) -> None:
+    """Predict a part; `before` rows were predicted here already. Memory holds its outputs, large ones on disk."""
     start, stop = writer.row_range(part)
     spool = PredictionSpool(None)
     reported = 0.0
@@ -56,11 +63,11 @@ def _part(
             spool.append(outputs)
             if time.monotonic() - reported >= QUIET_S:
                 reported = time.monotonic()
-                message = f"predicting: row {int(rows[-1]) + 1:,} of {len(split):,}"
-                work.events.emit("progress", step=int(rows[-1]) + 1, max_steps=len(split), message=message)
-        outputs = spool.tree()
-        columns = work.recipe.prediction_columns(single_output(outputs), data)
-        return writer.write(part, split.row_ids(start, stop), columns)
+                row = int(rows[-1]) + 1
+                work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=before + row - start)
+        columns = work.recipe.prediction_columns(single_output(spool.tree()), data)
+        if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+            writer.write(part, split.row_ids(start, stop), columns)
     finally:
         spool.close()
 

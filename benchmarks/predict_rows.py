@@ -1,0 +1,206 @@
+"""What `trainflow predict` costs beside a loop by hand, what a second worker brings, and what kills leave behind.
+
+    python -m benchmarks.predict_rows --size full --save
+
+Speed: JSON lines of 32 numbers through a small model to Parquet, in batches of 64, with one thread each. By hand:
+json.loads, a tensor, the forward, one Parquet file for 10,000 rows. Ours: `trainflow predict` with one worker
+in this process. Reported are seconds of processor time, and their ratio. Wanted: at least 0.9 of the loop's speed.
+
+Workers: whole launches of one and of two workers, in wall seconds. Wanted: 1.7 times as fast, where two cores are free.
+
+Kills: rounds of three workers, of which one is killed (SIGKILL) at a random moment, and sometimes the command as well,
+which is then started again. Wanted: each id once, and the bytes of one worker that was left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from benchmarks._result import arguments, publish, spread
+from tasks.new_rows import NewRows, RowsJob, predict_new_rows
+from tests.support.model_folders import publish_line
+from trainer_lib.launch import LaunchConfig
+from trainer_lib.locks.lease import Holder
+
+WIDTH = 32
+RECIPE = """
+def build_model(options, data):
+    import torch
+
+    class Line(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            wide = torch.tanh(x.float() @ torch.full((x.shape[1], 256), 0.01))
+            return {"logits": self.linear(wide.mean(1, keepdim=True)).expand(-1, 10)}
+
+    return Line()
+"""
+SIZES = {"smallest": (2_000, 1, 0, 1), "full": (100_000, 5, 3, 100)}  # rows, runs, runs of workers, rounds of kills
+
+
+def by_hand(source: Path, target: Path) -> None:
+    """Run the loop that people write by hand."""
+    weight, bias = torch.tensor([[2.0]]), torch.zeros(1)
+    kept: list[Any] = []
+    ids: list[str] = []
+
+    def write(number: int) -> None:
+        table = pa.table({"row_id": ids, "prediction": list(torch.cat(kept).numpy())})
+        pq.write_table(table, target / f"{number}.parquet", compression="zstd")
+        ids.clear()
+        kept.clear()
+
+    with source.open() as lines, torch.no_grad():
+        batch: list[dict[str, Any]] = []
+        for number, line in enumerate(lines, start=1):
+            batch.append(json.loads(line))
+            if len(batch) == 64:
+                x = torch.tensor([row["x"] for row in batch])
+                wide = torch.tanh(x @ torch.full((WIDTH, 256), 0.01))
+                kept.append(torch.nn.functional.linear(wide.mean(1, keepdim=True), weight, bias).expand(-1, 10))
+                ids += [row["id"] for row in batch]
+                batch = []
+            if number % 10_000 == 0:
+                write(number)
+        if kept:
+            write(0)
+
+
+def job(folder: Path, to: str, rows_per_file: int) -> RowsJob:
+    """Return what is to be predicted."""
+    asked = NewRows(
+        model=str(folder / "model"),
+        data=[str(folder / "new.jsonl")],
+        to=str(folder / to),
+        trust=True,
+        rows_per_file=rows_per_file,
+        batch_size=64,
+    )
+    return RowsJob.of(asked)
+
+
+def predict(asked: RowsJob, workers: list[LaunchConfig]) -> None:
+    """Predict, and show nothing."""
+    predict_new_rows(asked, on_line=lambda line: None, on_event=lambda event: None, workers=workers)
+
+
+def write_rows(folder: Path, rows: int) -> None:
+    """Write JSON lines that 64 divides."""
+    draw = random.Random(0)
+    with (folder / "new.jsonl").open("w") as file:
+        for number in range(rows // 64 * 64):
+            file.write(json.dumps({"id": f"r{number}", "x": [round(draw.random(), 4) for _ in range(WIDTH)]}) + "\n")
+
+
+def speed(folder: Path, runs: int) -> dict[str, Any]:
+    """Alternate the loop by hand and one worker in this process."""
+    here = [LaunchConfig(kind="in_process", processes=1)]
+    hand, ours = [], []
+    for number in range(-1, runs):
+        (target := folder / f"hand{number}").mkdir()
+        began = time.process_time()
+        by_hand(folder / "new.jsonl", target)
+        hand.append(time.process_time() - began)
+        began = time.process_time()
+        predict(job(folder, f"ours{number}", 10_000), here)
+        ours.append(time.process_time() - began)
+    hand, ours = hand[1:], ours[1:]  # the first ones load and compile
+    share = [a / b for a, b in zip(hand, ours, strict=True)]
+    return {"by_hand_cpu_s": spread(hand), "ours_cpu_s": spread(ours), "share_of_the_loops_speed": spread(share)}
+
+
+def several(folder: Path, runs: int) -> dict[str, Any]:
+    """Alternate launches of one and of two workers."""
+    taken: dict[int, list[float]] = {1: [], 2: []}
+    for number in range(runs):
+        for count in taken:
+            asked = job(folder, f"w{count}-{number}", 1_000)
+            began = time.perf_counter()
+            predict(asked, asked.workers(count, 1))
+            taken[count].append(time.perf_counter() - began)
+    if not runs:
+        return {}
+    ratio = [one / two for one, two in zip(taken[1], taken[2], strict=True)]
+    return {"one_s": spread(taken[1]), "two_s": spread(taken[2]), "times_as_fast": spread(ratio)}
+
+
+def kills(folder: Path, rounds: int) -> dict[str, Any]:
+    """Kill workers and commands; return what differed."""
+    draw = random.Random(0)
+    whole = job(folder, "whole", 64)
+    predict(whole, whole.workers(1, 1))
+    expected = _files(folder / "whole")
+    ids = pq.read_table(folder / "whole" / "predictions")["row_id"].to_pylist()
+    counts = {"rounds": 0, "workers_killed": 0, "commands_killed": 0, "different": 0, "ids": len(set(ids)), "twice": 0}
+    counts["twice"] = len(ids) - len(set(ids))
+    program = [sys.executable, "-m", "flows.cli.main", "predict", str(folder / "model"), str(folder / "new.jsonl")]
+    options = ["--to", str(folder / "killed"), "--trust", "any", "--rows-per-file", "64", "--batch-size", "64"]
+    for number in range(rounds):
+        command = [*program, *options, "--workers", "3", "--threads", "1"]
+        kills_command = number % 3 == 2
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            if holder := _find_worker(folder / "killed", process, draw):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid if kills_command else holder.pid, signal.SIGKILL)
+                    counts["commands_killed" if kills_command else "workers_killed"] += 1
+            process.communicate()
+        if process.returncode != 0:
+            subprocess.run(command, check=True, capture_output=True)
+        counts["rounds"] += 1
+        counts["different"] += _files(folder / "killed") != expected
+        shutil.rmtree(folder / "killed")
+    return counts
+
+
+def _find_worker(folder: Path, process: subprocess.Popen[bytes], draw: random.Random) -> Holder | None:
+    """Wait for a random number of finished files; return a worker that works on another one."""
+    wanted = draw.randrange(1, 20)
+    while process.poll() is None:
+        if len(list(folder.glob("predictions/*"))) >= wanted:
+            for path in folder.glob("claims/*/WRITING.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    if (holder := Holder.from_bytes(path.read_bytes())) is not None:
+                        return holder
+        time.sleep(0.002)
+    return None
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "predictions").iterdir())}
+
+
+def main() -> None:
+    """Measure, print, and save on request."""
+    chosen = arguments(__doc__, list(SIZES))
+    rows, runs, launches, rounds = SIZES[chosen.size]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        publish_line(folder / "model", recipe=RECIPE)
+        write_rows(folder, rows)
+        result = {"rows": rows, "speed": speed(folder, runs), "workers": several(folder, launches)}
+        write_rows(folder, 6_400 if rounds > 1 else 1_280)
+        result["kills"] = kills(folder, rounds)
+    publish("predict_rows", chosen.size, result, chosen.save)
+
+
+if __name__ == "__main__":
+    main()

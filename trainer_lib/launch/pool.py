@@ -1,0 +1,210 @@
+"""Launch one request in several workers that do not depend on each other and share the parts of the job.
+
+Each worker is a launch of its own, with a guard of its own: one that is lost ends no other, which takes its parts over
+(`trainer_lib.locks.shared_parts`). Any other failure would meet the next worker too, so it ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from trainer_lib.errors import InfrastructureError, Interrupted
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.launch.gpu_selection import list_visible, num_cores
+from trainer_lib.requests import Request
+
+R = TypeVar("R")
+
+POLL_S = 0.2
+REPORT_S = 0.5  # between two reports of the work of all
+
+
+@dataclass(frozen=True)
+class PoolResult(Generic[R]):
+    """What the workers answered, and the failures of those that were lost."""
+
+    answers: tuple[R, ...]
+    lost: tuple[InfrastructureError, ...]
+
+
+def apart(config: LaunchConfig) -> list[LaunchConfig]:
+    """A resolved configuration of several processes as one for each, with the same threads and a GPU of its own.
+
+    What starts its processes by another program, or on several machines, stays as it is.
+    """
+    count = int(config.processes)
+    if config.kind != "torchrun" or config.several_nodes or count == 1:
+        return [config]
+    threads = config.threads or max(1, num_cores() // count)
+    one = replace(config, kind="process", processes=1, threads=threads)
+    devices = config.devices or list_visible({**os.environ, **config.env})
+    if len(devices) < count:  # a CPU, or a GPU of another kind than CUDA's
+        return [one] * count
+    env = {name: value for name, value in config.env.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return [replace(one, devices=(device,), env=env) for device in devices[:count]]
+
+
+def launch_workers(
+    request: Request[R],
+    configs: Sequence[LaunchConfig],
+    *,
+    env: Mapping[str, str],
+    on_line: Callable[[str], None],
+    on_event: Callable[[dict[str, Any]], None],
+    should_cancel: Callable[[], bool] | None = None,
+    what: str | None = None,
+) -> PoolResult[R]:
+    """Run one request in a launch for each configuration. Blocks, and calls back in the calling thread.
+
+    Args: as `launch` has them.
+
+    Raises:
+        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
+    """
+    progress = _Progress(on_event)
+    if len(configs) == 1:
+        answer = launch(
+            request,
+            configs[0],
+            env=env,
+            on_line=on_line,
+            on_event=lambda event: progress.event(0, event),
+            should_cancel=should_cancel,
+            what=what,
+        )
+        return PoolResult((answer,), ())
+    messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+    stop = threading.Event()
+    threads = [
+        threading.Thread(
+            target=_run_one,
+            args=(request, config, number, env, what, messages, stop),
+            name=f"trainflow-worker-{number}",
+            daemon=True,
+        )
+        for number, config in enumerate(configs)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        ends = _listen(messages, len(configs), stop, should_cancel or (lambda: False), on_line, progress)
+    finally:
+        # Also when a callback raises, or on Ctrl-C: each launch ends its own processes.
+        stop.set()
+        for thread in threads:
+            thread.join()
+    return _settle(ends, on_event)
+
+
+def _run_one(
+    request: Request[Any],
+    config: LaunchConfig,
+    number: int,
+    env: Mapping[str, str],
+    what: str | None,
+    messages: queue.SimpleQueue[tuple[int, Any]],
+    stop: threading.Event,
+) -> None:
+    """Launch one worker, and put all that it says into the queue, last how it ended."""
+    try:
+        ended: object = launch(
+            request,
+            config,
+            env=env,
+            on_line=lambda line: messages.put((number, line)),
+            on_event=lambda event: messages.put((number, event)),
+            should_cancel=stop.is_set,
+            what=what,
+        )
+    except BaseException as error:
+        ended = error
+    messages.put((number, _Ended(ended)))
+
+
+@dataclass(frozen=True)
+class _Ended:
+    how: Any
+
+
+def _listen(
+    messages: queue.SimpleQueue[tuple[int, Any]],
+    count: int,
+    stop: threading.Event,
+    should_cancel: Callable[[], bool],
+    on_line: Callable[[str], None],
+    progress: _Progress,
+) -> list[Any]:
+    """Pass on what the workers say until all have ended; return how they ended, in the order of their ends."""
+    ends: list[Any] = []
+    while len(ends) < count:
+        if should_cancel():
+            stop.set()
+        with contextlib.suppress(queue.Empty):
+            number, message = messages.get(timeout=POLL_S)
+            if isinstance(message, str):
+                on_line(f"[worker {number}] {message}")
+            elif isinstance(message, dict):
+                progress.event(number, message)
+            else:
+                ends.append(message.how)
+                if isinstance(message.how, BaseException) and not isinstance(message.how, InfrastructureError):
+                    stop.set()
+    return ends
+
+
+def _settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> PoolResult[Any]:
+    answers = [end for end in ends if not isinstance(end, BaseException)]
+    lost = [end for end in ends if isinstance(end, InfrastructureError)]
+    failures = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, InfrastructureError)]
+    # The others were stopped because of the first.
+    if failures:
+        raise next((end for end in failures if not isinstance(end, Interrupted)), failures[0])
+    if not answers:
+        raise lost[-1]
+    for error in lost:
+        message = f"A worker was lost; the others took over its part. {error.message}"
+        on_event({"event": "warning", "message": message})
+    return PoolResult(tuple(answers), tuple(lost))
+
+
+class _Progress:
+    """The progress of all workers as one: the furthest row, the speed of all together, and the time that is left."""
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._on_event = on_event
+        self._rows: dict[int, int] = {}
+        self._furthest: dict[str, Any] = {"step": 0, "row": 0}
+        self._began: tuple[float, int, float] | None = None
+        self._reported = 0.0
+
+    def event(self, number: int, event: dict[str, Any]) -> None:
+        """An event of a worker: its progress becomes that of all, any other is passed on."""
+        if "rows" not in event:
+            if event.get("event") != "start" or number == 0:
+                self._on_event(event)
+            return
+        self._rows[number] = int(event["rows"])
+        if event["step"] >= self._furthest["step"]:
+            self._furthest = event
+        now, rows = time.monotonic(), sum(self._rows.values())
+        share = self._furthest["step"] / max(1, self._furthest["max_steps"])
+        if self._began is None:
+            self._began = (now, rows, share)
+        elif now - self._reported < REPORT_S:
+            return
+        self._reported = now
+        seconds, done, gained = now - self._began[0], rows - self._began[1], share - self._began[2]
+        message = f"row {self._furthest['row']:,}"
+        fields: dict[str, Any] = {}
+        if seconds > 0 and done > 0 and gained > 0:
+            fields = {"samples_per_second": done / seconds, "eta_s": (1 - share) * seconds / gained}
+            message += f", {fields['samples_per_second']:,.0f} rows/s, {fields['eta_s']:,.0f} s left"
+        self._on_event({**self._furthest, "rows": rows, "message": message, **fields})

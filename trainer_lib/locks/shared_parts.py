@@ -1,0 +1,172 @@
+"""How several processes, of one machine or of many, share the parts of one job: each part is for one of them at a time.
+
+    claims/00000007/WRITING.json     the claim of part 7 (`locks.claim`), removed once the part is finished
+    claims/<id>.beat                 renewed by the process with that id
+
+Each process takes the first part that is neither finished nor claimed, so a fast one does more of them. The part of a
+process that is gone is taken over: at once if it ran on this machine, else after its beat was seen to stand still.
+
+Claims save work and protect nothing. The bytes of a part depend on nothing but the job, so a process that was stopped,
+lost its part and wakes up later writes what is there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+from trainer_lib.errors import TrainflowError
+from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
+from trainer_lib.locks.lease import Holder
+from trainer_lib.storage import Store
+
+CLAIMS = "claims"
+TTL_S = 30.0
+_LIMIT = 4096
+_log = logging.getLogger(__name__)
+
+
+class Finished(Protocol):
+    """Which parts are finished."""
+
+    def list_finished(self) -> set[int]:
+        """All of them, at one look."""
+
+    def is_finished(self, part: int) -> bool:
+        """Whether this one is."""
+
+
+class SharedParts:
+    """The parts that this process works on; used in a ``with`` block, and iterated over once.
+
+    Args:
+        store: the job's folder.
+        finished: which parts are finished, by any process.
+        total: number of parts; None: it is not known, and the one that finds the end calls `end_at`.
+        ttl_s: seconds without a beat after which others may take over a part of ours.
+        poll_s: seconds between two looks at the parts of others, once none is left to begin.
+    """
+
+    def __init__(
+        self, store: Store, finished: Finished, *, total: int | None = None, ttl_s: float = TTL_S, poll_s: float = 0.5
+    ) -> None:
+        self._folder = store.child(CLAIMS)
+        self._finished = finished
+        self._total = total
+        self._poll_s = poll_s
+        self._holder = Holder.this_process(ttl_s)
+        self._beats: dict[str, tuple[bytes | None, float]] = {}
+        self._held: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="trainflow-parts", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        with contextlib.suppress(TrainflowError):  # a store that is out of reach: the claim expires by itself
+            self._release()
+            self._folder.delete(self._beat_name)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the parts that are ours, lower ones first, until every part is finished, by any process.
+
+        Raises:
+            StorageError: the store cannot be read or written.
+        """
+        finished, others = self._finished.list_finished(), set[int]()
+        part = 0
+        while not self._is_beyond(part):
+            if part not in finished:
+                if self._claim(part):
+                    yield from self._begin(part)
+                else:
+                    # The others are ahead of us: one look finds all that they have finished.
+                    finished = self._finished.list_finished()
+                    others.add(part)
+            part += 1
+        yield from self._take_over(others)
+
+    def end_at(self, total: int) -> None:
+        """Note the number of parts, once it is known."""
+        self._total = total
+
+    def is_ours(self, part: int) -> bool:
+        """Whether the part is still ours: asked right before it is written."""
+        return self._held == part and holds_claim(self._child(part), self._holder)
+
+    def _take_over(self, others: set[int]) -> Iterator[int]:
+        """Wait for the parts of others; yield those whose process is gone."""
+        while True:
+            finished = self._finished.list_finished()
+            others = {part for part in others if part not in finished and not self._is_beyond(part)}
+            for part in sorted(others):
+                if self._claim(part):
+                    yield from self._begin(part)
+                    others.discard(part)
+            if not others:
+                return
+            time.sleep(self._poll_s)
+
+    def _begin(self, part: int) -> Iterator[int]:
+        # Looked at once more: it may have been finished between our look and the claim.
+        if not self._finished.is_finished(part):
+            yield part
+        self._release()
+
+    def _is_beyond(self, part: int) -> bool:
+        return self._total is not None and part >= self._total
+
+    def _child(self, part: int) -> Store:
+        return self._folder.child(f"{part:08d}")
+
+    def _claim(self, part: int) -> bool:
+        if claim_folder(self._child(part), self._holder, self._is_at_work) is not None:
+            return False
+        self._held = part
+        return True
+
+    def _release(self) -> None:
+        if self._held is None:
+            return
+        child, self._held = self._child(self._held), None
+        if holds_claim(child, self._holder):  # else another process works on it now
+            release_claim(child)
+
+    def _is_at_work(self, holder: Holder) -> bool:
+        """Whether another process still works: it is not known to be gone, and its beat does not stand still."""
+        if holder.is_gone():
+            return False
+        beat = self._folder.read_if_exists(f"{holder.id}.beat", limit=_LIMIT)
+        known = self._beats.get(holder.id)
+        if known is None or known[0] != beat:
+            # Timed by our own clock: those of two machines differ.
+            self._beats[holder.id] = (beat, time.monotonic())
+            return True
+        return time.monotonic() - known[1] < holder.ttl_s
+
+    @property
+    def _beat_name(self) -> str:
+        return f"{self._holder.id}.beat"
+
+    def _beat(self) -> None:
+        self._folder.write_bytes(self._beat_name, uuid.uuid4().hex.encode())
+
+    def _keep_beating(self) -> None:
+        while not self._stop.wait(self._holder.ttl_s / 3):  # two beats may fail before it expires
+            try:
+                self._beat()
+            except TrainflowError as error:
+                _log.warning("The sign of life of this process could not be renewed: %s", error)
