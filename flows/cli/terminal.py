@@ -266,7 +266,8 @@ class _Warnings(logging.Handler):
             return
         # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
-            self._display.warn(mask(f"{record.levelname.lower()}: {record.getMessage()}"))
+            label = getattr(record, "label", record.levelname.lower())
+            self._display.warn(mask(f"{label}: {record.getMessage()}"))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,7 +166,8 @@ def test_a_signature_takes_the_numbers_of_json_and_the_arrays_of_a_frame() -> No
     described = mlflow_models._describe(record, "r", "m-1", has_example=True)
     schema = Schema.from_json(described["signature"]["inputs"])
     row = {"scan": [[1, 2], [3, 4]], "x": [0.5], "n": 7, "flag": True, "text": "a"}
-    for given in (row, example_row(kinds)):
+    whole_numbers = {**row, "x": [1, 2]}  # as a browser sends [1.0, 2.0]
+    for given in (row, whole_numbers, example_row(kinds)):
         assert _enforce_schema(pd.DataFrame([given]), schema).to_dict("records")[0].keys() == kinds.keys()
 
 
@@ -186,15 +188,27 @@ def test_a_server_of_mlflow_answers_a_request(uri: str, tmp_path: Path) -> None:
     line = Line(tmp_path)
     connected, run_id = _new_run(uri)
     model_id = send_model(connected, "0", run_id, line.record, line.files)
-    request = json.dumps({"dataframe_records": [{"x": [0.25]}]})
-    with _served(f"models:/{model_id}", uri, tmp_path) as port:
-        asked = urllib.request.Request(
-            f"http://127.0.0.1:{port}/invocations",
-            data=request.encode(),
-            headers={"Content-Type": "application/json"},
-        )
+    register(connect_timed(uri, Clock()), model_id, run_id, Registration(name="served", digest=line.digest))
+    with _served("models:/served@champion", uri, tmp_path) as port:
+        assert _ask(port, {"x": [0.25]}) == (200, {"predictions": [{"prediction": [0.5]}]})
+        assert _ask(port, {"x": [2]}) == (200, {"predictions": [{"prediction": [4.0]}]})
+        status, answer = _ask(port, {"z": [0.25]})
+        assert status == 400
+        assert "The rows have none of the columns" in answer["message"]
+        assert "Traceback" not in json.dumps(answer)
+
+
+def _ask(port: int, row: dict[str, Any]) -> tuple[int, Any]:
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/invocations",
+        data=json.dumps({"dataframe_records": [row]}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
         with urllib.request.urlopen(asked, timeout=60) as answer:
-            assert json.load(answer) == {"predictions": [{"prediction": [0.5]}]}
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
 
 
 @contextlib.contextmanager

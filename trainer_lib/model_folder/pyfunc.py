@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer_lib.errors import DamagedError
+from trainer_lib.data.given_rows import known_columns
+from trainer_lib.errors import DamagedError, DataError
 from trainer_lib.model_folder.locate import PIN, find_model, require_weights
 
 if TYPE_CHECKING:
@@ -34,13 +35,24 @@ class PyfuncModel:
 
         Returns:
             A data frame with the columns of the predict stage; arrays are lists.
+
+        Raises:
+            MlflowException: a row does not fit; with status 400, so that a server answers with the sentence.
         """
         import pandas as pd
 
         frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
         columns = {str(name): [_plain(value) for value in frame[name]] for name in frame.columns}
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        predicted = self.model.predict(rows)
+        try:
+            if not columns:  # MLflow leaves out those that it does not know
+                known = ", ".join(known_columns(self.model.description.columns))
+                raise DataError(f"The rows have none of the columns {known}.", remedy="Check the names.")
+            predicted = self.model.predict(rows)
+        except DataError as error:
+            from trainer_lib.trackers.mlflow_models import bad_request
+
+            raise bad_request(str(error)) from error
         return pd.DataFrame({name: [_plain(value) for value in values] for name, values in predicted.items()})
 
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -74,6 +75,16 @@ class _Timed:
 
         return call
 
+    def read_artifact(self, run_id: str, path: str) -> bytes:
+        """Return the content of an artifact of a run. The client's own download leaves threads behind."""
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        with self._clock.request(), _typed(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+            uri = self._client.get_run(run_id).info.artifact_uri
+            artifacts = get_artifact_repository(uri, tracking_uri=self._client.tracking_uri)
+            with artifacts.thread_pool:
+                return Path(artifacts.download_artifacts(path, folder)).read_bytes()
+
 
 @contextlib.contextmanager
 def _typed() -> Iterator[None]:
@@ -115,6 +126,7 @@ def load() -> None:
     settings.MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = 0
     settings.MLFLOW_HTTP_REQUEST_TIMEOUT.default = HTTP_TIMEOUT_S
     settings.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.default = True
+    settings.MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR.default = False
 
 
 def connect(tracking_uri: str) -> MlflowClient:

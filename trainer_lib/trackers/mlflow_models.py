@@ -160,7 +160,8 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 raise RefusedError("the model is not logged there")
             version, verdict = register(client, str(model.model_id), run_id, asked)
             client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
-            _log.warning("%s version %s is registered. %s", asked.name, version, verdict.reason)
+            note = "%s version %s is registered. %s"
+            _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
         else:
             measured = record["measured"]
             model = find_model(client, experiment_id, measured["digest"], run_id)
@@ -168,6 +169,14 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 link_metrics(client, run_id, str(model.model_id), measured["step"], measured["keys"])
     except GoneError as error:  # the run is there: it is the server that has no logged models
         raise RefusedError(first_line(error)) from error
+
+
+def bad_request(message: str) -> Exception:
+    """The error that MLflow's server answers with status 400 and this text, without a traceback."""
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import BAD_REQUEST
+
+    return MlflowException(message, error_code=BAD_REQUEST)  # type: ignore[no-any-return]
 
 
 def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], run_id: str, model_id: str) -> None:
@@ -220,7 +229,10 @@ def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: b
 def _type(text: str) -> dict[str, Any]:
     column = Column.parse(text)
     number = "double" if column.dtype.startswith(("float", "bfloat")) else "long"
+    depth = 1 if column.kind == "list" else len(column.shape)
+    if depth and number == "double":
+        number = "any"  # MLflow refuses [1, 2] for an array of doubles, and JSON's writers leave out ".0"
     found: dict[str, Any] = {"type": _TYPES.get(column.dtype or column.kind, number)}
-    for _ in range(1 if column.kind == "list" else len(column.shape)):
+    for _ in range(depth):
         found = {"type": "array", "items": found}
     return found

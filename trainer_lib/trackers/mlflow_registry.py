@@ -2,7 +2,8 @@
 
 A version is created in one request with its tags and its description, and is found again by the digest of its model: a
 process that dies in between leaves a whole version or none. Aliases are set after it. The version that was champion
-before is a tag of the one that is.
+before is a tag of the one that is. Thousands of numbers would bury the other tags on MLflow's page, so the metric on each
+resample is an artifact of the version's run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_lib.errors import ConfigError
@@ -25,6 +26,8 @@ BEFORE_TAG = "trainflow.champion_before"
 SCORE_TAG = "trainflow.score"
 VERDICT_TAG = "trainflow.verdict"
 LOW, HIGH = 0.05, 0.95
+_ARTIFACTS = "registry"
+_RESAMPLES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
         ConfigError: they were measured by another metric, or on other rows.
     """
     if champion is None or champion == candidate:
-        reason = "There is no champion yet." if champion is None else "It is the champion."
+        reason = "It is the first champion." if champion is None else "It is the champion."
         return Verdict(promoted=True, reason=reason, candidate=candidate, champion=champion)
     if score is None or best is None:
         who = f"version {candidate}" if score is None else f"the champion, version {champion},"
@@ -103,7 +106,7 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
     high = differences[min(count - 1, int(HIGH * count))] if count else None
     is_better = difference > 0 and low is not None and low > 0
     words = "better than" if is_better else "not clearly better than"
-    how = f"by {difference:.4g} ({low:.4g} to {high:.4g})" if low is not None else "without resamples"
+    how = f"by {difference:.4g} ({low:.4g} to {high:.4g})" if low is not None else "its resamples are not known"
     reason = f"{score.metric} is {words} that of version {champion}: {how}."
     return Verdict(
         promoted=is_better,
@@ -242,7 +245,8 @@ def _create(client: Any, model_id: str, run_id: str, asked: Registration) -> str
         client.create_registered_model(asked.name)
     tags = {**asked.tags, DIGEST_TAG: asked.digest}
     if asked.score is not None:
-        tags[SCORE_TAG] = json.dumps(to_record(asked.score), allow_nan=False)
+        client.log_text(run_id, json.dumps(asked.score.resampled), _resamples_path(asked.name, asked.digest))
+        tags[SCORE_TAG] = json.dumps(to_record(replace(asked.score, resampled=())), allow_nan=False)
     by_id, location = f"models:/{model_id}", str(client.get_logged_model(model_id).artifact_location)
     if location.startswith("mlflow-artifacts:"):
         made = _create_from(client, by_id, model_id, run_id, asked, tags)
@@ -265,8 +269,30 @@ def _create_from(
 
 
 def _score_of(client: Any, name: str, version: str) -> Score | None:
-    text = client.get_model_version(name, version).tags.get(SCORE_TAG)
-    return None if text is None else from_record(Score, json.loads(text))
+    found = client.get_model_version(name, version)
+    text = found.tags.get(SCORE_TAG)
+    if text is None:
+        return None
+    score = from_record(Score, json.loads(text))
+    if score.resampled or not found.run_id:  # an older version has them in its tag
+        return score
+    path = _resamples_path(name, found.tags.get(DIGEST_TAG, ""))
+    return replace(score, resampled=_read_resamples(client, found.run_id, path))
+
+
+def _resamples_path(name: str, digest: str) -> str:
+    return f"{_ARTIFACTS}/{name}-resamples-{digest[:16]}.json"
+
+
+def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
+    """The metric on each resample; none where the run, or its artifact, was removed."""
+    try:
+        sizes = {each.path: each.file_size for each in client.list_artifacts(run_id, _ARTIFACTS)}
+        if sizes.get(path, _RESAMPLES_BYTES) >= _RESAMPLES_BYTES:
+            return ()
+        return tuple(float(value) for value in json.loads(client.read_artifact(run_id, path)))
+    except (GoneError, RefusedError, ValueError, TypeError):
+        return ()
 
 
 def read_registration(record: Mapping[str, Any]) -> Registration:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class _Dies:
 
 def test_the_first_version_is_champion_a_better_one_replaces_it_and_another_does_not(client: Any) -> None:
     version, verdict = _register(client, "d1", score())
-    assert (version, verdict.promoted, verdict.reason) == ("1", True, "There is no champion yet.")
+    assert (version, verdict.promoted, verdict.reason) == ("1", True, "It is the first champion.")
     version, verdict = _register(client, "d2", score(-0.01))
     assert (version, verdict.promoted) == ("2", False)
     assert verdict.difference == pytest.approx(-0.01)
@@ -82,6 +84,26 @@ def test_the_first_version_is_champion_a_better_one_replaces_it_and_another_does
     newest, *_ = registry.list_versions(client)
     assert (newest["version"], newest["aliases"], newest["description"]) == ("3", ["candidate"], "A line.")
     assert newest["score"]["value"] == pytest.approx(0.83)
+
+
+def test_the_tags_of_a_version_stay_short_and_a_champion_whose_resamples_are_gone_is_kept(client: Any) -> None:
+    _register(client, "d1", score())
+    tags = client.get_model_version("line", "1").tags
+    assert max(len(value) for value in tags.values()) < 500
+    run_id = client.get_model_version("line", "1").run_id
+    [artifact] = client.list_artifacts(run_id, "registry")
+    folder = Path(client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    (folder / artifact.path).unlink()
+    _, verdict = _register(client, "d2", score(0.02))
+    assert not verdict.promoted
+    assert "resamples are not known" in verdict.reason
+
+
+def test_a_version_of_an_older_trainflow_has_its_resamples_in_a_tag(client: Any) -> None:
+    _register(client, "d1", score())
+    whole = json.dumps({**asdict(score()), "resampled": list(score().resampled)})
+    client.set_model_version_tag("line", "1", registry.SCORE_TAG, whole)
+    assert _register(client, "d2", score(0.02))[1].promoted
 
 
 def test_a_difference_within_the_noise_moves_nothing(client: Any) -> None:
