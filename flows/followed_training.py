@@ -119,6 +119,8 @@ class Watch:
         self._clock = clock
         self._beat: bytes | None = None
         self._since = clock()
+        self.is_settling = False
+        """Whether the process has died, and its workers may still save the step they are at."""
 
     def look(self) -> Ending | None:
         """How the training has ended; None while it goes on.
@@ -134,7 +136,8 @@ class Watch:
         status = read_status(training.storage, run)
         if read_commit(training.stage, kind="stage") is not None:
             return Ending("committed", "The training is committed")
-        if status.state == "died" and _may_still_save(status):
+        self.is_settling = status.state == "died" and _may_still_save(status)
+        if self.is_settling:
             return None
         if not status.is_at_work:
             return Ending(status.state, f"{_ENDS[status.state]}{_words(status)}")

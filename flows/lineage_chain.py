@@ -22,7 +22,7 @@ from tasks.stage.facts import PublishFacts
 from tasks.stage.manifest import STAGES, StageManifest, stage_folder
 from trainer_lib.commit import COMMIT, Commit, read_commit
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
-from trainer_lib.hub.folder import REVISIONS
+from trainer_lib.hub.folder import REVISIONS, FolderHub
 from trainer_lib.hub.huggingface import RECORD, download_snapshot
 from trainer_lib.hub.transport import SCHEME, parse_target
 from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink, read_lineage_file
@@ -184,9 +184,9 @@ def _of_folder(store: Store, address: str) -> _Found:
         return _of_stage(_above(store, 2), store, commit, damage)
     if commit is not None and commit.kind == "stage":
         return _of_stage(store, store, commit, damage)
-    names = [name for name in store.children(REVISIONS) if name.partition("-")[0].isdigit()]
-    if names:
-        newest = store.child(REVISIONS, max(names, key=lambda name: int(name.partition("-")[0])))
+    name = FolderHub(store.url, field=FIELD).newest_name()
+    if name is not None:
+        newest = store.child(REVISIONS, name)
         return _Found("publication", _storage_above(newest), newest)
     raise ConfigError(
         "There is no lineage: this is neither a publication, nor a run, a stage or a checkpoint.",
@@ -279,7 +279,7 @@ def _read(folder: Store, found: _Found, link: str, lenient: bool) -> Lineage | N
         is_damage = link == "run" or isinstance(error, DamagedError) or _is_recorded_otherwise(folder)
         if not (lenient and is_damage):
             raise
-        found.damage.append((link, f"{FILE}: {error.message}"))
+        found.damage.append((link, f"{FILE}: {error.message.removesuffix('.')}"))
         return None
 
 

@@ -142,10 +142,10 @@ def _check(link: str, where: str, look: Callable[[_Looked], None]) -> LinkCheck:
     except _NotCheckedError as reason:
         return LinkCheck(link, "not checked", where, why=str(reason))
     except DamagedError as error:
-        seen.problems.append(f"{(error.field or where).rpartition('/')[2]}: {error.message}")
+        seen.problems.append(f"{(error.field or where).rpartition('/')[2]}: {error.message.removesuffix('.')}")
     except (StorageError, ConfigError) as error:
         return LinkCheck(link, "not checked", where, why=error.message)
-    problems = tuple(problem.rstrip(".") for problem in seen.problems[:_MOST])
+    problems = tuple(seen.problems[:_MOST])
     return LinkCheck(link, "broken" if problems else "held", where, seen.files, seen.bytes, problems)
 
 

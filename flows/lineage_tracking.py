@@ -35,12 +35,14 @@ class TrackedLinks:
         run_id: of the run.
         tags: of the run.
         versions: of registered models: name, version, aliases, and the tags that trainflow gave it.
+        digest: under which the registry has the model of the chain; None where its run does not describe it.
     """
 
     uri: str
     run_id: str
     tags: Mapping[str, str]
     versions: tuple[Mapping[str, Any], ...] = ()
+    digest: str | None = None
 
 
 def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
@@ -63,7 +65,9 @@ def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
         run = _find_run(client, chain)
         if run is None:
             raise ConfigError(f"The tracking server {mask(uri)} does not have the run.")
-        return TrackedLinks(mask(uri), run.info.run_id, dict(run.data.tags), tuple(_versions(client, chain, run)))
+        digest = _model_digest(chain)
+        versions = tuple(_versions(client, digest, run))
+        return TrackedLinks(mask(uri), run.info.run_id, dict(run.data.tags), versions, digest)
     except ConfigError:
         raise
     except Exception as error:  # whatever mlflow raises
@@ -82,7 +86,7 @@ def find_tracked_problems(chain: Chain, found: TrackedLinks) -> Iterator[tuple[s
     tag = found.tags.get("trainflow.published_digest")
     if published is not None and tag is not None and tag != published.content_digest:
         yield "MLflow run", f"tag trainflow.published_digest: {tag[:12]}…, published {published.content_digest[:12]}…"
-    digest = _model_digest(chain)
+    digest = found.digest
     for version in found.versions:
         name = f"{version['name']} version {version['version']}"
         if digest is not None and version["tags"].get(DIGEST_TAG) != digest:
@@ -108,13 +112,11 @@ def _find_run(client: Any, chain: Chain) -> Any:
     return found[0] if found else None
 
 
-def _versions(client: Any, chain: Chain, run: Any) -> Iterator[dict[str, Any]]:
+def _versions(client: Any, digest: str | None, run: Any) -> Iterator[dict[str, Any]]:
     """The versions that the run registered, and those of the same model."""
-    digest = _model_digest(chain)
     for each in list_versions(client):
         if each["run_id"] == run.info.run_id or (digest is not None and each["digest"] == digest):
-            tags = dict(client.get_model_version(each["name"], each["version"]).tags)
-            shown = {key: value for key, value in tags.items() if key.startswith(_TAG)}
+            shown = {key: value for key, value in each["tags"].items() if key.startswith(_TAG)}
             yield {"name": each["name"], "version": each["version"], "aliases": each["aliases"], "tags": shown}
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainer_lib.errors import TrainflowError
+from trainer_lib.trackers.names import is_measurement
 
 RUN_ID_CHARS = 16
 """A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
@@ -117,11 +118,6 @@ def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, Mapping):
             inner = {f"{name}_{key.removeprefix(f'{name}_')}": number for key, number in flat_metrics(value).items()}
             flat |= inner
-        elif isinstance(value, int | float) and not isinstance(value, bool) and not is_timing(name):
+        elif isinstance(value, int | float) and not isinstance(value, bool) and is_measurement(name):
             flat[name] = value
     return flat
-
-
-def is_timing(name: str) -> bool:
-    """Whether a metric says how long something took, and not how good it is."""
-    return name == "epoch" or name.endswith(("runtime", "_per_second"))

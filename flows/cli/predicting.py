@@ -98,7 +98,8 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, as_json: bool, de
         configs = job.workers(workers, threads)
         out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
-            display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {shown(job.model.url)}"})
+            source = job.model.registered or shown(job.model.url)
+            display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {source}"})
             manifest, was_done = predict_new_rows(
                 job,
                 workers=configs,

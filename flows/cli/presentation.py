@@ -15,9 +15,10 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from flows.cli.terminal import STYLES, readable
-from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome, is_timing
+from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
+from trainer_lib.trackers.names import is_measurement
 from trainer_lib.user_folders import state_folder
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def _metrics(result: PipelineResult) -> list[Text]:
     measured = [each.manifest["metrics"] for each in result.stages if each.manifest is not None]
     for split, values in ((name, value) for metrics in measured for name, value in metrics.items()):
         if isinstance(values, Mapping):
-            names = [name for name, value in values.items() if isinstance(value, int | float) and not is_timing(name)]
+            names = [name for name, value in values.items() if isinstance(value, int | float) and is_measurement(name)]
             text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
             lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
     return lines

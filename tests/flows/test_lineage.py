@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flows import lineage_checks
 from flows.lineage_chain import Chain, find_chain
 from flows.lineage_checks import LinkCheck, require_held, verify_chain
 from tasks.configs import TrackingConfig
@@ -129,6 +130,30 @@ def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
     assert _states(checks, "held") == list(checks), checks
     require_held(list(checks.values()))
     assert all(check.bytes > 0 for check in checks.values() if check.link != "MLflow run")
+
+
+def test_the_chain_holds_on_an_object_store_and_a_changed_byte_breaks_it(folder: Path, s3_url: str) -> None:
+    import fsspec
+
+    storage, s3 = f"{s3_url}/store", fsspec.filesystem("s3", use_listings_cache=False)
+    s3.put(f"{folder / 'store'}/", storage.removeprefix("s3://"), recursive=True)
+    run = f"{storage}/runs/{_run(folder).name}"
+    shutil.rmtree(folder / "store")
+    checks = _checked(run)
+    assert _states(checks, "not checked") == ["MLflow run"]  # its database lay beside the local storage
+    assert _states(checks, "broken") == []
+    assert len(_states(checks, "held")) == 9
+    assert find_chain(f"{storage}/hub/toy").lineage == find_chain(run).lineage
+    [weights] = s3.glob(f"{storage}/stages/train/*/model/model.safetensors")
+    s3.pipe(weights, bytes(s3.size(weights)))
+    assert _states(_checked(run), "broken") == ["train"]
+
+
+def test_a_sentence_loses_no_dots_of_a_path() -> None:
+    def look(seen: Any) -> None:
+        seen.problems.append("data/odd...: missing from odd...")
+
+    assert lineage_checks._check("train", "", look).problems == ("data/odd...: missing from odd...",)
 
 
 RUN, PUBLISHED, STAGE = "runs/*", "hub/toy/revisions/*", "stages/"

@@ -18,6 +18,7 @@ from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import DamagedError, NewerVersionError, StorageError
 from trainer_lib.locks.claim import is_claim, read_claim
+from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.readers import is_protected, withdraw_if_unread
 from trainer_lib.storage import Store
 
@@ -141,7 +142,8 @@ def list_excess(
 
     The following are never in the list, although they count towards `keep`: the newest intact checkpoint and damaged
     ones after it; the newest that training can resume from, if the newest holds only a model; those in `protect` (the
-    best); those that a process is reading or that are kept (`is_protected`).
+    best); those that are kept (`is_kept`); those that a process is reading. One that is read stays until a later
+    rotation, and no newer one goes in its place.
 
     Args:
         root: the folder of checkpoints.
@@ -159,8 +161,8 @@ def list_excess(
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
     # Oldest first.
-    free = (info for info in reversed(infos) if info.name not in spared and not is_protected(root.child(info.name)))
-    return list(itertools.islice(free, count))
+    free = (info for info in reversed(infos) if info.name not in spared and not is_kept(root.child(info.name)))
+    return [info for info in itertools.islice(free, count) if not is_protected(root.child(info.name))]
 
 
 def is_resumable(info: CheckpointInfo) -> bool:

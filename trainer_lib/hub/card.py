@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.hub.card_sections import mark_section, remove_marks
+from trainer_lib.errors import ConfigError
+from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.model_record import example_row
@@ -307,14 +308,7 @@ def _format(value: Any) -> str:
 
 def parse_card_head(readme: str) -> dict[str, Any]:
     """The YAML head of a card; empty when there is none, or it cannot be parsed."""
-    from trainer_lib.yaml_text import YamlProblem, parse_yaml
-
-    parts = readme.split("---\n", 2)
-    # A head is the first thing in the file; later rules are part of the text.
-    if len(parts) < 3 or parts[0].strip():
-        return {}
     try:
-        head = parse_yaml(parts[1])
-    except YamlProblem:
+        return split_card(readme)[0]
+    except ConfigError:
         return {}
-    return head if isinstance(head, dict) else {}

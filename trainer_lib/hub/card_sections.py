@@ -43,10 +43,10 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     new = _sections(generated)
     if present is None or not present.strip() or not new:
         return generated
-    head, text = _split(present, field=field)
+    head, text = split_card(present, field=field)
     if "trainflow" in head and not _SECTION.search(text):
         return generated
-    new_head, _ = _split(generated, field=field)
+    new_head, _ = split_card(generated, field=field)
     merged = {**head, **new_head}
     tags = [*_as_list(head.get("tags")), *_as_list(new_head.get("tags"))]
     if tags:
@@ -86,8 +86,12 @@ def _sections(card: str) -> dict[str, str]:
     return {found["name"]: found[0] for found in _SECTION.finditer(card)}
 
 
-def _split(card: str, *, field: str) -> tuple[dict[str, Any], str]:
-    """Head and text; an empty head where the card has none."""
+def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], str]:
+    """Return head and text of a card; the head is the first thing in the file, and empty where there is none.
+
+    Raises:
+        ConfigError: the head is not YAML.
+    """
     from trainer_lib.yaml_text import YamlProblem, parse_yaml
 
     parts = card.replace("\r\n", "\n").split("---\n", 2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_lib.commit import Commit, read_commit, verify_files, withdraw_folder, write_commit
+from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
 from trainer_lib.hub.card_sections import choose_card, insert_section
@@ -55,6 +55,16 @@ class FolderHub:
     def newest(self) -> Revision | None:
         """The newest revision whose files are all intact; None without one."""
         return next((one for one in self.revisions() if not verify_files(one.store, one.commit)), None)
+
+    def newest_name(self) -> str | None:
+        """The name of the newest revision, also where its commit file or its files are damaged; None without one."""
+        for name in sorted(self._list_names(), key=_parse_number, reverse=True):
+            if not self._root.child(REVISIONS, name).exists(COMMIT):
+                continue  # a publisher was killed, or is at work
+            found = self._read_revision(name)
+            if found is None or found.branch == self.branch:
+                return name
+        return None
 
     def holds(self, revision: str, digest: str) -> bool:
         """Whether the revision exists, is intact and has this content digest."""
@@ -136,7 +146,7 @@ class FolderHub:
     def _remove_leftovers(self) -> None:
         for name in self._list_names():
             store = self._root.child(REVISIONS, name)
-            if not store.exists("COMMIT.json"):
+            if not store.exists(COMMIT):
                 withdraw_folder(store)
 
 

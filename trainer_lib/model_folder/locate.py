@@ -46,6 +46,7 @@ class FoundModel:
         checkpoint: name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
         is_run: whether the address is a run of a storage, whose committed train stage has this model: its code is what
             that run executed. A published folder never is, whatever files it holds.
+        registered: the address in MLflow of which `url` is a copy that goes with this process.
     """
 
     description: ModelDescription
@@ -55,6 +56,7 @@ class FoundModel:
     data: Store
     checkpoint: str | None = None
     is_run: bool = False
+    registered: str | None = None
 
     @property
     def checkpoints(self) -> Store:
@@ -120,11 +122,14 @@ def require_trust(found: FoundModel, trust: bool | str) -> None:
             )
     elif not trust and not found.is_run:
         files = ", ".join(entry.path for entry in found.description.code[:4])
+        # The copy of a model of MLflow is removed when this process ends.
+        place = found.code.url
+        if found.registered is not None:
+            place = f"it (mlflow artifacts download --artifact-uri {found.registered})"
         raise ConfigError(
             f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted.",
             field="trust_code",
-            value=False,
-            remedy=f'Read {found.code.url}, then pass trust_code="{digest}".',
+            remedy=f'Read {place}, then pass trust_code="{digest}"; to trainflow predict, --trust {digest}.',
         )
 
 
@@ -140,7 +145,7 @@ def find_model(address: str) -> FoundModel:
         target = parse_target(address, field=FIELD)
         return _read_published(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
     if address.startswith("models:/"):
-        return _read(Store.open(download_model(address)), address)
+        return replace(_read(Store.open(download_model(address)), address), registered=address)
     store = Store.open(address, field=FIELD)
     if store.exists(FILE):
         found = _read(store, address)

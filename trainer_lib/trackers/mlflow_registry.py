@@ -2,8 +2,8 @@
 
 A version is created in one request with its tags and its description, and is found again by the digest of its model: a
 process that dies in between leaves a whole version or none. Aliases are set after it. The version that was champion
-before is a tag of the one that is. Thousands of numbers would bury the other tags on MLflow's page, so the metric on each
-resample is an artifact of the version's run.
+before is a tag of the one that is. The metric on each resample is an artifact of the version's run: a thousand numbers
+in a tag would bury the others on MLflow's page.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def find_alias(client: Any, name: str, alias: str) -> str | None:
 
 
 def list_versions(client: Any) -> Iterator[dict[str, Any]]:
-    """Every version of every registered model: name, version, aliases, description, score, verdict, run."""
+    """Every version of every registered model: name, version, aliases, description, score, verdict, tags, run."""
     for model in client.search_registered_models(max_results=1000):
         aliases: dict[str, list[str]] = {}
         for alias, version in (model.aliases or {}).items():
@@ -230,6 +230,7 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
                 "description": each.description or "",
                 "score": shown,
                 "verdict": json.loads(verdict) if verdict else None,
+                "tags": {key: value for key, value in each.tags.items() if key not in (SCORE_TAG, VERDICT_TAG)},
                 "run_id": each.run_id,
                 "digest": each.tags.get(DIGEST_TAG),
             }

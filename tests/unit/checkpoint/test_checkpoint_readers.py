@@ -92,6 +92,16 @@ def test_a_flipped_bit_in_the_newest_does_not_cost_the_newest_good_one(tmp_path:
     assert found.step == 2
 
 
+def test_one_that_is_read_stays_and_costs_no_newer_one(tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    for step in (1, 2, 3, 4):
+        save_untrained(root, step)
+    with protect_from_removal(root.child("checkpoint-1")):
+        assert rotate_checkpoints(root, keep=3, protect=()) == []
+        assert steps(root) == [4, 3, 2, 1]
+    assert rotate_checkpoints(root, keep=3, protect=()) == ["checkpoint-1"]
+
+
 def test_one_just_written_is_known_by_its_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Store.open(tmp_path)
     for step in (1, 2):

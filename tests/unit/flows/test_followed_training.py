@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flows import followed_training as module
+from flows import following
 from flows.followed_training import Training, Watch
 from flows.heartbeat import PAUSE_S
 from flows.past_runs import read_run
@@ -50,7 +53,9 @@ def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp
         path.unlink()
     # Its workers may still save the step that they are at.
     sign(tmp_path, "a", GONE, seconds_ago=1)
-    assert state(tmp_path) is None
+    watch = Watch(training(tmp_path))
+    assert watch.look() is None
+    assert watch.is_settling  # `--once` says so, and not that the training goes on
     sign(tmp_path, "a", GONE, seconds_ago=module.SETTLE_S + 1)
     ending = Watch(training(tmp_path)).look()
     assert ending is not None
@@ -58,6 +63,38 @@ def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp
         "died",
         True,
     )
+
+
+def test_a_follower_gives_a_training_that_failed_before_the_time_to_be_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, "a", "FAILED", failed="train")
+    looks: list[str] = []
+
+    def find(plan: Any) -> Training:
+        looks.append("again")
+        if len(looks) == 2:  # the command that was started beside the follower has come so far
+            shutil.rmtree(tmp_path / "runs" / "a")
+            record(tmp_path, "a", "RUNNING")
+            sign(tmp_path, "a", HERE)
+        return training(tmp_path)
+
+    monkeypatch.setattr(following, "find_training", find)
+    lines: list[str] = []
+    listener: Any = SimpleNamespace(say=lines.append)
+    plan: Any = None
+    found = following._await_restart(plan, training(tmp_path), listener, every_s=0.001)
+    assert Watch(found).look() is None
+    assert len(looks) == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("The training failed")
+    # Nobody takes it up: it has ended.
+    shutil.rmtree(tmp_path / "runs" / "a")
+    record(tmp_path, "a", "FAILED", failed="train")
+    monkeypatch.setattr(following, "RESTART_S", 0.01)
+    found = following._await_restart(plan, training(tmp_path), listener, every_s=0.001)
+    assert state(tmp_path) == "failed"
+    assert found.run.id == "a"
 
 
 def test_a_committed_training_has_ended_although_later_stages_go_on(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_a_damaged_newest_revision_is_passed_over_and_published_anew(tmp_path: P
     newest = hub.newest()
     assert newest is not None
     assert newest.commit.content_digest == old.digest
+    assert hub.newest_name() == done.revision  # `trainflow verify` must see the damage
     assert not hub.holds(done.revision, new.digest)
     again = publish(target, new, message="new")
     assert again.created
@@ -72,6 +73,9 @@ def test_branches_have_their_own_newest(tmp_path: Path, target: str) -> None:
     assert publish(target, content, message="on next", revision="next").created
     assert not publish(target, content, message="on next", revision="next").created
     assert [one.branch for one in FolderHub(target, branch="next").revisions()] == ["next"]
+    # The newest of main, although the other branch's has a higher number; what a killed publisher left is none.
+    (Path(target) / "revisions" / "00009-0123456789abcdef").mkdir()
+    assert str(FolderHub(target).newest_name()).startswith("00001-")
 
 
 def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target: str) -> None:
