@@ -81,7 +81,7 @@ class _Timed:
 
         with self._clock.request(), _typed(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
             uri = self._client.get_run(run_id).info.artifact_uri
-            artifacts = get_artifact_repository(uri, tracking_uri=self._client.tracking_uri)
+            artifacts: Any = get_artifact_repository(uri, tracking_uri=self._client.tracking_uri)
             with artifacts.thread_pool:
                 return Path(artifacts.download_artifacts(path, folder)).read_bytes()
 

@@ -176,7 +176,7 @@ def bad_request(message: str) -> Exception:
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import BAD_REQUEST
 
-    return MlflowException(message, error_code=BAD_REQUEST)  # type: ignore[no-any-return]
+    return MlflowException(message, error_code=BAD_REQUEST)
 
 
 def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], run_id: str, model_id: str) -> None:
