@@ -6,7 +6,6 @@ Nothing is sent twice by mlflow itself (no retries): after an answer that did no
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
@@ -18,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.errors import first_line
+from trainer_lib.trackers.database_lock import lock_database
 from trainer_lib.trackers.shipper import Clock
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def connect(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
-    with _database_set_up(tracking_uri), _few_tries() if is_database else contextlib.nullcontext():
+    with lock_database(tracking_uri), _few_tries() if is_database else contextlib.nullcontext():
         return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
 
 
@@ -162,20 +162,6 @@ def _few_tries() -> Iterator[None]:
             yield
         finally:
             databases.MAX_RETRY_COUNT = before
-
-
-@contextlib.contextmanager
-def _database_set_up(tracking_uri: str) -> Iterator[None]:
-    """Lock a sqlite database: two processes that find no tables would both create them."""
-    scheme, _, path = tracking_uri.partition(":///")
-    if scheme != "sqlite" or not path:
-        yield
-        return
-    database = Path(path)
-    database.parent.mkdir(parents=True, exist_ok=True)
-    with (database.parent / f".{database.name}.lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs
