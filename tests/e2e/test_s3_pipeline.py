@@ -1,4 +1,4 @@
-"""The whole chain on an object store: run, found again, killed and continued; and no credential left anywhere."""
+"""The whole chain on an object store: run, found again, killed and resumed elsewhere; and no credential left anywhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def committed_steps(storage: str) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_the_chain_on_s3_runs_is_cached_and_continues_after_kill_9(
+def test_the_chain_on_s3_runs_is_cached_and_resumes_elsewhere_after_kill_9(
     s3_url: str, env: dict[str, str], tmp_path: Path
 ) -> None:
     spec = toy.project(tmp_path / "project", recipe=RECIPE)
@@ -69,7 +69,11 @@ def test_the_chain_on_s3_runs_is_cached_and_continues_after_kill_9(
         assert command.stop(signal.SIGKILL) == -signal.SIGKILL, "it was still running"
         assert psutil.wait_procs(family, timeout=60)[1] == [], "the workers end by themselves"
 
-    continued = told(trainflow("run", spec, f"storage={killed}", *TRAINING, "--json", env=env))
+    # Another machine: the project is not there, only the storage.
+    spec.parent.rename(tmp_path / "left behind")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    continued = told(trainflow("resume", "--storage", killed, "--json", cwd=elsewhere, env=env))
+    (tmp_path / "left behind").rename(spec.parent)
     assert statuses(continued) == ["cached", "ran", "skipped", "skipped", "skipped"]
     assert continued["train"]["manifest"]["meta"]["resumed_from"] in committed_steps(killed)
 
