@@ -160,7 +160,9 @@ def run_pipeline(
     if ending.interrupt is not None:
         raise ending.interrupt
     # Three things come back: the result, the error that a Cancelled or Failed state holds, or a bug's exception.
-    ended: Any = state.result(raise_on_failure=False)
+    # Inside of a running event loop, as in a notebook, Prefect would give a coroutine instead.
+    read: Any = state.result
+    ended: Any = read(raise_on_failure=False, _sync=True)
     if isinstance(ended, TrainflowError) and isinstance(ended.partial_result, PipelineResult):
         return ended.partial_result
     if isinstance(ended, BaseException):

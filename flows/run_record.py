@@ -34,6 +34,7 @@ from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.run_tracking import RunTracking
 from flows.stages import all_stages
+from flows.training_history import read_training_history
 from tasks import tracking
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
 from tasks.stage.gates import judge
@@ -46,8 +47,6 @@ from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
-
-_HISTORY_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -255,12 +254,8 @@ class RunRecord:
             if outcome.manifest is None:
                 continue
             try:
-                store = Store.open(outcome.manifest["url"])
-                data = store.read_if_exists("history.json", limit=_HISTORY_BYTES)
-                # Of the steps that no log covers: all of them, where `logging_steps` is larger than the training.
-                losses = store.read_if_exists("losses.json", limit=_HISTORY_BYTES)
-                if data:
-                    return [*json.loads(data), *json.loads(losses or b"[]")]
+                if history := read_training_history(Store.open(outcome.manifest["url"])):
+                    return history
             except (ValueError, StorageError):
                 continue
         return []

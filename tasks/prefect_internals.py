@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 _once: tuple[Any, Any] | None = None
@@ -84,8 +85,10 @@ def send_queued(timeout_s: float) -> None:
 
     # Prefect logs at WARNING that it is draining the queue.
     logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
-    EventsWorker.drain_all(timeout=timeout_s)
-    APILogWorker.drain_all(timeout=timeout_s)
+    # In a thread of its own: beside a running event loop, as in a notebook, both would return a coroutine and not wait.
+    with ThreadPoolExecutor(1, "trainflow-send") as thread:
+        for worker in (EventsWorker, APILogWorker):
+            thread.submit(worker.drain_all, timeout=timeout_s).result()
 
 
 def api_log_handlers() -> list[logging.Handler]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -37,19 +37,8 @@ def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list
     return [*lines, Text()]
 
 
-def effective_arguments(plan: Plan) -> dict[str, Any]:
-    """The training arguments as plain values: those that differ from the defaults first."""
-    from trainer_lib.arguments import TrainingArguments
-
-    args = plan.stages["train"].arguments
-    if args is None:
-        return {}
-    values, defaults = args.to_dict(), TrainingArguments().to_dict()
-    differ = {name: value for name, value in values.items() if value != defaults.get(name)}
-    return {**differ, **values}
-
-
 def _arguments(plan: Plan) -> list[Text]:
+    from flows.planning import effective_arguments
     from trainer_lib.arguments import TrainingArguments
 
     values, defaults = effective_arguments(plan), TrainingArguments().to_dict()

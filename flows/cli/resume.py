@@ -17,7 +17,6 @@ from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from flows.past_runs import PastRun
-    from flows.plan import Plan
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
 
@@ -43,9 +42,7 @@ def resume(
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
     quiet_environment()
-    from flows.plan import Plan
-    from flows.recorded_spec import read_recorded_spec
-    from flows.still_forced import find_still_forced
+    from flows.resumption import prepare_resumption
 
     out = terminal.console(stderr=as_json)
 
@@ -53,11 +50,8 @@ def resume(
         out.print(line, markup=False, highlight=False)
 
     past = _choose(place := storage or _storage_here(), run, say)
-    spec = read_recorded_spec(place, past, say)
-    plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.first_started)
-    plan.require_committed()
-    _require_sources(plan)
-    _say_changes(past, plan, say)
+    ready = prepare_resumption(place, past, say)
+    spec = ready.spec
     named = [*([run] if run else []), *(["--storage", storage] if storage else [])]
     execute(
         spec,
@@ -66,19 +60,8 @@ def resume(
         place=["--storage", spec.storage],
         debug=debug,
         as_json=as_json,
-        only=past.only,
-        start=past.start,
-        force=find_still_forced(past, plan),
-        from_run=past.from_run,
+        **ready.choice,
     )
-
-
-def _say_changes(past: PastRun, plan: Plan, say: Callable[[str], object]) -> None:
-    from flows.past_runs import describe_changes
-    from tasks.stage.manifest import summary
-
-    if changed := describe_changes(plan.spec.storage, past, plan.early_keys):
-        say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
 
 
 def _storage_here() -> str:
@@ -95,6 +78,7 @@ def _storage_here() -> str:
 
 def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
     from flows.past_runs import find_run, newest_unfinished
+    from flows.resumption import require_unfinished
     from flows.run_status import find_statuses
 
     if run is not None:
@@ -104,20 +88,7 @@ def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> Past
     if run is None:
         return newest_unfinished(storage, at_work=at_work)
     past = find_run(storage, run, field="RUN")
-    if past.id in at_work:
-        raise ConfigError(
-            f"This run is at work: {at_work[past.id].where}.",
-            field="RUN",
-            value=run,
-            remedy="Wait for it, or stop it; trainflow status shows its process.",
-        )
-    if past.is_finished:
-        raise ConfigError(
-            "This run has finished: nothing of it is left to do.",
-            field="RUN",
-            value=run,
-            remedy="To begin in its middle: trainflow run SPEC --from-run ID --from STAGE.",
-        )
+    require_unfinished(past, at_work.get(past.id), named=run)
     return past
 
 
@@ -136,17 +107,4 @@ def _refuse_other_words(run: str) -> None:
             field="RUN",
             value=run,
             remedy=f"A spec goes on by the command that started it: trainflow run {run}.",
-        )
-
-
-def _require_sources(plan: Plan) -> None:
-    """Raises ConfigError where data has to be prepared from sources that are not on this machine."""
-    assumed = plan.context.resolver.assumed_sources
-    reason = plan.reasons["prepare-data"]
-    if assumed and not reason.hit and plan.is_wanted("prepare-data"):
-        raise ConfigError(
-            f"prepare-data has to run ({reason.reason}), and its sources are not on this machine.",
-            field="prepare.sources",
-            value=", ".join(assumed),
-            remedy="Copy them to the same place on this machine, or resume where they are.",
         )

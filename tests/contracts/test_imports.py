@@ -19,6 +19,7 @@ VENDORS = {"huggingface_hub", "numpy", "pyarrow"}
 #: Packages, with every module below them.
 PACKAGES = {
     "flows": HEAVY,
+    "trainflow": HEAVY,
     "tasks": HEAVY,
     "trainer_lib.arguments": HEAVY | ENGINES | VENDORS,
     "trainer_lib.launch": HEAVY | ENGINES | VENDORS,
@@ -40,6 +41,7 @@ MODULES = {
     "trainer_lib.hub.transport": HEAVY | ENGINES | VENDORS,
     "flows.cli.main": HEAVY | ENGINES,
     "flows.results": HEAVY | ENGINES,
+    "trainflow": HEAVY | ENGINES | VENDORS,
     "flows.spec.spec": HEAVY | ENGINES,
     "tasks.configs": HEAVY | ENGINES,
     "tasks.push_to_hub": HEAVY | {"mlflow", "huggingface_hub"},

@@ -31,7 +31,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(root|home|Users|work)/\w")
-OURS = ("flows", "tasks", "trainer_lib", "examples", "benchmarks")
+OURS = ("trainflow", "flows", "tasks", "trainer_lib", "examples", "benchmarks")
 
 
 def _dotted(node: ast.expr) -> str:
@@ -117,7 +117,7 @@ ROOMS_OF_VERBS = {"tasks", "trainer_lib/worker"}
 
 def _repeated() -> set[str]:
     rooms: dict[str, set[str]] = {}
-    for path in sources("flows", "tasks", "trainer_lib"):
+    for path in sources():
         rooms.setdefault(path.stem, set()).add(relative(path.parent))
     return {name for name, found in rooms.items() if len(found) > 1 and found != ROOMS_OF_VERBS} - REPEATED_FREELY
 

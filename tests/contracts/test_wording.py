@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.repository import ROOT, relative, sources, tree
 
-FOLDERS = ("flows", "tasks", "trainer_lib", "tests/support", "examples", "benchmarks")
+FOLDERS = ("trainflow", "flows", "tasks", "trainer_lib", "tests/support", "examples", "benchmarks")
 WORDS = re.compile(
     r"\b(nobody|whoever|anew|begun|of theirs|told|said|hears?|heard|whom)\b|(?<!there )\bis no\b(?! longer| more\b)",
     re.IGNORECASE,
@@ -137,7 +137,7 @@ def _imports(module: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_no_private_module_is_imported_from_another_package() -> None:
     found = []
-    for path in sources("flows", "tasks", "trainer_lib"):
+    for path in sources():
         for line, name in _imports(tree(path)):
             package, _, module = name.rpartition(".")
             private = module.startswith("_") and not module.startswith("__") and _file(package, module).exists()

@@ -1,4 +1,4 @@
-"""The whole chain on an object store: run, found again, killed and resumed elsewhere; and no credential left anywhere."""
+"""The whole chain on an object store: run, found again, killed, resumed elsewhere; no credential is left anywhere."""
 
 from __future__ import annotations
 

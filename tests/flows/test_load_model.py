@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.hub_server import HubServer
+from tests.support.model_folders import remove_fetched_code
 from tests.support.repository import ROOT
 from tests.support.runs import broken
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
-from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder.description import FILE, read_description
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -32,8 +32,7 @@ ROWS = [{"x": [-0.5]}, {"x": [0.25]}, {"x": [1.0]}]
 def _code_is_removed() -> Iterator[None]:
     """Remove the private copies of code now; a process does it when it ends."""
     yield
-    while loaded_models._FETCHED:
-        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
+    remove_fetched_code()
 
 
 def _only(folder: Path) -> Path:

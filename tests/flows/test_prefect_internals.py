@@ -40,7 +40,7 @@ def private_names(path: Path) -> Iterator[str]:
 
 
 def test_undocumented_names_of_prefect_stand_in_one_file() -> None:
-    found = {relative(path) for path in sources("flows", "tasks", "trainer_lib") if any(private_names(path))}
+    found = {relative(path) for path in sources() if any(private_names(path))}
     assert found == {HOME}
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from flows import pipeline as _pipeline
-from flows.cli.resume import _choose, _require_sources
+from flows.cli.resume import _choose
 from flows.past_runs import PastRun, describe_changes, list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan
 from flows.prefect_runs import OwnFlowRun, own_flow_run
 from flows.recorded_spec import read_recorded_spec
+from flows.resumption import require_sources
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.still_forced import find_still_forced
 from tests.support import toy
@@ -141,7 +142,7 @@ def test_a_source_that_is_not_here_counts_as_it_was_and_is_needed_only_to_prepar
     past, spec, _ = recorded(folder)
     plan = Plan.of(spec)
     assert all(reason.hit for reason in plan.reasons.values())
-    _require_sources(plan)
+    require_sources(plan)
     Store.open(folder / "store").child("stages").delete_tree("prepare-data")
     with pytest.raises(ConfigError, match="does not exist") as unknown:
         read_recorded_spec(str(folder / "store"), past, print)

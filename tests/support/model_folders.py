@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
 from tests.support.toy import RECIPE
+from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder.description import FILE, ModelDescription
 from trainer_lib.storage import FileEntry
 
@@ -35,3 +37,9 @@ def publish_line(folder: Path, *, slope: float = 2.0, recipe: str = RECIPE) -> s
     )
     (folder / FILE).write_bytes(description.to_json())
     return description.code_digest
+
+
+def remove_fetched_code() -> None:
+    """Remove the private copies of models' code now; a process does it when it ends."""
+    while loaded_models._FETCHED:
+        shutil.rmtree(loaded_models._FETCHED.popitem()[1])

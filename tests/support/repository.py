@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-HOUSES = ("flows", "tasks", "trainer_lib")
+HOUSES = ("trainflow", "flows", "tasks", "trainer_lib")
 
 
 def sources(*folders: str) -> Iterator[Path]:

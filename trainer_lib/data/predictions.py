@@ -1,4 +1,4 @@
-"""Writes predictions as Parquet files of fixed row ranges, each exactly once, whatever crashes in between.
+"""Predictions as Parquet files of fixed row ranges, each written exactly once, whatever crashes in between.
 
 ``predictions/<split>/part-00007.parquet`` always holds rows [7n, 8n) and is written as a whole. A repeated run keeps
 finished parts (`trainer_lib.data.parts`). Processes pull parts, so their number may change between the runs.
@@ -60,6 +60,22 @@ class PredictionWriter:
         ids = pa.array(row_ids, type=pa.int64())
         table = build_table(ids, columns, rows=stop - start, of=f"split '{self._split}'")
         return self.files.write(part, to_parquet(table), {})
+
+
+def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
+    """The rows of Parquet files, in the order of the files.
+
+    Raises:
+        StorageError: a file cannot be read. DataError: it is not a Parquet file.
+    """
+    tables = []
+    for path in paths:
+        with store.open_read(path) as stream:
+            try:
+                tables.append(pq.read_table(stream))
+            except pa.ArrowInvalid as error:
+                raise DataError("This is not a Parquet file.", field="predictions", value=path) from error
+    return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
 
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:

@@ -75,7 +75,16 @@ def test_the_dockerfile_copies_what_the_package_needs_and_installs_it() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     steps = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.startswith("#")]
     copied = {word for line in steps if line.startswith("COPY ") and "--" not in line for word in line.split()[1:-1]}
-    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "flows", "tasks", "trainer_lib"} <= copied
+    assert {
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+        "trainflow",
+        "flows",
+        "tasks",
+        "trainer_lib",
+    } <= copied
     assert all((ROOT / name).exists() for name in copied)
     [install] = [line.removeprefix("RUN ") for line in steps if line.startswith("RUN pip")]
     assert shlex.split(install)[-2:] == ["constraints.txt", ".[s3]"]

@@ -1,0 +1,24 @@
+"""What a training logged, read from the folder of its stage."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainer_lib.storage import Store
+
+_LIMIT = 256 << 20
+
+
+def read_training_history(stage: Store) -> list[dict[str, Any]]:
+    """The trainer's log, one mapping for each entry with its `step`; empty where the stage left none.
+
+    Raises:
+        StorageError: the storage cannot be read. ValueError: the file is torn.
+    """
+    data = stage.read_if_exists("history.json", limit=_LIMIT)
+    if not data:
+        return []
+    # Of the steps that no log covers: all of them, where `logging_steps` is larger than the training.
+    losses = stage.read_if_exists("losses.json", limit=_LIMIT)
+    return [*json.loads(data), *json.loads(losses or b"[]")]

@@ -1,0 +1,99 @@
+"""`import trainflow`: specs, runs and models as objects, over a storage that has one finished run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainflow
+from tests.support.model_folders import remove_fetched_code
+from tests.support.runs import IN_PROCESS, broken
+from trainer_lib.errors import CodeError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _code_is_removed() -> Iterator[None]:
+    yield
+    remove_fetched_code()
+
+
+def loaded(folder: Path, *overrides: str) -> trainflow.Spec:
+    return trainflow.Spec.load(folder / "pipeline.yaml", *IN_PROCESS, "tracking.enabled=true", *overrides)
+
+
+def test_a_finished_run_is_found_and_read(folder: Path) -> None:
+    spec = loaded(folder)
+    assert spec.why()["hit"].all()
+    [run] = trainflow.runs(spec.storage)
+    assert run == trainflow.Run("last", storage=spec.storage) == trainflow.Run(run.url)
+    assert (run.status, list(run.stages["state"])) == ("finished", ["ran"] * 5)
+    assert run.stages["committed"].notna().all()
+
+    error = run.metrics["value"]["test_error"]
+    assert error > 0
+    assert list(run.history["loss"].dropna().index) == [2, 4, 6, 8]
+    assert list(run.predictions()["row_id"]) == list(range(16))
+    model = run.load_model()
+    assert float(model.predict([{"x": [0.5]}])["prediction"][0][0]) == pytest.approx(_line(model.model))
+    trained = run.details().stage("train")
+    assert trained is not None
+    assert (link := run.lineage.lineage.stage("train")) is not None
+    assert link.key == trained.key
+    assert run.mlflow_run_id
+
+    assert trainflow.runs(spec.storage).table["test_error"].to_dict() == {run.id: error}
+    assert "sandbox" in (run._repr_html_() or "")
+    assert repr(run) == f"Run('{run.id}', name='{run.name}', status='finished')"
+
+
+def _line(model: Any) -> float:
+    return 0.5 * model.linear.weight.item() + model.linear.bias.item()
+
+
+def test_a_spec_runs_goes_on_and_begins_in_the_middle(folder: Path, prefect_server: str) -> None:
+    assert loaded(folder).run().stages["state"].eq("ran").all(), "as it was recorded: nothing ran again"
+
+    broken(folder, 'return {"error"', 'raise ValueError("not today")\n    return {"error"')
+    with pytest.raises(CodeError, match="not today"):
+        loaded(folder).run(progress=False)
+    [failed, _] = trainflow.runs(loaded(folder).storage)
+    assert failed.status == "failed"
+    broken(folder, 'raise ValueError("not today")\n', "")
+    mended = failed.resume(progress=False)
+    assert mended.status == "finished"
+    with pytest.raises(ConfigError, match="has finished"):
+        mended.resume()
+    again = mended.resume("predict", progress=False)
+    assert list(again.predictions()["row_id"]) == list(mended.predictions()["row_id"])
+
+
+def test_a_run_inside_of_an_event_loop(folder: Path, prefect_server: str) -> None:
+    async def cell() -> trainflow.Run:
+        return loaded(folder, "predict.rows_per_file=5").run(progress=False)
+
+    assert asyncio.run(cell()).status == "finished"
+
+
+def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = loaded(folder)
+    with pytest.raises(ConfigError, match="learning_rat"):
+        loaded(folder, "train.args.learning_rat=1")
+    with pytest.raises(ConfigError, match="No run with this id"):
+        trainflow.Run("beef", storage=spec.storage)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="No storage was named"):
+        trainflow.runs()
+    with pytest.raises(ConfigError) as refused:
+        spec.run(start="evalute")
+    assert "evaluate" in str(refused.value)
+    assert trainflow.runs(str(tmp_path / "empty")).table.empty
+
+
+def test_the_plan_is_that_of_the_command(folder: Path) -> None:
+    planned = loaded(folder).plan()
+    assert (planned["ok"], planned["length"]["steps"]) == (True, 8)
+    assert [stage["hit"] for stage in planned["stages"]] == [True] * 5

@@ -1,0 +1,44 @@
+"""trainflow from Python: the commands of the terminal as objects. Importing it imports neither Prefect nor torch.
+
+    import trainflow
+
+    spec = trainflow.Spec.load("pipeline.yaml", "train.args.learning_rate=1e-3")
+    run = spec.run()
+    run.metrics
+    run.load_model().predict([{"image": image}])
+
+The stages to build flows of one's own from are in `tasks`, the Trainer is in `trainer_lib`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer_lib.errors import TrainflowError
+    from trainer_lib.model_folder.loaded import load_model
+    from trainflow.run import Run, Runs, runs
+    from trainflow.specification import Spec
+
+# Written out, because looking into a module would import it.
+_NAMES = {
+    "Run": "trainflow.run",
+    "Runs": "trainflow.run",
+    "Spec": "trainflow.specification",
+    "TrainflowError": "trainer_lib.errors",
+    "load_model": "trainer_lib.model_folder.loaded",
+    "runs": "trainflow.run",
+}
+
+__all__ = ["Run", "Runs", "Spec", "TrainflowError", "load_model", "runs"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})

@@ -1,0 +1,44 @@
+"""A pipeline run inside of the caller's process: a script, a notebook, a test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flows.results import PipelineResult
+from flows.server.api import prefect_api, quiet_environment
+from flows.spec.spec import PipelineSpec
+from trainer_lib.storage import Store
+
+
+def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineResult:
+    """Run a pipeline.
+
+    Args:
+        progress: show how it goes: drawn on a terminal and in a notebook, lines elsewhere.
+        choice: which stages, as `flows.pipeline.run_pipeline` takes them.
+
+    Raises:
+        TrainflowError: a stage failed; the run so far is recorded, and the same call goes on with it.
+    """
+    Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
+    quiet_environment()
+    with prefect_api():
+        from flows.pipeline import run_pipeline
+
+        with _shown(progress):
+            result = run_pipeline(spec, **choice)
+    result.raise_for_error()
+    return result
+
+
+@contextlib.contextmanager
+def _shown(progress: bool) -> Iterator[None]:
+    from flows.cli import terminal
+    from tasks.stage.progress import subscribe
+
+    out = terminal.console()
+    out.quiet = not progress
+    with terminal.progress(out) as display, terminal.logs(display, debug=False), subscribe(display):
+        yield

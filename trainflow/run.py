@@ -1,0 +1,312 @@
+"""A recorded run as an object: how it is, what it measured, what it predicted, its model; and the list of them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, overload
+
+from typing_extensions import override
+
+from flows.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take_result
+from flows.results import RUN_ID_CHARS, PipelineResult
+from flows.run_details import RunDetails, read_details
+from flows.run_status import read_status
+from flows.spec.spec import storage_of
+from flows.stages import require_stage
+from flows.training_history import read_training_history
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.storage import Store
+from trainflow.in_this_process import run_here
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from flows.lineage_chain import Chain
+    from tasks.stage.manifest import StageManifest
+    from trainer_lib.model_folder.loaded import LoadedModel
+
+_REPORT = "report.html"
+_REPORT_BYTES = 64 << 20
+_FRAME_PX = 700
+
+
+class Run:
+    """One recorded run. What it says is read from the storage when it is asked for, and of a run at work changes.
+
+    Args:
+        name: its id or the beginning of it, its name, a tag, the id of its MLflow run, ``last``, or its folder:
+            ``<storage>/runs/<id>``.
+        storage: the folder or URL below which it was recorded; None: that of ``pipeline.yaml`` in the working
+            directory, else ``.trainflow`` there.
+
+    Raises:
+        ConfigError: no such run, or several; or no storage was named and the working directory has none.
+        StorageError: the storage cannot be read.
+    """
+
+    def __init__(self, name: str, *, storage: str | None = None) -> None:
+        if storage is None and f"/{RUNS}/" in name:
+            storage, _, name = name.rstrip("/").rpartition(f"/{RUNS}/")
+        self.storage = storage or _storage_here()
+        self.id = find_run(self.storage, name, field="run").id
+
+    @classmethod
+    def of(cls, result: PipelineResult) -> Run:
+        """The run that a result belongs to."""
+        return cls(result.pipeline_key[:RUN_ID_CHARS], storage=result.storage)
+
+    # -- how it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Its name in Prefect and MLflow: the pipeline's, short settings, a counter."""
+        recorded = self._recorded
+        return recorded.run_name or recorded.name
+
+    @property
+    def status(self) -> str:
+        """How it is: running, suspended, silent, finished, failed, stopped or died."""
+        return read_status(self.storage, self._recorded).state
+
+    @property
+    def url(self) -> str:
+        """Its folder."""
+        return run_folder(self.storage, self.id).url
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        """The id of its MLflow run; None: it has none, or its server has not given it one yet."""
+        return self._recorded.mlflow_run_id
+
+    @property
+    def stages(self) -> pd.DataFrame:
+        """Its stages by name: columns state, seconds, reason, committed, rows, url."""
+        import pandas as pd
+
+        names = ["state", "seconds", "reason", "committed", "rows", "url"]
+        rows = [[getattr(stage, name) for name in names] for stage in self.details().stages]
+        index = pd.Index([stage.stage for stage in self.details().stages], name="stage")
+        return pd.DataFrame(rows, index=index, columns=names)
+
+    def details(self) -> RunDetails:
+        """Everything that is recorded: spec, arguments, code, versions, places, attempts (`trainflow show --json`)."""
+        status = read_status(self.storage, self._recorded)
+        return read_details(self.storage, status.run, is_at_work=status.is_at_work)
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """What its stages measured: by metric, the column value."""
+        import pandas as pd
+
+        found = pd.Series(self.details().metrics, dtype="float64", name="value").rename_axis("metric")
+        return found.to_frame()
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """What the training logged: a row for each optimizer step with a log, a column for each name.
+
+        Raises:
+            DamagedError: the log is torn. StorageError: the storage cannot be read.
+        """
+        import pandas as pd
+
+        stage = self.details().stage("train")
+        if stage is None or stage.url is None:
+            return pd.DataFrame(index=pd.Index([], name="step", dtype="int64"))
+        try:
+            entries = read_training_history(Store.open(stage.url))
+        except ValueError as error:
+            raise DamagedError("The log of the training is torn.", field="history", value=stage.url) from error
+        table = pd.DataFrame(entries)
+        # Several entries may have one step: its loss, and its evaluation.
+        return table.groupby("step").first() if len(table) else table
+
+    def predictions(self) -> pd.DataFrame:
+        """What it predicted, a row for each row of the split, with its id.
+
+        Raises:
+            ConfigError: it has no committed predictions. StorageError: they cannot be read.
+        """
+        from trainer_lib.data.predictions import read_predictions
+
+        found = self._result("predict")
+        paths = sorted(entry.path for entry in found.files if entry.path.endswith(".parquet"))
+        table: pd.DataFrame = read_predictions(found.store(), paths).to_pandas()
+        return table
+
+    def load_model(self) -> LoadedModel:
+        """Its trained model, ready to predict new rows. The recipe's code is executed.
+
+        Raises:
+            ConfigError: it has no trained model. DamagedError: a file was altered.
+        """
+        from trainer_lib.model_folder.loaded import load_model
+
+        return load_model(self.url)
+
+    @property
+    def lineage(self) -> Chain:
+        """What its model was made from: sources, stages, checkpoints, MLflow run, publication.
+
+        Raises:
+            ConfigError: nothing is recorded of it. DamagedError: the record was altered.
+        """
+        from flows.lineage_chain import find_chain
+
+        return find_chain(self.url)
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def resume(self, from_stage: str | None = None, *, progress: bool = True) -> Run:
+        """Go on with it, with its own spec and overrides; what is committed is not run again.
+
+        Args:
+            from_stage: take the stages before this one from the run, whatever changed since, and begin there; None:
+                go on where it stopped.
+            progress: show how it goes.
+
+        Returns:
+            The run that went on: this one, or another one where the recipe was changed.
+
+        Raises:
+            ConfigError: it has finished, is at work, or lacks something that is not on this machine.
+            TrainflowError: a stage failed.
+        """
+        from flows.resumption import prepare_resumption, require_unfinished
+
+        past = self._recorded
+        status = read_status(self.storage, past)
+        at_work = status if status.is_at_work else None
+        first = require_stage(from_stage, "from_stage")
+        if first is None or at_work is not None:
+            require_unfinished(past, at_work, named=self.id)
+        ready = prepare_resumption(self.storage, past, print if progress else _ignore)
+        choice = ready.choice if first is None else {"start": first, "from_run": self.id}
+        return Run.of(run_here(ready.spec, progress=progress, **choice))
+
+    # -- in a notebook ------------------------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        """Its report, a whole page of HTML.
+
+        Raises:
+            ConfigError: it has none yet.
+        """
+        data = run_folder(self.storage, self.id).read_if_exists(_REPORT, limit=_REPORT_BYTES)
+        if data is None:
+            raise ConfigError("This run has no report yet.", field="run", value=self.id, remedy="Wait for its end.")
+        return data.decode()
+
+    def _repr_html_(self) -> str | None:
+        """The report, as a notebook shows it: in a frame of its own, which runs no scripts."""
+        try:
+            page = html.escape(self.report(), quote=True)
+        except ConfigError:
+            return None
+        return f'<iframe srcdoc="{page}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"Run({self.id!r}, name={self.name!r}, status={self.status!r})"
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and (self.storage, self.id) == (other.storage, other.id)
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self.storage, self.id))
+
+    @property
+    def _recorded(self) -> PastRun:
+        return find_run(self.storage, self.id, field="run")
+
+    def _result(self, stage: str) -> StageManifest:
+        found, why = take_result(self.storage, self._recorded, stage)
+        if found is None:
+            remedy = "Run its pipeline again, which makes what is missing."
+            raise ConfigError(f"There is no result of {stage}: {why}.", field="run", value=self.id, remedy=remedy)
+        return found
+
+
+class Runs(Sequence[Run]):
+    """The runs of a storage, the newest first; shown as a table."""
+
+    def __init__(self, storage: str, found: Sequence[PastRun]) -> None:
+        self._storage, self._found = storage, found
+
+    @override
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> Run | Runs:
+        if isinstance(index, slice):
+            return Runs(self._storage, self._found[index])
+        return Run(self._found[index].id, storage=self._storage)
+
+    @override
+    def __iter__(self) -> Iterator[Run]:
+        return (self[index] for index in range(len(self)))
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """A row for each run: name, status, started, seconds, and a column for each metric."""
+        import pandas as pd
+
+        rows = [
+            {
+                "name": each.run_name or each.name,
+                "status": read_status(self._storage, each).state,
+                "started": each.started,
+                "seconds": each.seconds,
+                **each.metrics,
+            }
+            for each in self._found
+        ]
+        return pd.DataFrame(rows, index=pd.Index([each.id for each in self._found], name="run"))
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html()
+
+    def __repr__(self) -> str:
+        return self.table.to_string() if self._found else f"No run is recorded in {self._storage}."
+
+
+def runs(storage: str | None = None) -> Runs:
+    """Every run that is recorded below a storage, the newest first.
+
+    Args:
+        storage: a folder or URL; None: as for `Run`.
+
+    Raises:
+        ConfigError: no storage was named, and the working directory has none. StorageError: it cannot be read.
+    """
+    place = storage or _storage_here()
+    return Runs(place, list_runs(place))
+
+
+def _storage_here() -> str:
+    if Path("pipeline.yaml").is_file():
+        return storage_of("pipeline.yaml")
+    if Path(".trainflow").is_dir():
+        return ".trainflow"
+    raise ConfigError(
+        "No storage was named, and the working directory has neither pipeline.yaml nor .trainflow.",
+        field="storage",
+        remedy='Name it: storage="…", a folder or a URL.',
+    )
+
+
+def _ignore(_: str) -> None:
+    """Show nothing."""
