@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prefect import flow
 from prefect.serializers import JSONSerializer
 
+from examples.own_flow.flow import count_rows, own_flow
 from flows.spec.spec import load_spec
 from tasks.configs import TrainConfig
-from tasks.evaluate import evaluate
 from tasks.prepare_data import prepare_data
 from tasks.stage import manifest as _manifests
-from tasks.stage.facts import PrepareFacts, StageFacts, TrainFacts
-from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage, stage_key
-from tasks.stage.task import stage_task
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.runner import StageContext, StageManifest
 from tasks.train import train
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
@@ -25,44 +21,15 @@ from trainer_lib.requests import PreparedSplit
 from trainer_lib.storage import FileEntry
 
 
-@dataclass(frozen=True)
-class RowFacts(StageFacts, stage="count-rows"):
-    """What the stage below states about its result."""
-
-    largest: str
-
-
-@stage_task("count-rows")
-def count_rows(context: StageContext, data: StageManifest[PrepareFacts]) -> StageManifest[RowFacts]:
-    """A sixth stage: committed, verified and cached like the others."""
-
-    def work(attempt: StageAttempt) -> StageOutput:
-        rows = {name: split.rows for name, split in data.facts.splits.items()}
-        file = attempt.store.write_bytes("rows.txt", repr(rows).encode())
-        return StageOutput([file], metrics=rows, facts=RowFacts(max(rows, key=rows.__getitem__)))
-
-    return run_stage(stage_key("count-rows", {"data": data.content_digest}), context, work)
-
-
 def test_a_users_flow_with_a_stage_of_its_own(prefect_server: str, tmp_path: Path) -> None:
     overrides = ["prepare.launch=in_process", "train.launch=in_process"]
     spec = load_spec(project(tmp_path / "project"), overrides)
 
-    @flow(name="mine")
-    def mine() -> dict[str, Any]:
-        context = StageContext(name="mine", recipe=spec.recipe, storage=spec.storage)
-        data = prepare_data(spec.prepare, context)
-        rows = count_rows.submit(context, data)
-        model = train.with_options(retries=1)(spec.train, context, data)
-        metrics = evaluate.submit(spec.evaluate_config(), context, data, model)
-        counted = rows.result()
-        return {"rows": counted.metrics, "largest": counted.facts.largest, "error": metrics.result().metrics["test"]}
-
-    first = mine()
+    first = own_flow(spec)
     assert (first["rows"], first["largest"]) == ({"train": 64, "test": 16}, "train")
     _manifests._verified.clear()
     before = sorted(path for path in Path(spec.storage).rglob("*") if path.name == "COMMIT.json")
-    assert mine() == first
+    assert own_flow(spec) == first
     assert sorted(path for path in Path(spec.storage).rglob("*") if path.name == "COMMIT.json") == before
     assert len([path for path in before if "stages" in path.parts and "checkpoints" not in path.parts]) == 4
 

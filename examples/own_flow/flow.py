@@ -1,0 +1,63 @@
+"""The stages of trainflow in a flow of your own, with a stage of your own beside them.
+
+    python examples/own_flow/flow.py examples/digits/pipeline.yaml
+
+A stage of your own is a Prefect task made by `stage_task`. What it gives to `stage_key` decides when it runs again, and
+what it writes is committed, verified and found again like the results of the other stages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import flow
+
+from flows.server.api import prefect_api, quiet_environment
+from flows.spec.spec import PipelineSpec, load_spec
+from tasks.evaluate import evaluate
+from tasks.prepare_data import prepare_data
+from tasks.stage.facts import PrepareFacts, StageFacts
+from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage, stage_key
+from tasks.stage.task import stage_task
+from tasks.train import train
+
+
+@dataclass(frozen=True)
+class RowFacts(StageFacts, stage="count-rows"):
+    """What `count_rows` states about its result: the split with the most rows."""
+
+    largest: str
+
+
+@stage_task("count-rows")
+def count_rows(context: StageContext, data: StageManifest[PrepareFacts]) -> StageManifest[RowFacts]:
+    """Write down how many rows each split has."""
+
+    def work(attempt: StageAttempt) -> StageOutput:
+        rows = {name: split.rows for name, split in data.facts.splits.items()}
+        file = attempt.store.write_bytes("rows.json", json.dumps(rows).encode())
+        return StageOutput([file], metrics=rows, facts=RowFacts(max(rows, key=rows.__getitem__)))
+
+    return run_stage(stage_key("count-rows", {"data": data.content_digest}), context, work)
+
+
+@flow(name="own-flow", persist_result=False, validate_parameters=False)
+def own_flow(spec: PipelineSpec) -> dict[str, Any]:
+    """Prepare, count beside the training, evaluate."""
+    context = StageContext(name=spec.name, recipe=spec.recipe, storage=spec.storage)
+    data = prepare_data(spec.prepare, context)
+    rows = count_rows.submit(context, data)
+    model = train.with_options(retries=1)(spec.train, context, data)
+    metrics = evaluate.submit(spec.evaluate_config(), context, data, model)
+    counted = rows.result()
+    return {"rows": counted.metrics, "largest": counted.facts.largest, "metrics": metrics.result().metrics}
+
+
+if __name__ == "__main__":
+    quiet_environment()
+    given = load_spec(sys.argv[1], sys.argv[2:])
+    with prefect_api():
+        print(json.dumps(own_flow(given), indent=2))
