@@ -51,7 +51,7 @@ def test_a_finished_run_is_found_and_read(folder: Path) -> None:
 
 
 def _line(model: Any) -> float:
-    return 0.5 * model.linear.weight.item() + model.linear.bias.item()
+    return float(0.5 * model.linear.weight.item() + model.linear.bias.item())
 
 
 def test_a_spec_runs_goes_on_and_begins_in_the_middle(folder: Path, prefect_server: str) -> None:
