@@ -109,7 +109,7 @@ class Spec:
         Returns:
             What ``trainflow plan --json`` prints.
         """
-        from flows.planning import plan_in_full
+        from flows.full_plan import plan_in_full
 
         return plan_in_full(self._planned(), probe=probe).to_dict()
 

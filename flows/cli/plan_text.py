@@ -38,7 +38,7 @@ def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list
 
 
 def _arguments(plan: Plan) -> list[Text]:
-    from flows.planning import effective_arguments
+    from flows.full_plan import effective_arguments
     from trainer_lib.arguments import TrainingArguments
 
     values, defaults = effective_arguments(plan), TrainingArguments().to_dict()

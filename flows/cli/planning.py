@@ -26,7 +26,7 @@ def plan(
     """
     parsed = load_spec(spec, overrides or [], Resolver())
     from flows.plan import Plan
-    from flows.planning import plan_in_full
+    from flows.full_plan import plan_in_full
 
     full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=terminal.console(stderr=True).status)
     if as_json:
