@@ -25,8 +25,8 @@ def plan(
     The exit code is 2 if something cannot work.
     """
     parsed = load_spec(spec, overrides or [], Resolver())
-    from flows.plan import Plan
     from flows.full_plan import plan_in_full
+    from flows.plan import Plan
 
     full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=terminal.console(stderr=True).status)
     if as_json:
