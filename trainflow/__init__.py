@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.errors import TrainflowError
     from trainer_lib.model_folder.loaded import load_model
-    from trainflow.run import Run, Runs, runs
+    from trainflow.recorded_run import Run, Runs, runs
     from trainflow.specification import Spec
 
 # Written out, because looking into a module would import it.
 _NAMES = {
-    "Run": "trainflow.run",
-    "Runs": "trainflow.run",
+    "Run": "trainflow.recorded_run",
+    "Runs": "trainflow.recorded_run",
     "Spec": "trainflow.specification",
     "TrainflowError": "trainer_lib.errors",
     "load_model": "trainer_lib.model_folder.loaded",
-    "runs": "trainflow.run",
+    "runs": "trainflow.recorded_run",
 }
 
 __all__ = ["Run", "Runs", "Spec", "TrainflowError", "load_model", "runs"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from flows.stages import require_stage
 from trainflow.in_this_process import run_here
-from trainflow.run import Run
+from trainflow.recorded_run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
