@@ -31,6 +31,7 @@ from flows.cli.registry import models, promote, rollback
 from flows.cli.reproduce import reproduce
 from flows.cli.resume import resume
 from flows.cli.runs import compare, runs, show, tag
+from flows.cli.scaffold import init, schema
 from flows.cli.schedules import deploy, serve, watch
 from flows.cli.signals import stoppable
 from flows.cli.status import status
@@ -209,6 +210,8 @@ def _until_stopped() -> Iterator[None]:
 
 
 # The commands of the other files follow those above in `trainflow --help`.
+app.command()(init)
+app.command()(schema)
 app.command()(plan)
 app.command()(resume)
 app.command("prove-resume")(prove_resume)

@@ -9,10 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli.completion import complete_override
+
 Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Fields of the spec to set: train.args.learning_rate=1e-3."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Fields of the spec to set: train.args.learning_rate=1e-3.",
+        autocompletion=complete_override,
+    ),
 ]
 From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")]
 FromRun = Annotated[

@@ -36,7 +36,7 @@ _TRACKING_SCHEMES = {
 }
 
 # Arguments that the pipeline itself decides, and what to set instead.
-_DECIDED = {
+DECIDED = {
     "output_dir": "The stage's folder below 'storage' is used: remove it.",
     "resume_from_checkpoint": "A stage always continues from its own newest checkpoint: remove it.",
 }
@@ -213,7 +213,7 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
         config = stage.config(spec)
         if not hasattr(config, "args"):
             continue
-        for name, remedy in _DECIDED.items():
+        for name, remedy in DECIDED.items():
             if config.args.get(name) is not None:
                 raise ConfigError(
                     "The pipeline decides this argument.",

@@ -1,0 +1,1 @@
+"""What `trainflow init` writes: a project that runs at once, offline."""

@@ -1,0 +1,49 @@
+"""Small real data for a new project, out of packages that trainflow needs anyway: nothing is downloaded."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+def wine() -> str:
+    """178 wines of three cultivars with 13 measurements, as CSV (scikit-learn, from the UCI repository, CC BY 4.0)."""
+    from sklearn import datasets
+
+    data = datasets.load_wine()
+    names = [str(name).replace("/", "_") for name in data.feature_names]
+    cultivars = [str(name).replace("class_", "cultivar ") for name in data.target_names]
+    rows = zip(data.data, data.target, strict=True)
+    return _csv([*names, "cultivar"], ([*map(_short, row), cultivars[target]] for row, target in rows))
+
+
+def diabetes() -> str:
+    """442 patients with ten measurements and the progression of their disease, as CSV (scikit-learn, Efron et al.)."""
+    from sklearn import datasets
+
+    data = datasets.load_diabetes(scaled=False)
+    rows = zip(data.data, data.target, strict=True)
+    # The codes of the sexes, 1 and 2, are names.
+    table = ([_short(row[0]), "ab"[int(row[1]) - 1], *map(_short, row[2:]), _short(target)] for row, target in rows)
+    return _csv([*data.feature_names, "progression"], table)
+
+
+FILES: dict[str, tuple[str, Callable[[], str]]] = {
+    "tabular-classification": ("wine.csv", wine),
+    "tabular-regression": ("diabetes.csv", diabetes),
+}
+"""Recipe -> the name of its data's file, and what makes its text."""
+
+
+def _short(number: Any) -> str:
+    return f"{number:g}"
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,96 @@
+"""Writes a new project into an empty folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from flows.new_project.starter_data import FILES
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.suggestions import suggestion
+
+_GITIGNORE = ".trainflow/\npredictions/\n__pycache__/\n.pytest_cache/\n"
+_FACTS = {
+    "tabular-classification": {
+        "label": "cultivar",
+        "by": "stratified",
+        "margin": "accuracy_over_majority",
+        "trivial": "always the most frequent class",
+        "about": "Tells the cultivar of a wine from what a laboratory measured.",
+        "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
+    },
+    "tabular-regression": {
+        "label": "progression",
+        "by": "random",
+        "margin": "rmse_below_mean",
+        "trivial": "always the mean",
+        "about": "Estimates the progression of diabetes within a year.",
+        "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
+    },
+}
+"""Recipe -> what its texts say."""
+
+
+def check_target(folder: Path, recipe: str) -> None:
+    """Check that a project with this recipe can be written into a folder.
+
+    Raises:
+        ConfigError: the folder is not empty, its name cannot be a pipeline's, or no recipe has this name.
+    """
+    from flows.spec.spec import PipelineSpec
+
+    if recipe not in _FACTS:
+        raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, _FACTS))
+    name = folder.absolute().name
+    pattern = next(each.pattern for each in PipelineSpec.model_fields["name"].metadata if hasattr(each, "pattern"))
+    if not re.match(pattern, name):
+        remedy = str(PipelineSpec.model_fields["name"].description)
+        raise ConfigError("A pipeline cannot have this name.", field="NAME", value=name, remedy=remedy)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "The folder is not empty." if folder.is_dir() else "This is a file."
+        raise ConfigError(what, field="NAME", value=str(folder), remedy="Give the name of a new folder.")
+
+
+def write_project(folder: Path, recipe: str) -> list[Path]:
+    """Write a project; returns its files.
+
+    Raises:
+        ConfigError: as `check_target`. StorageError: the folder cannot be written.
+    """
+    check_target(folder, recipe)
+    name = folder.absolute().name
+    data, make = FILES[recipe]
+    module = "".join(char if char.isalnum() else "_" for char in name.lower())
+    facts = {"name": name, "recipe": recipe, "data": data, "module": module, **_FACTS[recipe]}
+    texts = {
+        "pipeline.yaml": _render("pipeline.yaml.j2", facts),
+        data: make(),
+        f"test_{module}.py": _render("test_project.py.j2", facts),
+        "README.md": _render("README.md.j2", facts),
+        "schema.json": _schema(),
+        ".gitignore": _GITIGNORE,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in texts.items():
+            (folder / file).write_text(text, "utf-8")
+    except OSError as error:
+        what = f"The project cannot be written: {error.strerror}."
+        raise StorageError(what, field="NAME", value=str(folder), remedy="Give a folder that you may write.") from error
+    return [folder / file for file in texts]
+
+
+def _schema() -> str:
+    from flows.spec.schema import spec_schema
+
+    return json.dumps(spec_schema(), indent=1) + "\n"
+
+
+def _render(template: str, facts: dict[str, str]) -> str:
+    import jinja2
+
+    source = (Path(__file__).parent / template).read_text("utf-8")
+    # The files are YAML, Python and Markdown, not HTML.
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)  # noqa: S701
+    return environment.from_string(source).render(facts)

@@ -1,0 +1,134 @@
+"""A new project is valid as it is written; editors and shells know the keys of a spec."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.completion import complete_override, complete_recipe
+from flows.new_project import starting
+from flows.new_project.starter_data import FILES, diabetes, wine
+from flows.spec.schema import argument_schemas, spec_schema
+from flows.spec.spec import load_spec
+from tests.support.repository import ROOT
+from tests.support.toy import SPEC
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipe_names import ABOUT
+from trainer_lib.yaml_text import parse_yaml
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    library = importlib.import_module("jsonschema")
+    library.Draft202012Validator.check_schema(spec_schema())
+    return library.Draft202012Validator(spec_schema())
+
+
+@pytest.mark.parametrize("recipe", sorted(starting._FACTS))
+def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recipe: str, validator: Any) -> None:
+    folder = tmp_path / "my-project"
+    files = starting.write_project(folder, recipe)
+    assert sorted(files) == sorted(folder.iterdir())
+    spec = load_spec(folder / "pipeline.yaml")
+    assert spec.name == "my-project"
+    text = (folder / "pipeline.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
+    assert list(validator.iter_errors(parse_yaml(text))) == []
+    tests = runpy.run_path(str(folder / "test_my_project.py"))
+    tests["test_the_spec_is_valid"]()
+    tests["test_every_split_has_rows"](tmp_path / "prepared")
+    assert "{{" not in "".join(file.read_text() for file in files)
+
+
+def test_every_named_recipe_can_begin_a_project() -> None:
+    assert set(starting._FACTS) == set(FILES) == set(ABOUT)
+
+
+def test_the_examples_have_the_data_of_a_new_project() -> None:
+    assert (ROOT / "examples" / "tabular" / "wine.csv").read_text() == wine()
+    assert (ROOT / "examples" / "tabular" / "diabetes.csv").read_text() == diabetes()
+
+
+def test_a_folder_that_is_not_empty_and_bad_names_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "note.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    starting.write_project(tmp_path / "empty", "tabular-regression")
+    for folder, recipe, says in (
+        (tmp_path, "tabular-regression", "not empty"),
+        (tmp_path / "note.txt", "tabular-regression", "This is a file"),
+        (tmp_path / "a b", "tabular-regression", "cannot have this name"),
+        (tmp_path / "fine", "tabular-regresion", "No recipe has this name"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            starting.write_project(folder, recipe)
+    assert not (tmp_path / "fine").exists()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_the_schema_takes_every_example(path: Path, validator: Any) -> None:
+    assert list(validator.iter_errors(parse_yaml(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        ({"trian": {}}, ""),
+        ({"train": {"args": {"learning_rat": 1}}}, "train.args"),
+        ({"train": {"args": {"learning_rate": "fast"}}}, "train.args"),
+        ({"train": {"args": {"output_dir": "x"}}}, "train.args"),
+        ({"train": {"args": {"save_strategy": "sometimes"}}}, "train.args"),
+        ({"train": {"launch": "torchrum"}}, "train.launch"),
+        ({"evaluate": {"splits": []}}, "evaluate.splits"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+def test_the_schema_refuses_what_the_spec_refuses(edit: dict[str, Any], place: str, validator: Any) -> None:
+    toy = parse_yaml(SPEC)
+    assert list(validator.iter_errors(toy)) == []
+    errors = list(validator.iter_errors({**toy, **edit}))
+    assert [".".join(map(str, error.absolute_path)) for error in errors] == [place]
+
+
+def test_the_schema_knows_what_validators_read_besides_the_type(validator: Any) -> None:
+    more = {
+        "refresh": {"prepare": "1d", "train": 60},
+        "evaluate": {"require": {"test_error": {"max": 1}}},
+        "train": {"launch": "torchrun", "preemption": {"command": "look --now"}},
+    }
+    assert list(validator.iter_errors({**parse_yaml(SPEC), **more})) == []
+
+
+def test_every_argument_has_a_description_and_no_secret_is_offered() -> None:
+    found = argument_schemas()
+    assert len(found) > 100
+    assert [name for name, schema in found.items() if not schema["description"]] == []
+    assert not {"hub_token", "output_dir"} & set(found)
+    assert found["warmup_steps"]["description"].count("steps")
+
+
+def test_the_shell_completes_keys_arguments_and_values() -> None:
+    def words(text: str) -> list[str]:
+        return [word for word, _ in complete_override(text)]
+
+    assert "train.eval_split=" in words("train.")
+    assert "train.launch.processes=" in words("train.launch.")
+    assert not any(".args." in word for word in words("train.e")), "a hundred arguments would hide the keys"
+    assert words("train.args.learning") == ["train.args.learning_rate="]
+    assert {"train.args.seed=", "train.args.max_steps="} <= set(words("train.args."))
+    assert set(words("train.args.save_strategy=")) >= {"train.args.save_strategy=no", "train.args.save_strategy=steps"}
+    assert words("publish.enabled=t") == ["publish.enabled=true"]
+    assert complete_recipe("tabular-c") == ["tabular-classification"]
+
+
+def test_the_command_completes_by_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from flows.cli.main import main
+
+    monkeypatch.setenv("_TRAINFLOW_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "trainflow run pipeline.yaml train.args.warmup_st")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "train.args.warmup_steps=" in capsys.readouterr().out
