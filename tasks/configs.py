@@ -191,7 +191,9 @@ class PrepareConfig(StageSettings):
         affects="result", default=False, description="Accept NaN and infinite values in the data."
     )
     launch: Launch = setting(
-        affects="nothing", default=LaunchSettings(processes=1), description="How the process is started; always one."
+        affects="nothing",
+        default=LaunchSettings(processes=1),
+        description="How the processes are started; several share the sources of a recipe with prepare_shard.",
     )
 
 

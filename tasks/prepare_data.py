@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from tasks.configs import PrepareConfig
 from tasks.stage import sources
@@ -11,10 +12,12 @@ from tasks.stage.facts import PrepareFacts
 from tasks.stage.keys import prepare_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from tasks.stage.stage_code import code_of
 from tasks.stage.task import stage_task
-from tasks.stage.worker import common_fields, launch_request
+from tasks.stage.worker import common_fields, launch_request, launch_shared
+from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.records import to_record
-from trainer_lib.requests import PrepareRequest
+from trainer_lib.requests import PrepareRequest, PrepareResult
 
 
 @stage_task("prepare-data")
@@ -33,13 +36,34 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
             limit=context.limit,
             sources=sources.resolve(config.sources),
         )
-        result = launch_request(request, config.launch, context, attempt)
+        result = _prepare(request, config, context, attempt)
         facts = PrepareFacts(result.splits, result.info)
+        record = to_record(facts)
+        for split in record["splits"].values():
+            if not split["lengths"]:  # as earlier versions wrote it: the keys of what follows cover this file
+                del split["lengths"]
         # A file of its own, so that the content digest, and with it the keys of what follows, cover `info` too.
-        described = attempt.store.write_bytes("data.json", json.dumps(to_record(facts), sort_keys=True).encode())
+        described = attempt.store.write_bytes("data.json", json.dumps(record, sort_keys=True).encode())
         rows = {f"{name}_rows": split.rows for name, split in result.splits.items()}
         return StageOutput((*result.files, described), metrics=rows, facts=facts)
 
     # Last, although it is needed first: `work` only runs inside of `run_stage`.
     key = prepare_key(config, context)
     return run_stage(key, context, work, retries=config.retries)
+
+
+def _prepare(
+    request: PrepareRequest, config: PrepareConfig, context: StageContext, attempt: StageAttempt
+) -> PrepareResult:
+    """Have one worker do it all or, source by source, several workers."""
+    is_sharded = code_of(config, context).defines("prepare_shard")
+    if not is_sharded or config.launch.processes == 1:
+        result = launch_request(request, config.launch, context, attempt)
+    else:
+        one = replace(config.launch, processes=1)
+        launch_request(replace(request, step="list"), one, context, attempt)
+        launch_shared(replace(request, step="parts"), config.launch, context, attempt)
+        result = launch_request(replace(request, step="finish"), one, context, attempt)
+    if is_sharded:
+        attempt.store.delete_tree(CLAIMS)
+    return result

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DataError
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "prepare": ("options", "out"),
+    "list_sources": ("options", "out"),
+    "prepare_shard": ("source", "options"),
     "build_model": ("options", "data"),
     "collate": ("rows",),
     "compute_metrics": ("p",),
@@ -21,6 +24,8 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "after_evaluate": ("model", "data", "options"),
 }
 """Function -> what it is called with, by position. `compute_loss_func` may take `num_items_in_batch` besides."""
+INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
+"""Required function -> the one that a recipe may define instead."""
 _LAST = {"compute_loss_func": "num_items_in_batch"}
 
 
@@ -145,6 +150,53 @@ def check_loss(value: object) -> None:
 
 RESULTS: Mapping[str, Callable[[object], None]] = {"collate": check_batch, "compute_loss_func": check_loss}
 """Function -> the check of what it returned, for those that the Trainer calls."""
+
+
+def as_splits(name: str, value: object) -> dict[str, Iterable[Mapping[str, Any]]]:
+    """Return the result of `prepare` or `prepare_shard`. Raises DataError unless it maps splits to rows."""
+    if not isinstance(value, Mapping) or not value:
+        raise DataError(
+            f"The function {name}() must return a mapping from split names to rows, not {kind_of(value)}.",
+            field="recipe",
+            value=name,
+            remedy='Return for example {"train": rows, "validation": rows}.',
+        )
+    for split, rows in value.items():
+        if not isinstance(rows, Iterable):
+            raise DataError(
+                f"The function {name}() returned {kind_of(rows)} for the split '{split}', which has no rows.",
+                field="recipe",
+                value=name,
+                remedy="Return a list or another iterable of rows.",
+            )
+    return {str(split): rows for split, rows in value.items()}
+
+
+def as_sources(value: object) -> list[Any]:
+    """Return the result of `list_sources`.
+
+    Raises:
+        DataError: it is not a list of JSON values, is empty, or has a value twice.
+    """
+    remedy = (
+        'Return for example ["s3://bucket/a.parquet", "s3://bucket/b.parquet"], or {"file": ..., "rows": [0, 1000]}.'
+    )
+    if not isinstance(value, list | tuple) or not value:
+        what = "no sources" if isinstance(value, list | tuple) else f"{kind_of(value)}, not a list"
+        raise DataError(f"The function list_sources() returned {what}.", field="list_sources", remedy=remedy)
+    seen: set[str] = set()
+    for source in value:
+        try:
+            text = json.dumps(source, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"A source must be JSON ({error}).", field="list_sources", value=source, remedy=remedy
+            ) from error
+        if text in seen:
+            raise DataError("A source is listed twice.", field="list_sources", value=text, remedy="List it once.")
+        seen.add(text)
+    # Through JSON, so that a run which continues compares the same values.
+    return [json.loads(json.dumps(source)) for source in value]
 
 
 def as_list(value: object) -> list[Any]:

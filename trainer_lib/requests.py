@@ -185,15 +185,16 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
         shard_rows: rows of a shard.
         allow_nan: accept NaN and infinite values.
         sources: what the data is made from; local paths are absolute.
-        limit: rows of each split that are written; None: all.
+        limit: rows of each split (of each source, where there are several) that are written; None: all.
+        step: which of `prepare_parts` is done; a recipe with `prepare` has one.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)
-
     shard_rows: int = 10_000
     allow_nan: bool = False
     sources: tuple[str, ...] = ()
     limit: int | None = None
+    step: str = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +208,6 @@ class ModelRequest(Request[R], Generic[R]):
     """
 
     uses_devices: ClassVar[bool] = True
-
     data: PreparedData
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)

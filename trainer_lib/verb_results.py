@@ -19,11 +19,13 @@ class PreparedSplit:
         rows: number of rows.
         shards: paths of its Arrow files below the stage's folder, in the order of the rows.
         columns: name -> type of each column.
+        lengths: rows of each file; empty: all but the last have as many as the first.
     """
 
     rows: int
     shards: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.durations import describe
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipe_functions import check_definitions, find_returned_names
+from trainer_lib.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.suggestions import nearest, suggestion
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
         _check_signatures(resolver, recipe, spec.root, field)
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
-        missing = all(each is not None and stage.recipe_function not in each for each in names)
+        wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
+        missing = all(each is not None and not wanted & set(each) for each in names)
         if stage.recipe_function is not None and missing:
             raise ConfigError(
                 f"The recipe has no function '{stage.recipe_function}'.",

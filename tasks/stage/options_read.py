@@ -14,7 +14,7 @@ from tasks.stage.reach import Code
 from trainer_lib.suggestions import nearest
 
 READERS: dict[str, dict[str, dict[str, int]]] = {
-    "prepare-data": {"options": {"prepare": 0}},
+    "prepare-data": {"options": {"prepare": 0, "list_sources": 0, "prepare_shard": 1}},
     "train": {"model": {"build_model": 0}, "options": {"callbacks": 0}},
     "evaluate": {"options": {"callbacks": 0, "after_evaluate": 2}},
     "predict": {"options": {"callbacks": 0}},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tasks.configs import StageSettings
     from tasks.stage.context import StageContext
 
-PREPARE = ("prepare",)
+PREPARE = ("prepare", "list_sources", "prepare_shard")
 MODEL = ("build_model", "collate", "compute_loss_func", "callbacks", "Trainer")
 METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 EVALUATE = (*MODEL, *METRICS, "after_evaluate")

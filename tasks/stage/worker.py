@@ -74,10 +74,11 @@ def launch_shared(request: Request[R], settings: LaunchSettings, context: StageC
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
     """
     tracking = context.tracking if request.tracking else None
+    use_cpu = request.use_cpu or not request.uses_devices
     with in_words_of_spec(request.verb):
         launch_workers(
             request,
-            apart(context.resolver.launch(settings, use_cpu=request.use_cpu)),
+            apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu),
             env=tracking.worker_env() if tracking is not None else {},
             on_line=attempt.progress.line,
             on_event=attempt.progress.event,

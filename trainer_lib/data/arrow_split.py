@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class ArrowSplit:
         self._columns = {str(name): str(kind) for name, kind in info["columns"].items()}
         self._opened: dict[int, dict[str, Getter]] = {}
         self._rows = int(info["rows"])
-        self._starts = self._row_starts()
+        self._starts = self._row_starts(info.get("lengths") or ())
 
     @property
     def column_names(self) -> list[str]:
@@ -81,8 +82,10 @@ class ArrowSplit:
         shard = bisect_right(self._starts, index) - 1
         return shard, index - self._starts[shard]
 
-    def _row_starts(self) -> list[int]:
-        """The first row of each shard. All shards but the last have the length of the first."""
+    def _row_starts(self, lengths: Sequence[int]) -> list[int]:
+        """The first row of each shard. Without `lengths` all shards but the last have the length of the first."""
+        if lengths:
+            return list(accumulate(lengths, initial=0))[:-1]
         if len(self._shards) == 1:
             return [0]
         length = self._map_batch(0).num_rows

@@ -85,8 +85,15 @@ class Schema:
         """The schema that a shard stores."""
         return cls({field.name: column_of(field) for field in schema}, split)
 
-    def batch(self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool) -> pa.RecordBatch:
-        """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types."""
+    def batch(
+        self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool, first_id: int | None = None
+    ) -> pa.RecordBatch:
+        """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types.
+
+        Args:
+            first_id: of the ids that rows without one of their own get; None: `first_row`.
+        """
+        lowest = first_row if first_id is None else first_id
         for index, row in enumerate(rows):
             unknown = set(row) - set(self.columns) if isinstance(row, Mapping) else None
             if unknown is None or unknown:
@@ -96,7 +103,7 @@ class Schema:
         arrays = []
         for name, column in self.columns.items():
             if name == ROW_ID and not own_ids:
-                arrays.append(pa.array(np.arange(first_row, first_row + len(rows), dtype=np.int64)))
+                arrays.append(pa.array(np.arange(lowest, lowest + len(rows), dtype=np.int64)))
                 continue
             values = [_read_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
             arrays.append(self._build_array(name, column, values, first_row, allow_nan=allow_nan))

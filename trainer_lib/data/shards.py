@@ -28,6 +28,25 @@ __all__ = ["ArrowSplit", "PredictionWriter", "SplitWriter"]
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
+def check_split_name(split: str) -> None:
+    """Raise DataError for a text that cannot be the name of a split."""
+    if not _SPLIT_NAME.fullmatch(split):
+        raise DataError(
+            "The text cannot be the name of a split.",
+            field="prepare",
+            value=split,
+            remedy="Use letters, digits, '_', '-' and '.'.",
+        )
+
+
+def to_arrow_file(batch: pa.RecordBatch) -> bytes:
+    """The bytes of an Arrow file with one record batch."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as file:
+        file.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
 class SplitWriter:
     """Writes one split.
 
@@ -51,13 +70,7 @@ class SplitWriter:
         allow_nan: bool = False,
         on_shard: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        if not _SPLIT_NAME.fullmatch(split):
-            raise DataError(
-                "The text cannot be the name of a split.",
-                field="prepare",
-                value=split,
-                remedy="Use letters, digits, '_', '-' and '.'.",
-            )
+        check_split_name(split)
         self._store = store
         self._split = split
         self._shard_rows = shard_rows
@@ -106,11 +119,8 @@ class SplitWriter:
         if self._schema is None:
             self._schema = Schema.infer(chunk, self._split)
         batch = self._schema.batch(chunk, first_row, allow_nan=self._allow_nan)
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, self._schema.arrow) as file:
-            file.write_batch(batch)
         # One write, so that a killed run leaves a whole shard or none.
-        entry = self._store.write_bytes(path, sink.getvalue().to_pybytes())
+        entry = self._store.write_bytes(path, to_arrow_file(batch))
         schema = base64.b64encode(self._schema.arrow.serialize().to_pybytes()).decode()
         # After the file: a record without its file would count as finished.
         record_part(self._store, entry, settings, {"schema": schema})

@@ -35,17 +35,20 @@ class PoolResult(Generic[R]):
     lost: tuple[InfrastructureError, ...]
 
 
-def apart(config: LaunchConfig) -> list[LaunchConfig]:
+def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig]:
     """A resolved configuration of several processes as one for each, with the same threads and a GPU of its own.
 
     What starts its processes by another program, or on several machines, stays as it is.
+
+    Args:
+        on_devices: the work uses GPUs where there are some.
     """
     count = int(config.processes)
     if config.kind != "torchrun" or config.several_nodes or count == 1:
         return [config]
     threads = config.threads or max(1, num_cores() // count)
     one = replace(config, kind="process", processes=1, threads=threads)
-    devices = config.devices or list_visible({**os.environ, **config.env})
+    devices = (config.devices or list_visible({**os.environ, **config.env})) if on_devices else ()
     if len(devices) < count:  # a CPU, or a GPU of another kind than CUDA's
         return [one] * count
     env = {name: value for name, value in config.env.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -202,7 +205,7 @@ class _Progress:
             return
         self._reported = now
         seconds, done, gained = now - self._began[0], rows - self._began[1], share - self._began[2]
-        message = f"row {self._furthest['row']:,}"
+        message = self._furthest.get("message") or f"row {self._furthest['row']:,}"
         fields: dict[str, Any] = {}
         if seconds > 0 and done > 0 and gained > 0:
             fields = {"samples_per_second": done / seconds, "eta_s": (1 - share) * seconds / gained}

@@ -44,6 +44,8 @@ from trainer_lib.storage import FileEntry, Store
 
 REQUIRED = ("prepare", "build_model")
 OPTIONAL = (
+    "list_sources",
+    "prepare_shard",
     "collate",
     "compute_metrics",
     "preprocess_logits_for_metrics",
@@ -160,7 +162,8 @@ class Recipe:
         # Now, so that a missing function is reported before any work.
         for name in (*REQUIRED, *OPTIONAL):
             function = self._find(name)
-            if function is None and name in needs:
+            instead = recipe_functions.INSTEAD.get(name)
+            if function is None and name in needs and (instead is None or self._find(instead) is None):
                 what, remedy = f"The recipe has no function {name}().", f"Define {name}; examples show its signature."
             elif function is not None and not callable(function):
                 what, remedy = f"The name {name} is not a function in the recipe.", "Rename it."
@@ -175,6 +178,23 @@ class Recipe:
         self.compute_loss_func = self._optional("compute_loss_func")
         self.after_evaluate = self._optional("after_evaluate")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the data is prepared source by source.
+
+        Raises:
+            ConfigError: the file defines both `prepare` and `prepare_shard`.
+        """
+        own = [name for name in ("prepare", "prepare_shard") if callable(getattr(self._module, name, None))]
+        if len(own) == 2:
+            raise ConfigError(
+                "The recipe defines both prepare() and prepare_shard().",
+                field="recipe",
+                value=str(self.path),
+                remedy="Remove the one that is not used.",
+            )
+        return own == ["prepare_shard"] if own or self.fallback is None else self.fallback.is_sharded
+
     def prepare(self, options: Mapping[str, Any], out: PrepareOutput) -> dict[str, Iterable[Mapping[str, Any]]]:
         """The rows of every split. Errors while rows are generated are raised as ours, too.
 
@@ -183,22 +203,28 @@ class Recipe:
         """
         with self.guarded():
             splits = self._find("prepare")(options, out)
-        if not isinstance(splits, Mapping) or not splits:
-            raise DataError(
-                f"The function prepare() must return a mapping from split names to rows, not {kind_of(splits)}.",
-                field="recipe",
-                value=str(self.path),
-                remedy='Return for example {"train": rows, "validation": rows}.',
-            )
-        for name, rows in splits.items():
-            if not isinstance(rows, Iterable):
-                raise DataError(
-                    f"The function prepare() returned {kind_of(rows)} for the split '{name}', which has no rows.",
-                    field="recipe",
-                    value=str(self.path),
-                    remedy="Return a list or another iterable of rows.",
-                )
-        return {str(name): self._guarded_rows(rows) for name, rows in splits.items()}
+        return {name: self._guarded_rows(rows) for name, rows in recipe_functions.as_splits("prepare", splits).items()}
+
+    def list_sources(self, options: Mapping[str, Any], out: PrepareOutput) -> list[Any]:
+        """The sources, plain JSON each; without the function, those of the spec.
+
+        Raises:
+            DataError: there are none, one is there twice or is not JSON. CodeError: the function raised an error.
+        """
+        find = self._find("list_sources") or (lambda options, out: out.sources)
+        with self.guarded():
+            return recipe_functions.as_sources(find(options, out))
+
+    def prepare_shard(self, source: Any, options: Mapping[str, Any]) -> dict[str, Iterable[Mapping[str, Any]]]:
+        """The rows of every split that one source has. Errors while rows are generated are raised as ours, too.
+
+        Raises:
+            DataError: the function did not return splits. CodeError: it raised an error.
+        """
+        with self.guarded():
+            splits = self._find("prepare_shard")(source, options)
+        found = recipe_functions.as_splits("prepare_shard", splits)
+        return {name: self._guarded_rows(rows) for name, rows in found.items()}
 
     def build_model(self, options: Mapping[str, Any], data: DataInfo) -> Any:
         """A new model, initialized from the present state of the random generators."""

@@ -9,6 +9,7 @@ from trainer_lib.recipes import PrepareOutput
 from trainer_lib.records import from_record
 from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.worker import prepare_parts
 from trainer_lib.worker.session import Work
 
 
@@ -21,6 +22,8 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     # The rows come from one iterator, which one process reads.
     if work.rank != 0:
         return None
+    if work.recipe.is_sharded:
+        return prepare_parts.run(work)
     request = work.request
     store = Store.open(request.output, field="storage")
     out = PrepareOutput(store, request.sources)
