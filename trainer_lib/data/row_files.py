@@ -164,10 +164,7 @@ class RowReader:
     def _read_any(self, place: str, found: _Found) -> Row | BadRow:
         values: Any = None
         try:
-            try:
-                values = found.parse()
-            except ValueError as error:
-                raise refuse_row(place, None, str(error)) from error
+            values = _parsed(place, found)
             return self._read(place, values)
         except DataError as error:
             return BadRow(self._id_of(values), place, error)
@@ -222,9 +219,17 @@ def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
         opened = _OpenFile(file)
         try:
             while not opened.is_at_end():
-                yield from opened.rows(_BATCH_ROWS)
+                for place, found in opened.rows(_BATCH_ROWS):
+                    yield place, _parsed(place, found)
         finally:
             opened.close()
+
+
+def _parsed(place: str, found: _Found) -> Any:
+    try:
+        return found.parse()
+    except ValueError as error:
+        raise refuse_row(place, None, str(error)) from error
 
 
 class _OpenFile:
