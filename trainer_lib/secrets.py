@@ -153,7 +153,9 @@ def _environment_secrets() -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_secret_variable(name: str) -> bool:
-    return is_secret_name(name)
+    words = _words_of(name)
+    # Of a variable, any token is one (SLACK_BOT_TOKEN), but for those that are pieces of text.
+    return is_secret_name(name) or (words[-1:] == ["token"] and not _TEXT_TOKENS & set(words))
 
 
 def is_secret(name: str, value: Any) -> bool:

@@ -15,6 +15,7 @@ from flows.cli.options import Debug, Json, Overrides, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.server.schedule import read_interval
+from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
     from flows.following import Followed
@@ -70,7 +71,7 @@ def _listener(out: Console) -> Listener:
     def once_each(line: str) -> None:
         if line not in lines:
             lines.add(line)
-            out.print(line, style="dim")
+            out.print(mask(line), style="dim")
 
     def evaluated(found: Evaluation, is_best: bool) -> None:
         text = measured({"step": found.step, "logs": found.metrics})

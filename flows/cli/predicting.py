@@ -14,6 +14,7 @@ from flows.cli.options import Debug, Json, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
+from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
     from tasks.new_rows import NewRows, NewRowsFacts
@@ -103,7 +104,7 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, as_json: bool, de
             manifest, was_done = predict_new_rows(
                 job,
                 workers=configs,
-                on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": line}),
+                on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": mask(line)}),
                 on_event=lambda event: display({**event, "stage": _SHOWN}),
             )
     _show(manifest, was_done=was_done, as_json=as_json)

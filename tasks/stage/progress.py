@@ -71,9 +71,10 @@ class StageProgress:
 
     def line(self, text: str) -> None:
         """A line that a worker printed."""
-        publish({"event": "line", "stage": self.stage, "message": text})
+        masked = mask(text)
+        publish({"event": "line", "stage": self.stage, "message": masked})
         if self._logger is not None:
-            self._logger.info("%s", mask(text))
+            self._logger.info("%s", masked)
 
     def event(self, event: Mapping[str, Any]) -> None:
         """An event that a worker reported."""

@@ -6,16 +6,28 @@ the same ones, and the difference of two models on resample i is that of one pai
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from trainer_lib.evaluation import nested
 from trainer_lib.outputs import EvalPrediction
 
 DIGITS = 6
-"""Significant digits that are kept: enough for quantiles, and few enough for a tag of MLflow."""
+"""Significant digits that are kept: enough for quantiles, and few enough for a small file."""
+
+
+class _Silent(io.TextIOBase):
+    """A stream that keeps nothing."""
+
+    @override
+    def write(self, text: str) -> int:
+        """Drop the text."""
+        return len(text)
 
 
 class Remembered:
@@ -49,10 +61,12 @@ class Remembered:
         rows = len(arrays[0])
         draw = np.random.default_rng(int(seed[:16], 16))
         found: dict[str, list[float]] = {}
+        silent = _Silent()
         for _ in range(resamples):
             chosen = draw.integers(0, rows, rows)
             predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
-            values: Mapping[str, Any] = self._compute(EvalPrediction(predictions, labels))
+            with contextlib.redirect_stdout(silent):  # what it prints was printed for the rows themselves
+                values: Mapping[str, Any] = self._compute(EvalPrediction(predictions, labels))
             for name, value in values.items():
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))
