@@ -8,12 +8,15 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ruamel.yaml import YAML
 
 from tests.support.repository import ROOT
+from trainer_lib.errors import TrainflowError
 
 FOLDER = ROOT / "deployments"
 POOL = json.loads((FOLDER / "kubernetes-pool.json").read_text())
@@ -69,6 +72,70 @@ def test_the_example_of_two_pods_is_one_of_kubernetes() -> None:
     assert [document["kind"] for document in documents] == ["Service", "Job"]
     for document in documents:
         validate(document)
+
+
+def _read(name: str) -> list[Any]:
+    return list(YAML(typ="safe").load_all((FOLDER / name).read_text()))
+
+
+def _find(value: Any, name: str) -> Iterator[Any]:
+    """Every value under this name, wherever it is."""
+    if isinstance(value, dict):
+        yield from ([value[name]] if name in value else [])
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _find(inner, name)
+
+
+def _codes(cls: type[TrainflowError]) -> Iterator[tuple[int, bool]]:
+    yield cls.exit_code, cls.retryable
+    for each in cls.__subclasses__():
+        if each.__module__ == cls.__module__:
+            yield from _codes(each)
+
+
+def test_the_failure_rules_are_those_of_the_errors() -> None:
+    codes = set(_codes(TrainflowError))
+    again = {code for code, retryable in codes if retryable}
+    # 1 is no failure of ours, and nobody presses Ctrl-C there.
+    never = {code for code, _ in codes} - again - {1, 130}
+    for name, count in (("kubernetes.yaml", 1), ("jobset.yaml", 1), ("trainjob.yaml", 1)):
+        documents = _read(name)
+        policies = list(_find(documents, "podFailurePolicy"))
+        assert len(policies) == count
+        [template] = [each["spec"] for each in _find(documents, "template") if "containers" in each.get("spec", {})]
+        first, second = policies[0]["rules"]
+        assert (first["action"], first["onExitCodes"]["operator"]) == ("FailJob", "In")
+        assert set(first["onExitCodes"]["values"]) == never
+        assert first["onExitCodes"]["containerName"] == template["containers"][0]["name"]
+        assert (second["action"], second["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+        # Kubernetes takes a failure policy for pods that it does not start again by itself only.
+        assert template["restartPolicy"] == "Never"
+    [task] = _read("skypilot.yaml")
+    assert set(task["resources"]["job_recovery"]["recover_on_exit_codes"]) == again
+    assert shlex.split(task["run"])[:2] == ["trainflow", "run"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("jobset.yaml", ["JobsetV1alpha2JobSet"]),
+        ("trainjob.yaml", ["TrainerV1alpha1TrainingRuntime", "TrainerV1alpha1TrainJob"]),
+    ],
+)
+def test_the_files_of_kubeflow_have_the_fields_of_its_api(name: str, kinds: list[str]) -> None:
+    documents = _read(name)
+    assert [document["kind"] for document in documents] == [re.sub(r"^\w+?V1alpha[12]", "", kind) for kind in kinds]
+    if importlib.util.find_spec("kubeflow_trainer_api") is None:  # pip install kubeflow-trainer-api
+        return
+    models = importlib.import_module("kubeflow_trainer_api.models")
+    for document, kind in zip(documents, kinds, strict=True):
+        read = getattr(models, kind).from_dict(document)
+        # What it does not know is left out when it is written again.
+        assert read.to_dict() == document
+    for spec in _find(documents, "replicatedJobs"):
+        validate(
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec[0]["template"]["spec"]}
+        )
 
 
 def test_the_dockerfile_copies_what_the_package_needs_and_installs_it() -> None:
