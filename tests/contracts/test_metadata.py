@@ -14,7 +14,6 @@ from packaging.version import Version
 from tests.support.repository import ROOT, pyproject
 
 FLOORS = {"torch": "2.10", "transformers": "5.3", "mlflow": "3.11", "prefect": "3.6.28"}
-LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
 
 
 def _pins() -> dict[str, Version]:
@@ -52,12 +51,6 @@ def _documents() -> list[Path]:
     return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for document in _documents():
-        for target in LINK.findall(document.read_text(encoding="utf-8")):
-            assert (document.parent / target).exists(), f"{document.name}: {target}"
-
-
 def _commands(program: str) -> set[str]:
     """First words after `program` in the documents' console blocks and inline code."""
     found = set()
@@ -67,16 +60,6 @@ def _commands(program: str) -> set[str]:
         for block in code:
             found |= set(re.findall(rf"^(?:\$ )?{program} ([a-z][\w-]*)", block, re.MULTILINE))
     return found
-
-
-def test_documented_commands_exist() -> None:
-    from typer.main import get_command
-
-    from flows.cli.main import app
-
-    known = set(getattr(get_command(app), "commands", {}))
-    assert _commands("trainflow") <= known
-    assert {"run", "why", "ui"} <= _commands("trainflow")
 
 
 def test_documented_make_targets_exist() -> None:
