@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
 from trainer_lib.storage import FileEntry
@@ -44,6 +46,17 @@ def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
     results = {(one.dataset_split, one.metric_type): one.metric_value for one in data.eval_results or []}
     assert results == {("test", "accuracy"): 0.98, ("test", "loss"): 0.07, ("validation", "accuracy"): 0.97}
     assert {one.dataset_revision for one in data.eval_results or []} == {"d" * 64}
+
+
+def test_the_hubs_validators_take_the_head_and_give_it_back(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(render_card(CARD))
+    head: Any = metadata_load(tmp_path / "README.md")
+    data = ModelCard((tmp_path / "README.md").read_text(), ignore_metadata_errors=False).data  # raises for a bad index
+    assert data.to_dict()["model-index"] == eval_results_to_model_index(
+        *model_index_to_eval_results(head["model-index"])
+    )
+    splits = {(each.dataset_split, each.unique_identifier) for each in data.eval_results or []}
+    assert len(splits) == len({split for split, _ in splits}) == 2  # one result of the index for each split
 
 
 def test_lineage_is_in_the_head_and_in_the_text() -> None:
