@@ -51,7 +51,9 @@ def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
 def test_the_hubs_validators_take_the_head_and_give_it_back(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(render_card(CARD))
     head: Any = metadata_load(tmp_path / "README.md")
-    data = ModelCard((tmp_path / "README.md").read_text(), ignore_metadata_errors=False).data  # raises for a bad index
+    data: Any = ModelCard(
+        (tmp_path / "README.md").read_text(), ignore_metadata_errors=False
+    ).data  # raises for a bad index
     assert data.to_dict()["model-index"] == eval_results_to_model_index(
         *model_index_to_eval_results(head["model-index"])
     )
