@@ -37,6 +37,7 @@ from flows.run_stages import run_stages
 from flows.spec.spec import PipelineSpec
 from flows.still_forced import plan_of_try
 from tasks.stage.progress import masked_api_logs, quiet_failures
+from tasks.stage.run_link import wait_for_drawings
 from trainer_lib.errors import Interrupted, TrainflowError, first_line
 from trainer_lib.storage import Store
 
@@ -126,8 +127,11 @@ def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
     """Inside the block, keep the run's record, sign of life, logs and report; afterwards, show Prefect how it ended."""
     record = RunRecord(plan, result)
     live = live_report(plan, result, record.folder)
-    with beating(plan), run_artifacts(result, record), record, keep_logs(record.folder), live:
-        yield record
+    try:
+        with beating(plan), run_artifacts(result, record), record, keep_logs(record.folder), live:
+            yield record
+    finally:
+        wait_for_drawings()
 
 
 def run_pipeline(

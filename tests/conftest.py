@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import clients, memory_group, police, script_runs, xla_cases
+from tests.support.once import shared_folder
 
 pytest_plugins = (
     "tests.support.hub",
@@ -108,6 +109,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _private_tmp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Temporary files go to the sandbox, so that those left behind are seen; `tmp_path` stays where pytest puts it."""
     tmp_path_factory.getbasetemp()
+    cache = request.config.stash[SANDBOX] / "home" / ".cache"
+    cache.mkdir()
+    # What is slow to make and the same for all: the tables of new databases.
+    (cache / "trainflow").symlink_to(shared_folder(tmp_path_factory, "user-cache"))
     with pytest.MonkeyPatch.context() as patch:
         tmp = request.config.stash[SANDBOX] / "tmp"
         patch.setenv("TMPDIR", str(tmp))

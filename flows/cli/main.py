@@ -8,34 +8,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from flows.cli import checkpoints, presentation, terminal
-from flows.cli.chain import lineage, verify
-from flows.cli.cleaning import collect_garbage
+from flows.cli import presentation, terminal
 from flows.cli.execution import execute
-from flows.cli.follow import follow
 from flows.cli.join import follow as follow_leader
-from flows.cli.join import follower_config, join
-from flows.cli.logs import logs
+from flows.cli.join import follower_config
 from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
-from flows.cli.planning import plan
-from flows.cli.predicting import predict
-from flows.cli.proof import prove_resume
-from flows.cli.registry import models, promote, rollback
-from flows.cli.reproduce import reproduce
-from flows.cli.resume import resume
-from flows.cli.runs import compare, runs, show, tag
-from flows.cli.scaffold import init, schema
-from flows.cli.schedules import deploy, serve, watch
 from flows.cli.signals import stoppable
-from flows.cli.status import status
-from flows.cli.sync import sync
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
@@ -45,16 +31,63 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 
-app = typer.Typer(
-    name="trainflow",
-    help="From data and a model to a published, tracked, reproducible model: one resumable pipeline.",
-    epilog="Exit codes: 0 done, 2 bad input, 130 Ctrl-C, others by the kind of failure (docs/failures.md).",
-    no_args_is_help=True,
-    # Typer's own tracebacks would print local variables, and with them secrets.
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.add_typer(checkpoints.app, name="checkpoints")
+# The commands of other files, in the order of `trainflow --help`, after those of this one. Each is imported when it is
+# called: a command says its first line sooner without the others.
+_ELSEWHERE = {
+    "init": "flows.cli.scaffold:init",
+    "schema": "flows.cli.scaffold:schema",
+    "plan": "flows.cli.planning:plan",
+    "resume": "flows.cli.resume:resume",
+    "prove-resume": "flows.cli.proof:prove_resume",
+    "gc": "flows.cli.cleaning:collect_garbage",
+    "status": "flows.cli.status:status",
+    "runs": "flows.cli.runs:runs",
+    "show": "flows.cli.runs:show",
+    "compare": "flows.cli.runs:compare",
+    "logs": "flows.cli.logs:logs",
+    "tag": "flows.cli.runs:tag",
+    "sync": "flows.cli.sync:sync",
+    "serve": "flows.cli.schedules:serve",
+    "deploy": "flows.cli.schedules:deploy",
+    "watch": "flows.cli.schedules:watch",
+    "follow": "flows.cli.follow:follow",
+    "join": "flows.cli.join:join",
+    "predict": "flows.cli.predicting:predict",
+    "models": "flows.cli.registry:models",
+    "promote": "flows.cli.registry:promote",
+    "rollback": "flows.cli.registry:rollback",
+    "lineage": "flows.cli.chain:lineage",
+    "verify": "flows.cli.chain:verify",
+    "reproduce": "flows.cli.reproduce:reproduce",
+}
+_GROUPS = {"checkpoints": "flows.cli.checkpoints:app"}
+
+
+def application(wanted: str | None = None) -> typer.Typer:
+    """Make the command line, with the command `wanted` alone if there is such a one, else with all of them."""
+    app = typer.Typer(
+        name="trainflow",
+        help="From data and a model to a published, tracked, reproducible model: one resumable pipeline.",
+        epilog="Exit codes: 0 done, 2 bad input, 130 Ctrl-C, others by the kind of failure (docs/failures.md).",
+        no_args_is_help=True,
+        # Typer's own tracebacks would print local variables, and with them secrets.
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    here: dict[str, Any] = {"run": run, "why": why, "ui": ui}
+    known = {*here, *_ELSEWHERE, *_GROUPS}
+    for name in [wanted] if wanted in known else [*here, *_ELSEWHERE, *_GROUPS]:
+        if name in _GROUPS:
+            app.add_typer(_load(_GROUPS[name]), name=name)
+        else:
+            app.command(name)(here[name] if name in here else _load(_ELSEWHERE[name]))
+    return app
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # From the words themselves: where a failure is caught, the command's parsed options are out of reach.
     debug, as_json = "--debug" in given, "--json" in given
     try:
-        app(args=given, prog_name="trainflow")
+        wanted = next((word for word in given if not word.startswith("-")), None)
+        application(wanted)(args=given, prog_name="trainflow")
     except TrainflowError as error:
         if as_json:
             print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
@@ -95,7 +129,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
@@ -104,7 +137,6 @@ def _root(
     """Hold the options of the command itself."""
 
 
-@app.command()
 def run(
     spec: Spec,
     overrides: Overrides = None,
@@ -164,7 +196,6 @@ def _place_words(spec: Path, overrides: Sequence[str]) -> list[str]:
     return [str(spec), *deciding]
 
 
-@app.command()
 def why(
     spec: Spec,
     overrides: Overrides = None,
@@ -186,7 +217,6 @@ def why(
         terminal.show(presentation.reasons(reasons, warnings))
 
 
-@app.command()
 def ui(
     spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
     overrides: Overrides = None,
@@ -207,37 +237,6 @@ def _until_stopped() -> Iterator[None]:
     """End the block quietly on Ctrl-C or SIGTERM: the proper end of a command that serves."""
     with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         yield
-
-
-# The commands of the other files follow those above in `trainflow --help`.
-app.command()(init)
-app.command()(schema)
-app.command()(plan)
-app.command()(resume)
-app.command("prove-resume")(prove_resume)
-app.command("gc")(collect_garbage)
-for command in (
-    status,
-    runs,
-    show,
-    compare,
-    logs,
-    tag,
-    sync,
-    serve,
-    deploy,
-    watch,
-    follow,
-    join,
-    predict,
-    models,
-    promote,
-):
-    app.command()(command)
-app.command()(rollback)
-app.command()(lineage)
-app.command()(verify)
-app.command()(reproduce)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,18 @@ seconds more per command.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
+
+if TYPE_CHECKING:
+    from flows.server.early import EarlyServer
 
 # What we set unless the user did. Everything outward is off; see docs/deployments.md.
 QUIET = {
@@ -71,7 +76,30 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         ConfigError: the configured server does not answer, or PREFECT_HOME is not usable.
         InfrastructureError: the embedded server did not start; names its log.
     """
-    with warnings.catch_warnings():
+    from flows.server.early import EarlyServer
+
+    with contextlib.ExitStack() as stack:
+        early = EarlyServer.start()
+        if early is not None:
+            stack.callback(early.close)
+        yield stack.enter_context(_api(early, meanwhile))
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Inside the block no garbage is collected: imports make what stays, and each look at it costs more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> Iterator[str]:
+    with warnings.catch_warnings(), _without_collections():
         # Prefect creates its home only below an existing folder. We create the folders above it, or raise the reason.
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
         from prefect.settings import get_current_settings
@@ -82,15 +110,17 @@ def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[st
         settings = get_current_settings()
     if settings.api.url:
         if meanwhile is not None:
-            meanwhile()
+            with _without_collections():
+                meanwhile()
         require_answer(settings.api.url)
         with _flushed(), reachable(settings.api.url):
             yield settings.api.url
         return
-    membership = Membership(settings)
+    membership = Membership(settings, early)
     try:
         if meanwhile is not None:
-            meanwhile()
+            with _without_collections():
+                meanwhile()
         url, password = membership.wait()
         membership.look_after()
         with _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):

@@ -1,6 +1,7 @@
 """The process behind `flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and lingers.
 
     python embedded.py FOLDER
+    python embedded.py --early PLACE     loads itself, and gets its folder and settings as a line of JSON on stdin
 
 It needs no operator. Two `flock`s in FOLDER decide everything, and the kernel releases them however a process ends:
 
@@ -19,6 +20,9 @@ deployment's parameters name code to run, so another user of the machine must no
 was killed leaves its ``server.json``: the next one takes port and password from there, because the clients of the
 killed one know no other.
 
+A command starts it `--early`, while it loads Prefect itself (`flows.server.early`): the end of stdin ends one that is
+not wanted.
+
 Run by its file, never imported as part of `flows`: it must not depend on the user's working directory, and its first
 act must not be an import that takes a second.
 """
@@ -28,6 +32,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import gc
 import http.client
 import json
 import os
@@ -68,25 +73,91 @@ _LOOK_S = 1.0
 
 def main(folder: Path) -> int:
     """Serve until the last client is gone. Returns 0, or `ANOTHER_SERVES`."""
-    if not _claim(folder):
+    place = _Place.take(folder)
+    if place is None:
         return ANOTHER_SERVES
+    load()
+    return _serve(place)
+
+
+def main_early() -> int:
+    """Load Prefect, and serve in the folder that a line on stdin names, as `main` does."""
+    asked: list[_Place | None] = []
+    asking = threading.Thread(target=_obey, args=(asked,), daemon=True)
+    asking.start()
+    load()
+    asking.join()
+    if not asked or asked[0] is None:
+        return ANOTHER_SERVES
+    return _serve(asked[0])
+
+
+def _obey(asked: list[_Place | None]) -> None:
+    """Wait for the line, and take the place at once: another command that comes now must see that one is starting."""
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        os._exit(0)  # its starter has ended, or does not want it
+    orders = json.loads(line)
+    log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    os.environ.update(orders["environ"])
+    os.chdir(orders["folder"])
+    asked.append(_Place.take(Path(orders["folder"])))
+
+
+def load() -> None:
+    """Import what a server needs: most of its start."""
+    gc.disable()  # everything that is made now stays
+    import prefect.server.api.server  # noqa: F401 - see `_build`
+    import uvicorn  # noqa: F401 - see `_build`
+
+    gc.freeze()
+    gc.enable()
+
+
+class _Place:
+    """What a server has from the moment on at which it is the only one: address, password, watch over its clients."""
+
+    def __init__(self, folder: Path, listener: socket.socket, url: str, password: str) -> None:
+        self.folder = folder
+        self.listener = listener
+        self.url = url
+        self.password = password
+        self.running: list[uvicorn.Server] = []
+        self.opened = threading.Event()
+
+    @classmethod
+    def take(cls, folder: Path) -> _Place | None:
+        """Take the folder; None if another server has it."""
+        if not _claim(folder):
+            return None
+        place = cls(folder, *_find_address(folder))
+        watching = (folder, place.running, place.opened, partial(_pause_unserved, place.url, place.password))
+        threading.Thread(target=_end_without_clients, args=watching, daemon=True).start()
+        return place
+
+
+def _find_address(folder: Path) -> tuple[socket.socket, str, str]:
+    """A listening socket, its URL, and the password."""
     port, password = _killed_predecessor(folder)
     listener = _listen_on(port)
     if listener.getsockname()[1] != port:
         # A stale address must not lead a client to the program that has that port now.
         (folder / DESCRIPTION).unlink(missing_ok=True)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    running: list[uvicorn.Server] = []
-    opened = threading.Event()
-    calm = partial(_pause_unserved, url, password)
-    threading.Thread(target=_end_without_clients, args=(folder, running, opened, calm), daemon=True).start()
-    os.environ["PREFECT_SERVER_API_AUTH_STRING"] = password
-    os.environ["PREFECT_SERVER_UI_API_URL"] = f"{url}/api"
+    return listener, f"http://127.0.0.1:{listener.getsockname()[1]}", password
+
+
+def _serve(place: _Place) -> int:
+    os.environ["PREFECT_SERVER_API_AUTH_STRING"] = place.password
+    os.environ["PREFECT_SERVER_UI_API_URL"] = f"{place.url}/api"
     os.environ.setdefault("PREFECT_API_DATABASE_TIMEOUT", "60")  # seconds a write waits for the others' on a slow disk
     server = _build()
-    running.append(server)
-    threading.Thread(target=_open, args=(folder, server, url, password, opened), daemon=True).start()
-    server.run(sockets=[listener])
+    place.running.append(server)
+    opening = (place.folder, server, place.url, place.password, place.opened)
+    threading.Thread(target=_open, args=opening, daemon=True).start()
+    server.run(sockets=[place.listener])
     return 0
 
 
@@ -198,10 +269,12 @@ def _describe(folder: Path, description: dict[str, object]) -> None:
 
 def _build() -> uvicorn.Server:
     import uvicorn
+    from prefect.context import refresh_global_settings_context
     from prefect.server.api.server import create_app
     from starlette.responses import FileResponse
     from starlette.routing import Route
 
+    refresh_global_settings_context()  # the settings were read before the variables above were set
     app = create_app(final=True)
     page = Path(__file__).with_name("sign_in.html")
     answer = FileResponse(page, headers={"Cache-Control": "no-store", "X-Frame-Options": "DENY"})
@@ -273,7 +346,7 @@ def _has_database() -> bool:
 
 if __name__ == "__main__":
     try:
-        exit_code = main(Path(sys.argv[1]))
+        exit_code = main_early() if sys.argv[1] == "--early" else main(Path(sys.argv[1]))
     except SystemExit as end:  # uvicorn's way to end a failed start
         exit_code = int(end.code or 0)
     sys.stderr.flush()

@@ -28,12 +28,19 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from flows.server import embedded
+from flows.server.early import EarlyServer
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.ready_databases import Kind, keep, place
 
 if TYPE_CHECKING:
     from prefect.settings import Settings
 
 _log = logging.getLogger(__name__)
+_DATABASES = Kind(
+    "prefect",
+    "server/database/_migrations/versions/sqlite",
+    ("alembic_version", "block_type", "block_schema", "block_schema_reference"),
+)
 # Seconds that a server without clients lingers, unless the variable says otherwise; 0: it ends with its last client.
 _LINGER_S = 600.0
 # Seconds a start may take on a busy machine, and the server's end.
@@ -51,22 +58,27 @@ _HUNG_S = 30.0
 class Membership:
     """This process as one client of the embedded server: joined when made, until `leave`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, early: EarlyServer | None = None) -> None:
+        self._early = early
         self._timeout_s = max(_START_S, settings.server.ephemeral.startup_timeout_seconds)
         self._deadline = time.monotonic() + self._timeout_s
         # Settings of a profile or of prefect.toml are in no environment variable, and the server must share them.
         own = settings.to_environment_variables(exclude_unset=True)
         self._made_by = _identify(own)
-        marks = {embedded.LINGER: str(_read_linger_s()), embedded.MADE_BY: self._made_by}
-        self._environ = {**os.environ, **own, **marks}
+        self._environ = {**own, embedded.LINGER: str(_read_linger_s()), embedded.MADE_BY: self._made_by}
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: _Keeper | None = None
         self.folder = _private_folder(settings)
+        self._database = _database_file(settings)
+        self._makes_database = False
         self.log = self.folder / "server.log"
         self._descriptor = os.open(self.folder / embedded.CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._join()
             self.start_if_absent()
+            if self._early is not None:
+                self._early.close()  # another one serves
+                self._early = None
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -135,6 +147,8 @@ class Membership:
         while time.monotonic() < self._deadline:
             description = self.description()
             if description is not None and is_healthy(description["url"]):
+                if self._makes_database and self._database is not None:
+                    keep(_DATABASES, self._database)
                 return description["url"], description["auth"]
             if self._process is not None and self._process.poll() not in (None, embedded.ANOTHER_SERVES):
                 raise self._failure(f"It ended with exit code {self._process.returncode}.")
@@ -168,13 +182,19 @@ class Membership:
         starting = self._process is not None and self._process.poll() is None
         if starting or self._is_serving():
             return False
+        if self._database is not None and not self._database.exists():
+            self._makes_database = not place(_DATABASES, self._database)
         command = [sys.executable, "-P", str(Path(embedded.__file__).resolve()), str(self.folder)]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as log:
+            early, self._early = self._early, None
+            if early is not None and (process := early.serve(self.folder, self.log, self._environ)) is not None:
+                self._process = process
+                return True
             # In a session of its own: Ctrl-C is for us, and another command may be using it.
             self._process = subprocess.Popen(
                 command,
-                env=self._environ,
+                env={**os.environ, **self._environ},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -300,6 +320,13 @@ def _private_folder(settings: Settings) -> Path:
     except OSError as error:
         raise _unusable(settings.home, error) from error
     return folder
+
+
+def _database_file(settings: Settings) -> Path | None:
+    """The sqlite file of the embedded server; None for any other database."""
+    database = settings.server.database.connection_url
+    scheme, _, path = (database.get_secret_value() if database else "").partition(":///")
+    return Path(path) if scheme == "sqlite+aiosqlite" and path.startswith("/") and "?" not in path else None
 
 
 def _unusable(home: Path, error: OSError) -> StorageError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from tasks.prefect_client import quick_client
@@ -19,9 +20,18 @@ if TYPE_CHECKING:
 EVERY_S = 3.0
 # Seconds before the first one: a stage that ends sooner, with nothing to show, asks the server nothing.
 FIRST_S = 1.0
-# Seconds that the end of a stage waits for the last drawing; a server that hangs must not cost more.
+# Seconds that the end of a run waits for the last drawings; a server that hangs must not cost more.
 _CLOSE_S = 1.0
+# The threads of stages that have ended: what they still draw, nothing waits for before the run ends.
+_ending: list[threading.Thread] = []
 _log = logging.getLogger(__name__)
+
+
+def wait_for_drawings() -> None:
+    """Wait until the stages that have ended are drawn in Prefect's UI; a second at most."""
+    deadline = time.monotonic() + _CLOSE_S
+    while _ending:
+        _ending.pop().join(max(0.0, deadline - time.monotonic()))
 
 
 class RunLink:
@@ -64,9 +74,9 @@ class RunLink:
         self._wanted = (min(share, 100.0), text)
 
     def close(self) -> None:
-        """Draw the newest state and end; waits a second at most."""
+        """Draw the newest state and end, soon. Never waits: see `wait_for_drawings`."""
+        _ending.append(self._thread)
         self._done.set()
-        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         if self._done.wait(FIRST_S) and self._wanted is None:

@@ -49,9 +49,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @functools.cache
 def _command_line() -> Any:
-    from flows.cli.main import app
+    from flows.cli.main import application
 
-    return typer.main.get_command(app)
+    return typer.main.get_command(application())
 
 
 def _commands(page: Path) -> Iterator[list[str]]:

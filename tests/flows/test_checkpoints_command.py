@@ -80,7 +80,7 @@ def test_a_folder_is_told_state_by_state(root: Path, capsys: pytest.CaptureFixtu
     assert "transformers Trainer" in problems[8]
     assert [entry["step"] for entry in answer["checkpoints"] if entry["best"]] == [2]
 
-    cli.app(["checkpoints", "list", str(root)], standalone_mode=False)
+    cli.application()(["checkpoints", "list", str(root)], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "committed", "size", "state", "where"]
     assert "good, best" in next(line for line in lines if line.split()[0] == "2")

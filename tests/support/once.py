@@ -18,8 +18,7 @@ def once_per_run(factory: pytest.TempPathFactory, name: str, fill: Callable[[Pat
         name: the folder's name, unique among all tests.
         fill: writes the folder's contents. Nothing of it may stay open, and no path in it may lead elsewhere.
     """
-    base = factory.getbasetemp()
-    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    root = _root(factory)
     folder, done = root / f"once-{name}", root / f"once-{name}.done"
     with (root / f"once-{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -28,3 +27,15 @@ def once_per_run(factory: pytest.TempPathFactory, name: str, fill: Callable[[Pat
             fill(folder)
             done.touch()
     return folder
+
+
+def shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:
+    """Return a folder that all test processes of a run share: each may write there at any time."""
+    folder = _root(factory) / f"shared-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _root(factory: pytest.TempPathFactory) -> Path:
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base

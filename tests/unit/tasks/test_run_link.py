@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 import uuid
 
 import pytest
 
 from tasks.prefect_internals import settings_for_every_thread
-from tasks.stage.run_link import RunLink
+from tasks.stage.run_link import RunLink, wait_for_drawings
 
 
 def test_a_server_that_hangs_holds_nothing_up() -> None:
@@ -25,9 +24,12 @@ def test_a_server_that_hangs_holds_nothing_up() -> None:
             assert not link.is_cancelled()
             asked = time.monotonic() - began
             link.close()
+            closed = time.monotonic() - began
+            wait_for_drawings()
             took = time.monotonic() - began
             link._thread.join(30)
     assert asked < 0.5
+    assert closed < 0.5, "the next stage begins while the last one is drawn"
     assert took < 2.0
     assert not link._thread.is_alive(), "it gives up by itself"
 
@@ -45,9 +47,8 @@ def test_a_stage_that_ends_at_once_asks_nothing_but_shows_what_it_drew() -> None
             server.settimeout(10)
             link = RunLink("train", uuid.uuid4(), uuid.uuid4())
             link.draw(100.0, "step 2/2")
-            ending = threading.Thread(target=link.close)
-            ending.start()
+            link.close()
             server.accept()[0].close()
-            ending.join()
+            wait_for_drawings()
     link._thread.join(30)
     assert not link._thread.is_alive()

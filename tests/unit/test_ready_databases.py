@@ -1,0 +1,148 @@
+"""New databases that are copied: the same tables, no rows of another database, never another version's."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.server import membership
+from tests.support import mlflow_store
+from trainer_lib.ready_databases import Kind, keep, place
+from trainer_lib.trackers import database_lock, mlflow_client
+
+KIND = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "kinds"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def _run(database: Path, *statements: str) -> list[Any]:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        return [connection.execute(each).fetchall() for each in statements][-1]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A database as its program makes it, used already."""
+    database = tmp_path / "made" / "made.db"
+    database.parent.mkdir()
+    _run(
+        database,
+        "PRAGMA journal_mode = WAL",
+        "CREATE TABLE alembic_version (version_num TEXT)",
+        "INSERT INTO alembic_version VALUES ('abc')",
+        "CREATE TABLE kinds (name TEXT)",
+        "INSERT INTO kinds VALUES ('slack')",
+        'CREATE TABLE "runs of" (secret TEXT)',
+        "INSERT INTO \"runs of\" VALUES ('mine-only')",
+    )
+    return database
+
+
+def test_a_copy_has_the_tables_and_no_rows_but_those_of_a_new_database(tmp_path: Path, made: Path) -> None:
+    keep(KIND, made)
+    new = tmp_path / "new.db"
+    assert place(KIND, new)
+    assert _run(new, "SELECT * FROM alembic_version") == [("abc",)]
+    assert _run(new, "SELECT * FROM kinds") == [("slack",)]
+    assert _run(new, 'SELECT * FROM "runs of"') == []
+    assert b"mine-only" not in KIND.template().read_bytes()
+    assert KIND.template().stat().st_mode & 0o077 == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"made", "cache", "new.db"}  # no drafts
+
+
+def test_nothing_is_placed_over_a_database_or_beside_the_journal_of_one(tmp_path: Path, made: Path) -> None:
+    keep(KIND, made)
+    there = tmp_path / "there.db"
+    there.write_bytes(b"")
+    assert not place(KIND, there)
+    assert there.read_bytes() == b""
+    (tmp_path / "gone.db-wal").write_bytes(b"changes")
+    assert not place(KIND, tmp_path / "gone.db")
+    assert not (tmp_path / "gone.db").exists()
+
+
+def test_another_version_or_other_migrations_get_no_copy(
+    tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(KIND, made)
+    older = KIND.template()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
+    assert KIND.template() != older
+    assert not place(KIND, tmp_path / "new.db")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert not place(Kind("mlflow", "store/db_migrations", KIND.filled), tmp_path / "new.db")
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _others_may_write(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def _without_tables(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [_truncated, _others_may_write, _without_tables])
+def test_tables_that_are_damaged_or_not_ours_alone_are_not_used(
+    tmp_path: Path, made: Path, harm: Callable[[Path], None]
+) -> None:
+    keep(KIND, made)
+    harm(KIND.template())
+    assert not place(KIND, tmp_path / "new.db")
+    assert not (tmp_path / "new.db").exists()
+    keep(KIND, made)
+    assert place(KIND, tmp_path / "new.db")
+
+
+def test_a_cache_that_cannot_be_used_costs_nothing(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep(KIND, made)
+    assert not place(KIND, tmp_path / "new.db")
+
+
+def test_threads_that_keep_and_place_at_once_get_whole_databases(tmp_path: Path, made: Path) -> None:
+    placed: list[bool] = []
+
+    def both(number: int) -> None:
+        keep(KIND, made)
+        placed.append(place(KIND, tmp_path / f"own-{number}.db"))
+        place(KIND, tmp_path / "shared.db")
+
+    threads = [threading.Thread(target=both, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert placed == [True] * 6
+    for database in [*tmp_path.glob("own-*.db"), tmp_path / "shared.db"]:
+        assert _run(database, "SELECT * FROM kinds") == [("slack",)]
+
+
+def test_the_second_database_of_mlflow_is_a_copy_that_differs_in_nothing(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "mlflow.db", tmp_path / "b" / "mlflow.db"
+    mlflow_client.connect(f"sqlite:///{first}")
+    client = mlflow_store.client(f"sqlite:///{second}")
+    assert database_lock.DATABASES.template().exists()
+    schema = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+    assert _run(first, schema) == _run(second, schema)
+    filled = "SELECT * FROM alembic_version UNION SELECT name FROM workspaces UNION SELECT name FROM experiments"
+    assert _run(first, filled) == _run(second, filled)
+    assert client.create_run(client.create_experiment("one")).info.run_id
+
+
+def test_prefects_tables_are_known_by_its_migrations() -> None:
+    assert membership._DATABASES.template().name.startswith("prefect-3.")
