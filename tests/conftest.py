@@ -35,6 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SANDBOX = pytest.StashKey[Path]()
 SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")
 
+_LISTED = [line.split("#")[0].strip() for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines()]
+_QUICK = {line.removeprefix("not ") for line in _LISTED if line.startswith("not ")}
+_SLOW = set(filter(None, _LISTED)) - _QUICK
+
 # Settings of the developer's machine that would reach into a test.
 _FOREIGN = (
     "AWS_",
@@ -93,6 +97,17 @@ def pytest_configure(config: pytest.Config) -> None:
             "NO_COLOR": "1",
         }
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what `make test` leaves to `make slow`."""
+    if is_slow(item.path.relative_to(ROOT / "tests").as_posix()):
+        item.add_marker(pytest.mark.slow)
+
+
+def is_slow(file: str) -> bool:
+    """Whether tests/slow.txt names a file below tests/, or its room."""
+    return file in _SLOW or (file.partition("/")[0] in _SLOW and file not in _QUICK)
 
 
 def pytest_collection_finish() -> None:
