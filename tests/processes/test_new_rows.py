@@ -239,10 +239,39 @@ def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worke
     killer.join()
     assert (len(killed), manifest.facts.rows) == (1, 120)
     assert _files(tmp_path / "shared") == _files(tmp_path / "whole")
-    assert [event["message"][:17] for event in events if event["event"] == "warning"] == ["A worker was lost"]
+    # One, and by our signal: the other was not refused because of the first.
+    [warning] = [event["message"] for event in events if event["event"] == "warning"]
+    assert warning.startswith("A worker was lost")
+    assert "already at work" not in warning
     shown = [event for event in events if event["event"] == "progress"]
     assert any("rows/s" in event["message"] and event["eta_s"] >= 0 for event in shown)
     assert not (tmp_path / "shared" / "claims").exists()
+
+
+def test_a_second_command_helps_the_first_and_commits_when_that_is_killed(data: Path, tmp_path: Path) -> None:
+    slow = RECIPE + "\n\nimport time\n\n\ndef prediction_columns(p, data):\n    time.sleep(0.1)\n    return {'y': p}\n"
+    publish_line(tmp_path / "model", recipe=slow)
+    to = tmp_path / "shared"
+    asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
+    _predict(asked)
+    command = ["predict", asked.model, str(data), "--rows-per-file", "2", "--to", str(to), "--trust", "any"]
+    with running(*command, cwd=tmp_path, log=tmp_path / "log") as first:
+        wait_until(lambda: (to / "predictions").is_dir() and len(_files(to)) >= 3, 90)
+        lines: list[str] = []
+
+        def kill_first() -> None:
+            wait_until(lambda: len(list((to / "claims").glob("*.beat"))) == 2, 90)
+            first.stop(signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_first)
+        killer.start()
+        job = RowsJob.of(replace(asked, to=str(to), trust=True))
+        here = LaunchConfig(kind="in_process", processes=1)
+        manifest, was_done = predict_new_rows(job, on_line=lines.append, on_event=lambda event: None, workers=[here])
+        killer.join()
+    assert (manifest.facts.rows, was_done) == (120, False)
+    assert lines[0] == "Another process predicts these rows: this one takes parts as well."
+    assert _files(to) == _files(tmp_path / "whole")
 
 
 def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> None:

@@ -40,6 +40,7 @@ def launch(
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool] | None = None,
     what: str | None = None,
+    shared: bool = False,
 ) -> R:
     """Run one request in processes of its own and return its result. Blocks, and calls back in the calling thread.
 
@@ -48,24 +49,23 @@ def launch(
     itself is killed, the guard ends them in the same way.
 
     Args:
-        request: what to do (`trainer_lib.requests`). It is written to a private file, and sent to the other machines,
-            so it must not hold a secret.
+        request: what to do. It is written to a private file and sent to other machines: it must not hold a secret.
         env: variables for the workers, which override `config.env`; secrets belong here.
         on_line: called with each line that the workers print.
         on_event: called with each progress event (step, loss, …).
         should_cancel: polled; once it returns true, the workers are stopped gracefully and `Interrupted` is raised.
         what: what the launch does, for those that wait for its devices; None: its verb.
+        shared: other launches may work on this output at the same time (`locks.shared_parts`).
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    # A plan has checked its configurations already; a caller of this function alone has not.
     if not config.is_checked(use_cpu=request.use_cpu):
         config = resolve_config(config, use_cpu=request.use_cpu)
     listener = Listener(on_line, on_event, should_cancel or (lambda: False))
     restarts, hung_at = 0, set[int]()
     while True:
-        run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel)
+        run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel, shared=shared)
         try:
             return _attempt_when_free(request, config, run_dir, env, listener, what or request.verb)
         except InfrastructureError as error:

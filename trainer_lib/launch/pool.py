@@ -67,8 +67,6 @@ def launch_workers(
 ) -> PoolResult[R]:
     """Run one request in a launch for each configuration. Blocks, and calls back in the calling thread.
 
-    Args: as `launch` has them.
-
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
     """
@@ -82,6 +80,7 @@ def launch_workers(
             on_event=lambda event: progress.event(0, event),
             should_cancel=should_cancel,
             what=what,
+            shared=True,
         )
         return PoolResult((answer,), ())
     messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -126,6 +125,7 @@ def _run_one(
             on_event=lambda event: messages.put((number, event)),
             should_cancel=stop.is_set,
             what=what,
+            shared=True,
         )
     except BaseException as error:
         ended = error

@@ -26,6 +26,7 @@ import signal
 import stat
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,15 +49,22 @@ class RunDir:
         self._events_read = 0
 
     @classmethod
-    def create(cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool]) -> RunDir:
+    def create(
+        cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool], *, shared: bool = False
+    ) -> RunDir:
         """Make a folder for `request`, after the processes of earlier, killed launches of the same output have ended.
+
+        Args:
+            shared: other launches may work on this output at the same time.
 
         Raises:
             ConfigError: the folder for run files belongs to another user.
             InfrastructureError: another living process works on this output.
             StorageFullError: the disk of temporary files is full.
         """
-        digest = hashlib.sha256(str(request.get("output", "")).encode()).hexdigest()[:16]
+        # Of its own for each of those that share an output, so that none takes another for one that was killed.
+        place = uuid.uuid4().hex if shared else str(request.get("output", ""))
+        digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         while True:
             with _typed_if_full():
                 base = _private_base()
