@@ -23,10 +23,10 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "prediction_columns": ("predictions", "data"),
     "after_evaluate": ("model", "data", "options"),
 }
-"""Function -> what it is called with, by position. `compute_loss_func` may take `num_items_in_batch` besides."""
+"""Function -> what it is called with, by position. Some may take one more, by the name in `LAST`."""
 INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
 """Required function -> the one that a recipe may define instead."""
-_LAST = {"compute_loss_func": "num_items_in_batch"}
+LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data"}
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
@@ -40,14 +40,15 @@ def check_signature(name: str, signature: inspect.Signature, *, field: str, valu
     Raises:
         ConfigError: it takes other arguments.
     """
-    given, last = CALLS[name], _LAST.get(name)
+    given, last = CALLS[name], LAST.get(name)
     for keywords in ({}, {last: None}) if last else ({},):
         try:
             signature.bind(*given, **keywords)
         except TypeError:
             continue
         return
-    wanted = ", ".join((*given, last) if last else given)
+    # `data` is for those that need it, and most do not.
+    wanted = ", ".join((*given, last) if last and name != "collate" else given)
     shown = signature.replace(return_annotation=inspect.Signature.empty)
     raise ConfigError(
         f"{name}{shown} cannot be called as {name}({wanted}).",

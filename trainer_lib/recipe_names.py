@@ -9,6 +9,7 @@ FOLDER = Path(__file__).resolve().parent / "recipes"
 ABOUT = {
     "tabular-classification": "Rows of a table to one of several classes.",
     "tabular-regression": "Rows of a table to a number.",
+    "text-classification": "Texts to one of several classes, with a model of transformers.",
 }
 """Name -> what the recipe is for."""
 

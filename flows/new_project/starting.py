@@ -18,6 +18,7 @@ _FACTS = {
         "margin": "accuracy_over_majority",
         "trivial": "always the most frequent class",
         "about": "Tells the cultivar of a wine from what a laboratory measured.",
+        "text": "",
         "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "tabular-regression": {
@@ -26,7 +27,17 @@ _FACTS = {
         "margin": "rmse_below_mean",
         "trivial": "always the mean",
         "about": "Estimates the progression of diabetes within a year.",
+        "text": "",
         "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
+    },
+    "text-classification": {
+        "label": "module",
+        "by": "stratified",
+        "margin": "accuracy_over_majority",
+        "trivial": "always the most frequent class",
+        "about": "Tells which module of the standard library a line of Python is from.",
+        "text": "line",
+        "source": "lines of four modules of Python's standard library (PSF licence).",
     },
 }
 """Recipe -> what its texts say."""

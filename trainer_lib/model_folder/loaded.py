@@ -50,9 +50,9 @@ class LoadedModel:
         self.description = found.description
         self.url = found.url
         self.digest = found.digest()
-        self.collate = work.recipe.collate
         self._work = work
         self._data = recipes.DataInfo(to_record(work.request.data))
+        self.collate = work.recipe.collate_with(self._data)
         self._args = arguments(work, "predict", work.request.output)
         with keep_generators():  # building draws the initial weights, which the trained ones replace
             self.model: nn.Module = build_model(work, self._args, self._data)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_classes
+from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.tabular_net import Classifier, collate_table
 from trainer_lib.recipes.tabular_rows import Options, TabularRows
@@ -67,12 +68,4 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn logits ``[rows, classes]`` into the name of the best class and the probability of each."""
-    scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
-    scores /= scores.sum(axis=-1, keepdims=True)
-    classes = data.info["classes"]
-    best = scores.argmax(axis=-1)
-    return {
-        "prediction": [classes[index] for index in best],
-        "confidence": scores.max(axis=-1).astype(np.float32),
-        "scores": list(scores.astype(np.float32)),
-    }
+    return name_classes(predictions, data.info["classes"])

@@ -66,9 +66,12 @@ class TabularRows:
         texts: feature -> the texts in the training rows.
     """
 
+    defaults: Mapping[str, Any] = DEFAULTS
+    """Every option, with its default."""
+
     def __init__(self, options: Mapping[str, Any], sources: Sequence[str], *, classes: bool) -> None:
-        self.options = choose(options, DEFAULTS, field=FIELD)
-        require_choice(self.options["missing"], ("refuse", "mean"), field=f"{FIELD}.missing")
+        self.options = choose(options, self.defaults, field=FIELD)
+        require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
         if self.options["label"] is None:
             remedy = "Name the column to predict: prepare.options.label=NAME."
             raise ConfigError("The recipe needs to know what to predict.", field=f"{FIELD}.label", remedy=remedy)

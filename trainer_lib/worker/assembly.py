@@ -16,6 +16,7 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
 from trainer_lib.recipe_functions import kind_of
 from trainer_lib.recipes import DataInfo
+from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
@@ -106,7 +107,7 @@ def build_trainer(
     trainer = recipe.trainer_class(default)(
         model=model,
         args=args,
-        data_collator=recipe.collate,
+        data_collator=recipe.collate_with(DataInfo(to_record(work.request.data))),
         compute_loss_func=recipe.compute_loss_func,
         compute_metrics=recipe.compute_metrics,
         preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,

@@ -123,7 +123,7 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
         ("held_out_metrics.py", "counts.max()", "counts.min()", {"evaluate"}),
         ("tabular_classification.py", '"dropout": 0.1', '"dropout": 0.2', {"train", "evaluate", "predict"}),
-        ("tabular_classification.py", '"confidence"', '"sure"', {"predict"}),
+        ("named_classes.py", '"confidence"', '"sure"', {"predict"}),
     ],
 )
 def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(

@@ -1,0 +1,208 @@
+"""The recipe text-classification: texts to one of several classes, with a model of transformers.
+
+    name: reviews
+    recipe: text-classification
+    prepare:
+      sources: [reviews.csv]
+      options: {text: review, label: stars, pretrained: distilbert-base-uncased}
+    train:
+      model: {pretrained: distilbert-base-uncased}
+      args: {num_train_epochs: 3, learning_rate: 5.0e-5, global_batch_size: 32}
+    evaluate: {splits: [validation, test]}
+
+Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
+`train.model: {config: {model_type: bert, hidden_size: 128, …}}`.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.text_classification import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.held_out_metrics import measure_classes
+from trainer_lib.recipes.named_classes import name_classes
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tokenizing import (
+    import_transformers,
+    keep_tokenizer,
+    kept_tokenizer,
+    learn_tokenizer,
+    load_tokenizer,
+    no_model,
+)
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False}
+"""The settings of `build_model` (`train.model`), with their defaults."""
+SMALL: dict[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+"""The model that is built at random where `config` says nothing else."""
+
+
+class Options(TypedDict):
+    """The options of `prepare`; `label`, `rename`, `id`, `files`, `split` and `absent_classes` are as of a table."""
+
+    text: str
+    """Column with the texts."""
+    pair: NotRequired[str]
+    """Column with second texts, for questions about two."""
+    pretrained: NotRequired[str]
+    """Name of the model on the Hub whose tokenizer is used."""
+    folder: NotRequired[Path]
+    """Folder of the model whose tokenizer is used."""
+    files: NotRequired[dict[str, Path]]
+    """Split -> its file."""
+    pad_token: NotRequired[str]
+    """Token that fills up short texts, for a tokenizer that has none."""
+    vocabulary: NotRequired[int]
+    """Tokens of a vocabulary that is learned."""
+    max_length: NotRequired[int]
+    """Tokens of a text; longer ones are cut."""
+
+
+class ModelOptions(TypedDict):
+    """The settings of `build_model`."""
+
+    pretrained: NotRequired[str]
+    folder: NotRequired[Path]
+    config: NotRequired[dict[str, Any]]
+    new_head: NotRequired[bool]
+    """Replace a head that was trained for other classes."""
+
+
+class TextRows(TabularRows):
+    """The texts of a table by split; no other column is read."""
+
+    defaults: Mapping[str, Any] = {
+        **{name: DEFAULTS[name] for name in ("label", "rename", "id", "files", "split", "absent_classes")},
+        "text": None,
+        "pair": None,
+        "pretrained": None,
+        "folder": None,
+        "pad_token": None,
+        "vocabulary": 4000,
+        "max_length": 128,
+    }
+
+    @override
+    def _features(self) -> list[str]:
+        if self.options["text"] is None:
+            remedy = "Name the column: prepare.options.text=NAME."
+            raise ConfigError("The recipe needs to know where the texts are.", field=f"{FIELD}.text", remedy=remedy)
+        for option in ("text", "pair"):
+            if self.options[option] is not None:
+                self.table.require(self.options[option], field=f"{FIELD}.{option}")
+                self.table.refuse_gaps(self.options[option], "Remove the row, or give it a text.")
+        return []
+
+
+def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the texts and find a tokenizer for them.
+
+    Returns:
+        For every split its rows: the texts by the name of their column, `labels` (0 on) and `row_id`.
+    """
+    table = TextRows(options, out.sources, classes=True)
+    classes, chosen = table.classes(), table.options
+    names = [chosen[name] for name in ("text", "pair") if chosen[name] is not None]
+    columns = {name: table.table.texts(name) for name in names}
+    place = one_of(chosen, field=FIELD)
+    if place is None:
+        texts = [columns[name][row] for name in names for row in table.splits["train"].tolist()]
+        tokenizer = learn_tokenizer(texts, vocabulary=chosen["vocabulary"], max_length=chosen["max_length"])
+    else:
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    out.info.update(
+        classes=classes,
+        texts=names,
+        max_length=chosen["max_length"],
+        vocabulary=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        tokenizer=keep_tokenizer(tokenizer, out),
+    )
+    table.texts.update({name: [] for name in names})  # `rows` gives these columns
+    number = {name: index for index, name in enumerate(classes)}
+    return table.rows([number[text] for text in table.table.texts(table.label)])
+
+
+def one_of(options: Mapping[str, Any], *, field: str) -> str | None:
+    """The model by its name or folder; None where neither is given. Raises ConfigError where both are."""
+    given = [str(options[name]) for name in ("pretrained", "folder") if options[name] is not None]
+    if len(given) > 1:
+        what = "A model has a name or a folder, and not both."
+        raise ConfigError(what, field=f"{field}.folder", value=given[1], remedy="Remove one of them.")
+    return given[0] if given else None
+
+
+def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+    """Build the model by name, from a folder, or at random from a configuration.
+
+    Raises:
+        ConfigError: transformers cannot load it, or its head was trained for another number of classes.
+    """
+    library, chosen, classes = import_transformers(), choose(options, MODEL, field="train.model"), data.info["classes"]
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
+    automatic = library.AutoModelForSequenceClassification
+    place = one_of(chosen, field="train.model")
+    if place is None:
+        settings = {**SMALL, **chosen["config"]}
+        more = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **names}
+        model: nn.Module = automatic.from_config(library.AutoConfig.for_model(**settings, **more))
+        return model
+    try:
+        config = library.AutoConfig.from_pretrained(place)
+        has_head = any("ForSequenceClassification" in name for name in config.architectures or ())
+        if has_head and config.num_labels != len(classes) and not chosen["new_head"]:
+            raise ConfigError(
+                f"The model's head knows {config.num_labels} classes, and the data has {len(classes)}.",
+                field="train.model.new_head",
+                value=False,
+                remedy="Set train.model.new_head=true: the head then begins at random.",
+            )
+        return automatic.from_pretrained(place, ignore_mismatched_sizes=chosen["new_head"], **names)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise no_model(place, error, field="train.model") from error
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels ``[batch]``."""
+    texts = [[row[name] for row in rows] for name in data.info["texts"]]
+    tokenizer = kept_tokenizer(data)
+    batch = dict(
+        tokenizer(*texts, padding=True, truncation=True, max_length=data.info["max_length"], return_tensors="pt")
+    )
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+    return batch
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure logits ``[rows, classes]``, beside the most frequent class of the same rows."""
+    return measure_classes(evaluation.predictions, evaluation.label_ids)
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn logits ``[rows, classes]`` into the name of the best class and the probability of each."""
+    return name_classes(predictions, data.info["classes"])
