@@ -60,8 +60,11 @@ ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with
 
 # How long (seconds) a new server tries for the server lock: a client that checks it holds it briefly.
 _CLAIM_S = 1.0
-# Events of a run travel through queues inside the server; the last ones get this long (seconds) to reach the database.
+# Events of a run travel through queues inside the server. The last ones are written when it needs less than this share
+# of a processor for so long (seconds); it gets so long at most.
+_IDLE_SHARE = 0.1
 _SETTLE_S = 0.2
+_SETTLE_MOST_S = 5.0
 # A graceful end that takes longer than this (seconds) is cut short: the database is consistent at any moment.
 _STOP_S = 10.0
 # How often, and seconds between, a request of its own is sent while the database is busy.
@@ -302,10 +305,20 @@ def _end_without_clients(
             break
     (folder / DESCRIPTION).unlink(missing_ok=True)
     if running:
-        time.sleep(_SETTLE_S)
+        _settle()
         running[0].should_exit = True
         time.sleep(_STOP_S)
     os._exit(0)  # still importing, so nothing is open yet; or the graceful end hangs
+
+
+def _settle() -> None:
+    """Wait until this process has nothing to do; on a busy machine its queues take longer than the clock suggests."""
+    deadline = time.monotonic() + _SETTLE_MOST_S
+    while time.monotonic() < deadline:
+        used, began = time.process_time(), time.monotonic()
+        time.sleep(_SETTLE_S)
+        if time.process_time() - used < _IDLE_SHARE * (time.monotonic() - began):
+            break
 
 
 def _lingers(folder: Path, descriptor: int, calm: Callable[[], object]) -> bool:

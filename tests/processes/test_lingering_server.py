@@ -106,6 +106,24 @@ def test_the_end_of_its_folder_is_its_own(tmp_path: Path, linger: Callable[[floa
     os.close(lock)
 
 
+def test_a_server_that_is_still_at_work_is_not_ended() -> None:
+    ends = time.monotonic() + 1.0
+
+    def work() -> None:
+        while time.monotonic() < ends:
+            sum(range(1000))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    embedded._settle()
+    settled = time.monotonic()
+    worker.join()
+    assert settled > ends, "the last states of a run were in its queues"
+    began = time.monotonic()
+    embedded._settle()
+    assert time.monotonic() - began < 4.0, "an idle one ends at once"
+
+
 # ------------------------------------------------------------------------------------------------ with a server
 @pytest.fixture
 def home(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
