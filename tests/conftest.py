@@ -37,7 +37,7 @@ SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")
 
 _LISTED = [line.split("#")[0].strip() for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines()]
 _QUICK = {line.removeprefix("not ") for line in _LISTED if line.startswith("not ")}
-_SLOW = set(filter(None, _LISTED)) - _QUICK
+_SLOW = {line for line in _LISTED if line and not line.startswith("not ")}
 
 # Settings of the developer's machine that would reach into a test.
 _FOREIGN = (
