@@ -86,8 +86,8 @@ class RunLink:
                 with quick_client() as client:
                     while True:
                         self._exchange(client)
-                        if self._done.is_set():
-                            return
+                        if self._done.is_set() and self._wanted == self._drawn:
+                            return  # the last drawing may have been asked for during this exchange
                         if self._done.wait(EVERY_S) and self._wanted == self._drawn:
                             return
             except Exception as error:  # the server is away: the work is not
