@@ -125,7 +125,7 @@ def _private_tmp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     """Temporary files go to the sandbox, so that those left behind are seen; `tmp_path` stays where pytest puts it."""
     tmp_path_factory.getbasetemp()
     cache = request.config.stash[SANDBOX] / "home" / ".cache"
-    cache.mkdir()
+    cache.mkdir(exist_ok=True)  # importing a test module may have made it
     # What is slow to make and the same for all: the tables of new databases.
     (cache / "trainflow").symlink_to(shared_folder(tmp_path_factory, "user-cache"))
     with pytest.MonkeyPatch.context() as patch:
