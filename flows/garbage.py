@@ -1,10 +1,10 @@
 """What nothing on a storage refers to, and its removal beside commands that are at work.
 
 Runs go first: those that are not at work, not among the newest of their pipeline, not tagged, registered or published.
-Then go the stages' folders that no record names any more. In every folder the commit file is removed first, under the
-folder's lease; then the records are read once more. A run writes down the folder that a stage will look into before it
-looks, so of a run that begins and a removal at least one sees the other: the commit file is put back, or the stage
-finds none and runs again. Two removals exclude each other by the same lease.
+Then go the stages' folders that no record names any more. In every folder a note is left first, under the folder's
+lease; then the records are read once more. A run writes down the folder that a stage will look into before it looks,
+and waits for a note that it finds there, so of a run that begins and a removal at least one sees the other: nothing is
+touched, or the stage finds nothing and runs again. Two removals exclude each other by the same lease.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Literal
 from flows.heartbeat import read_signs
 from flows.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs
 from flows.referrers import Folder, Referrer, Registry, collect_folders, find_publications
-from flows.removal import remove_run
 from tasks.configs import TrackingConfig
 from tasks.stage.manifest import STAGES
 from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
-from trainer_lib.commit import COMMIT, LIMIT, withdraw_folder
+from trainer_lib.commit import COMMIT, withdraw_folder
 from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
 from trainer_lib.locks.readers import list_readers
+from trainer_lib.locks.removal import REMOVING, announce_removal, remove_run, withdraw_removal
 from trainer_lib.storage import Store
 
 LIMITED = "limited"
@@ -303,36 +303,37 @@ def _references_now(storage: str, config: TrackingConfig | None, skip_registry: 
 
 def _remove_stages(items: Iterable[Item], references: Callable[[], dict[str, str]]) -> Iterator[Item]:
     """Remove those folders that no process works in or reads, and that nothing refers to."""
-    held: list[tuple[Item, Lease, bytes | None]] = []
+    held: list[tuple[Item, Lease]] = []
     try:
         for item in items:
             # `wait` is asked only while another process holds the folder: then this one leaves it alone.
             lease = acquire_lease(item.store, wait=lambda: True)
             if lease is None:
                 continue
-            commit = item.store.read_if_exists(COMMIT, limit=LIMIT)
-            held.append((item, lease, commit))
-            item.store.delete(COMMIT)
+            held.append((item, lease))
+            announce_removal(item.store)
         named = references()
     except BaseException:
-        for item, lease, commit in held:
-            _put_back(item, lease, commit)
+        for item, lease in held:
+            _leave(item, lease)
         raise
-    for item, lease, commit in held:
+    for item, lease in held:
         if item.store.url in named or _reader_of(item.store) is not None or lease.lost:
-            _put_back(item, lease, commit)
+            _leave(item, lease)
             continue
+        item.store.delete(COMMIT)
         for name in item.store.children():
-            if name != "lease":
+            if name not in ("lease", REMOVING):
                 item.store.delete_tree(name)
+        withdraw_removal(item.store)
         lease.remove()
         yield item
 
 
-def _put_back(item: Item, lease: Lease, commit: bytes | None) -> None:
+def _leave(item: Item, lease: Lease) -> None:
     try:
-        if commit is not None and not lease.lost:
-            item.store.create(COMMIT, commit)
+        if not lease.lost:  # else the note is that of the process that has the folder now
+            withdraw_removal(item.store)
     finally:
         lease.release()
 

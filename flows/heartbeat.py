@@ -24,13 +24,13 @@ from typing import Any, Literal
 from flows.past_runs import run_folder
 from flows.plan import Plan
 from flows.prefect_runs import configured_api
-from flows.removal import await_removal
 from flows.results import RUN_ID_CHARS
 from tasks.stage.progress import Event, describe, subscribe
 from tasks.stage.retry import now
 from trainer_lib.errors import StorageError
 from trainer_lib.guard import process_table
 from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import Store
 
 ALIVE = "alive"

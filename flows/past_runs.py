@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from flows.removal import await_removal
 from tasks.stage.keys import Difference, StageKey
 from tasks.stage.manifest import StageManifest, compare_keys, look_up_under
 from trainer_lib.errors import ConfigError
+from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
 

@@ -26,6 +26,7 @@ from tasks.stage.facts import StageFacts
 from tasks.stage.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
 from trainer_lib.commit import Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
+from trainer_lib.locks.removal import await_removal
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, Store
 
@@ -215,6 +216,14 @@ def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | No
 def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | None, str | None]:
     """`look_up` for a key of which only the digest is known, 64 hex digits."""
     store = stage_folder(Store.open(storage), stage, key)
+    found = _look_into(store, stage, key)
+    # A result that may be removed at this moment is looked at again afterwards.
+    while found != (None, None) and await_removal(store):
+        found = _look_into(store, stage, key)
+    return found
+
+
+def _look_into(store: Store, stage: str, key: str) -> tuple[StageManifest | None, str | None]:
     try:
         commit = read_commit(store, kind="stage")
         if commit is None:

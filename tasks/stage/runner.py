@@ -43,13 +43,14 @@ from tasks.stage.retry import (
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import HangError, StorageError, TrainflowError
 from trainer_lib.locks.lease import Lease, acquire_lease
+from trainer_lib.locks.removal import REMOVING
 from trainer_lib.storage import FileEntry, Store
 
 __all__ = ["StageAttempt", "StageContext", "StageFacts", "StageManifest", "StageOutput", "run_stage", "stage_key"]
 
 _LEASE = "lease"
 _COMMIT = "COMMIT.json"
-_BOOKS = {_LEASE, ATTEMPTS, KEY_FILE}
+_BOOKS = {_LEASE, REMOVING, ATTEMPTS, KEY_FILE}
 _UNCOMMITTED = {*_BOOKS, "checkpoints", "follow", "history.json", "losses.json"}
 """What stays in a stage's folder without being part of its result."""
 

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,12 +17,14 @@ import pytest
 
 from flows.garbage import Garbage, find_garbage, remove_garbage
 from flows.past_runs import find_run, list_runs, tag_run
-from tests.support.recorded import commit_stage, committed, nightly, record_run
+from tasks.stage.manifest import look_up_under
+from tests.support.recorded import commit_stage, committed, key_of, nightly, record_run
 from tests.support.repository import ROOT
 from trainer_lib.commit import COMMIT, write_commit
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import announce_removal, withdraw_removal
 from trainer_lib.storage import Store
 
 
@@ -321,7 +324,7 @@ _RUNS = """
     # names the folder in its record, and only then looks for the result; without one it makes it again under the lease.
     import hashlib, json, sys, time
     from dataclasses import asdict
-    from flows.removal import await_removal
+    from trainer_lib.locks.removal import await_removal
     from tests.support.recorded import commit_stage, key_of
     from trainer_lib.locks.lease import Holder, acquire_lease
     from trainer_lib.storage import Store
@@ -341,7 +344,11 @@ _RUNS = """
         record = {"name": "toy", "status": "RUNNING", "started": "2026-10-01", "worked_in": {"train": key.digest}}
         folder.write_bytes("run.json", json.dumps(record).encode())
         stage = Store.open(storage).child("stages", "train", key.folder)
-        done = lambda: stage.exists("COMMIT.json")
+        def done():
+            while stage.exists("COMMIT.json"):
+                if not await_removal(stage):
+                    return True
+            return False
         if not done():
             lease = acquire_lease(stage, wait=done)
             if lease is not None:
@@ -359,6 +366,25 @@ _RUNS = """
         folder.delete("alive/me.json")
     print(json.dumps([rounds, made, lost]), flush=True)
 """
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_look_waits_for_a_removal_that_was_announced(goes: bool, tmp_path: Path) -> None:
+    storage, key = str(tmp_path), key_of("train", "toy 1")
+    commit_stage(storage, "train", "toy 1")
+    stage = Store.open(storage).child("stages", "train", key.folder)
+    announce_removal(stage)
+
+    def finish() -> None:
+        if goes:
+            stage.delete("COMMIT.json")
+        withdraw_removal(stage)
+
+    later = threading.Timer(0.3, finish)
+    later.start()
+    manifest, problem = look_up_under(storage, "train", key.digest)
+    later.join()
+    assert ((manifest is None), problem) == (goes, None)
 
 
 def test_beside_runs_at_work_nothing_that_they_refer_to_goes(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flows.past_runs import find_run, list_runs, newest_unfinished, read_tags, tag_run, untag_run
-from flows.removal import remove_run
 from trainer_lib.errors import ConfigError
+from trainer_lib.locks.removal import remove_run
 from trainer_lib.storage import Store
 
 FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"

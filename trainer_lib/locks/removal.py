@@ -1,9 +1,11 @@
-"""The removal of a recorded run, beside processes that may take the run up at that moment.
+"""The removal of a recorded run or of a stage's result, beside processes that may take it up at that moment.
 
-    <storage>/runs/<id>/removing.json       while it is being removed: the process that removes it
+    <storage>/runs/<id>/removing.json               while it may be removed: the process that removes it
+    <storage>/stages/<stage>/<key>/removing.json
 
 A process that needs a run first leaves a mark in its folder (its sign of life, a tag) and then waits for that note to
-go. The remover first leaves the note and then looks for marks. In every order of these four steps at least one of the
+go; one that needs a stage's result first names it in the record of its run. The remover first leaves the note and then
+looks for marks and records, and touches nothing if it finds one. In every order of these four steps at least one of the
 two sees the other, on any store, as with the readers of a checkpoint (`trainer_lib.locks.readers`).
 """
 
@@ -22,7 +24,7 @@ _NOTE_BYTES = 4096
 _LOOK_S = 0.1
 _TRIES = 5
 _REMOVAL_S = 120.0
-"""Seconds that a process of another machine is given to remove one run."""
+"""Seconds that a process of another machine is given to remove a run, or some stages' results."""
 
 
 def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> bool:
@@ -62,6 +64,16 @@ def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> boo
     return True
 
 
+def announce_removal(folder: Store) -> None:
+    """Leave the note in a folder that this process holds the lease of, in place of one that a dead process left."""
+    folder.write_bytes(REMOVING, Holder.this_process().to_bytes())
+
+
+def withdraw_removal(folder: Store) -> None:
+    """Take the note of `announce_removal` away: nothing was removed, or everything else was."""
+    folder.delete(REMOVING)
+
+
 def _delete(folder: Store, name: str) -> None:
     """Remove a file or a folder, into which a process that waits may just be writing its sign of life."""
     for _ in range(_TRIES - 1):
@@ -73,7 +85,7 @@ def _delete(folder: Store, name: str) -> None:
 
 
 def await_removal(folder: Store) -> bool:
-    """Wait until no process removes this run's folder, and return whether one did: it may have taken the mark, too."""
+    """Wait until no process removes this folder, and return whether one did: it may have taken what was seen, too."""
     deadline = time.monotonic() + _REMOVAL_S
     has_waited = False
     while (data := folder.read_if_exists(REMOVING, limit=_NOTE_BYTES)) is not None:
