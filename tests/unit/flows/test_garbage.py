@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-import threading
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,14 +16,12 @@ import pytest
 
 from flows.garbage import Garbage, find_garbage, remove_garbage
 from flows.past_runs import find_run, list_runs, tag_run
-from tasks.stage.manifest import look_up_under
-from tests.support.recorded import commit_stage, committed, key_of, nightly, record_run
+from tests.support.recorded import commit_stage, committed, nightly, record_run
 from tests.support.repository import ROOT
 from trainer_lib.commit import COMMIT, write_commit
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
-from trainer_lib.locks.removal import announce_removal, withdraw_removal
 from trainer_lib.storage import Store
 
 
@@ -366,25 +363,6 @@ _RUNS = """
         folder.delete("alive/me.json")
     print(json.dumps([rounds, made, lost]), flush=True)
 """
-
-
-@pytest.mark.parametrize("goes", [True, False])
-def test_a_look_waits_for_a_removal_that_was_announced(goes: bool, tmp_path: Path) -> None:
-    storage, key = str(tmp_path), key_of("train", "toy 1")
-    commit_stage(storage, "train", "toy 1")
-    stage = Store.open(storage).child("stages", "train", key.folder)
-    announce_removal(stage)
-
-    def finish() -> None:
-        if goes:
-            stage.delete("COMMIT.json")
-        withdraw_removal(stage)
-
-    later = threading.Timer(0.3, finish)
-    later.start()
-    manifest, problem = look_up_under(storage, "train", key.digest)
-    later.join()
-    assert ((manifest is None), problem) == (goes, None)
 
 
 def test_beside_runs_at_work_nothing_that_they_refer_to_goes(tmp_path: Path) -> None:
