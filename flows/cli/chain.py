@@ -200,7 +200,9 @@ def _tracked_lines(tracked: TrackedLinks | None, why: str) -> Iterator[Text]:
 
 def _check_lines(check: LinkCheck) -> Iterator[Text]:
     style = {"held": "green", "broken": "bold red"}.get(check.state, "yellow")
-    count = f"{check.files} file{'' if check.files == 1 else 's'}, {describe_bytes(check.bytes)}"
+    count = f"{check.files} file{'' if check.files == 1 else 's'}"
+    if check.bytes:  # of sources their digests are compared, which count no bytes
+        count += f", {describe_bytes(check.bytes)}"
     what = count if check.files else shown(check.where)
     text = check.why if check.state == "not checked" else what
     yield Text.assemble((f"{check.state:<12}", style), f"{check.link:<16} {printable(text)}")

@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
@@ -67,7 +68,7 @@ def download_model(address: str) -> Path:
             message = f"The registry does not answer: {first_line(error)}."
             raise StoreUnreachableError(message, field="model", value=address, remedy=remedy) from error
         raise ConfigError(
-            f"The registry has no such model: {first_line(error)}.",
+            f"The registry has no such model: {_plain(error)}.",
             field="model",
             value=address,
             remedy="Set MLFLOW_TRACKING_URI to its server; trainflow models lists names, versions and aliases.",
@@ -76,6 +77,11 @@ def download_model(address: str) -> Path:
         remedy = "Load it with mlflow.pyfunc.load_model."
         raise ConfigError("This model was not logged by trainflow.", field="model", value=address, remedy=remedy)
     return place
+
+
+def _plain(error: BaseException) -> str:
+    """What MLflow says, without the name of its error code and the full stop."""
+    return re.sub(r"^[A-Z_]+: ", "", first_line(error)).rstrip(".")
 
 
 def send_model(
