@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
-from tests.support.launched import kept_files
+from tests.support.launched import kept_files, patience_s
 from tests.support.nodes import Follower
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
@@ -174,7 +174,7 @@ def test_a_hang_shows_the_stacks_of_both_machines(
     asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     join("other", "--env", "STEP_S=600")
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
-        Leader(endpoint)(asked, timeout_s=12.0)
+        Leader(endpoint)(asked, timeout_s=patience_s("trainer_lib.worker.train", 12.0))
     with kept_files(caught.value) as folder:
         assert {path.name for path in folder.glob("trace-*")} == {"trace-0.json", "trace-1.json"}
     details = caught.value.details or ""

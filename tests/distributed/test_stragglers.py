@@ -45,8 +45,8 @@ def _trained(folder: str, where: str, rank: int) -> list[str]:
 def test_the_rank_that_is_slow_is_named_on_the_first(where: str, rank: int, tmp_path: Any) -> None:
     first, second = run_distributed(_trained, 2, str(tmp_path), where, rank)
     assert second == []
-    assert len(first) == 1
-    assert first[0].startswith(f"Rank {rank} is slow: ")
+    # A second time only after a window in which a busy machine held the other rank up as well.
+    assert {line.split(" is slow: ")[0] for line in first} == {f"Rank {rank}"}
     own = float(first[0].split("it needs ")[1].split(" ms")[0])
     assert own >= 20.0
 

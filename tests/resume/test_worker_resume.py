@@ -83,8 +83,8 @@ def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, prepared_
     for config in ({"processes": 2}, {"kind": "in_process"}):
         base = {"output": str(tmp_path / str(config)), **more}
         evaluated = tiny.run(request(tmp_path, tiny.RECIPE, "evaluate", splits=["test"], **base), **config)
-        predicted = tiny.run(
-            request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config
-        )
-        results.append((evaluated.metrics["test"]["accuracy"], predicted))
+        tiny.run(request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config)
+        files = (tmp_path / str(config) / "predictions" / "test").glob("*.parquet")
+        results.append((evaluated.metrics["test"]["accuracy"], {file.name: file.read_bytes() for file in files}))
+    assert len(results[0][1]) == 3
     assert results[0] == results[1]
