@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 from typing_extensions import override
@@ -14,7 +13,7 @@ from flows.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_details import RunDetails, read_details
 from flows.run_status import read_status
-from flows.spec.spec import storage_of
+from flows.spec.storage_here import storage_here
 from flows.stages import require_stage
 from flows.training_history import read_training_history
 from trainer_lib.errors import ConfigError, DamagedError
@@ -297,10 +296,8 @@ def runs(storage: str | None = None) -> Runs:
 
 
 def _storage_here() -> str:
-    if Path("pipeline.yaml").is_file():
-        return storage_of("pipeline.yaml")
-    if Path(".trainflow").is_dir():
-        return ".trainflow"
+    if (found := storage_here()) is not None:
+        return found
     raise ConfigError(
         "No storage was named, and the working directory has neither pipeline.yaml nor .trainflow.",
         field="storage",

@@ -12,7 +12,7 @@ from flows.cli import presentation, terminal
 from flows.cli.execution import execute
 from flows.cli.options import Debug, Json
 from flows.server.api import quiet_environment
-from flows.spec.spec import storage_of
+from flows.spec.storage_here import storage_here
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,10 +65,8 @@ def resume(
 
 
 def _storage_here() -> str:
-    if Path("pipeline.yaml").is_file():
-        return storage_of("pipeline.yaml")
-    if Path(".trainflow").is_dir():
-        return ".trainflow"
+    if (found := storage_here()) is not None:
+        return found
     raise ConfigError(
         "No storage was named, and this folder has neither pipeline.yaml nor .trainflow.",
         field="--storage",
