@@ -200,6 +200,35 @@ def test_points_that_arrived_without_an_answer_are_not_sent_again(
     assert sum(sent) == 5
 
 
+def test_a_request_that_arrives_after_it_was_repeated_doubles_nothing(
+    server: tuple[int, str], proxy: Proxy, storage: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server accepts it when the client has long given up, and has already sent the points again."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    proxy.delay_s = 4.0
+    run = start(storage, "late-request")
+    while run.handle.run_id is None:
+        time.sleep(0.02)
+    database, run_id = server[1], run.handle.run_id
+    proxy.requests.clear()
+    proxy.behave("delay", only="runs/log-batch")
+    with contextlib.closing(_Worker(run, monkeypatch)) as worker:
+        worker.log(range(1, 4))
+        for value in (0.25, 0.25, 0.5):
+            time.sleep(0.005)  # another time of the same result
+            run.log_metrics({"test_error": value}, 3)
+        while not [line for line in proxy.requests if "runs/log-batch" in line]:
+            time.sleep(0.02)
+        proxy.behave("ok")
+        while not points(database, run_id, "test_error"):
+            time.sleep(0.05)
+    run.finish("FINISHED", stages=5)
+    deliver(storage)
+    time.sleep(proxy.delay_s + 1)  # now the first request has arrived, too
+    assert points(database, run_id, "train/loss") == [(step, 1 / step) for step in range(1, 4)]
+    assert points(database, run_id, "test_error") == [(3, 0.25), (3, 0.5)]
+
+
 class _Worker:
     def __init__(self, run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:

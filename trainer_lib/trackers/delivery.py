@@ -24,7 +24,7 @@ from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers import mlflow_client as calls
 from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
 from trainer_lib.trackers.mlflow_models import deliver_model
-from trainer_lib.trackers.repeats import Repeats
+from trainer_lib.trackers.repeats import Repeats, leave_out_arrived, leave_out_known, leave_out_latest
 from trainer_lib.trackers.shipper import Clock
 from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
 
@@ -238,7 +238,7 @@ class _RunDelivery:
         offset = session.state.offset
         repeats = Repeats(self._client, run_id, session)  # now that the sessions before it are delivered
         for record, behind in session.read(offset):
-            points = self._points(repeats, run_id, record)
+            points = self._points(repeats, run_id, record, waiting)
             if points is None:
                 # Points before it go first; an offset covers everything in front of it.
                 self._send_points(session, run_id, waiting, offset)
@@ -253,7 +253,9 @@ class _RunDelivery:
                 waiting = []
         self._send_points(session, run_id, waiting, offset)
 
-    def _points(self, repeats: Repeats, run_id: str, record: Mapping[str, Any]) -> list[Point] | None:
+    def _points(
+        self, repeats: Repeats, run_id: str, record: Mapping[str, Any], waiting: Sequence[Point]
+    ) -> list[Point] | None:
         """The points of a record that are to be sent; None for a record of another kind."""
         if record and "m" not in record:
             return None
@@ -264,8 +266,8 @@ class _RunDelivery:
         if points and record.get("once"):
             # A result that an earlier command has logged, perhaps at another time; of an evaluation beside the
             # training the step alone decides, because the run may be ahead of it.
-            leave_out = calls.leave_out_known if record["once"] == "step" else calls.leave_out_latest
-            points = leave_out(self._client, run_id, points)
+            leave_out = leave_out_known if record["once"] == "step" else leave_out_latest
+            points = leave_out(self._client, run_id, points, waiting)
         return points
 
     def _send_points(self, session: Session, run_id: str, points: list[Point], offset: int) -> None:
@@ -274,7 +276,7 @@ class _RunDelivery:
             return
         if points:
             if state.is_uncertain:
-                points = calls.leave_out_arrived(self._client, run_id, points)
+                points = leave_out_arrived(self._client, run_id, points)
             else:
                 # Noted first: if this process dies, or no answer comes, the next one asks what has arrived.
                 state.is_uncertain = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import tempfile
 import threading
@@ -255,35 +254,6 @@ def known_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:
     with contextlib.suppress(GoneError):  # a file store does not know a metric without points
         return {int(each.step) for each in client.get_metric_history(run_id, key)}
     return set()
-
-
-def leave_out_latest(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
-    """Return the points whose value at that step is not the last one that the run has, whenever it was measured."""
-    latest = {key: (each.step, _comparable(each.value)) for key, each in latest_points(client, run_id).items()}
-    return [point for point in points if latest.get(point.key) != (point.step, _comparable(point.value))]
-
-
-def leave_out_known(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
-    """Return the points of metrics that the run does not have at their step, whatever the value."""
-    steps = {key: known_steps(client, run_id, key) for key in {point.key for point in points}}
-    return [point for point in points if point.step not in steps[point.key]]
-
-
-def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
-    """Return the points that the run does not have yet, by key, timestamp, step and value."""
-    arrived: set[tuple[str, int, int, float | str]] = set()
-    for key in {point.key for point in points}:
-        with contextlib.suppress(GoneError):  # a file store does not know a metric without points
-            history = client.get_metric_history(run_id, key)
-            arrived |= {(key, each.timestamp, each.step, _comparable(each.value)) for each in history}
-    return [
-        point for point in points if (point.key, point.timestamp, point.step, _comparable(point.value)) not in arrived
-    ]
-
-
-def _comparable(value: float) -> float | str:
-    # Databases keep infinity as the largest number.
-    return "nan" if math.isnan(value) else max(-1.7e308, min(1.7e308, value))
 
 
 def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:

@@ -1,12 +1,19 @@
-"""Which points of a session its MLflow run has already from another one."""
+"""Which points its MLflow run has already: from another session, an earlier command, or a request without an answer.
+
+A point keeps the timestamp of its record however often it is sent, and a database has a point of one key, time, step
+and value once. So a request without an answer that arrives after it was repeated adds nothing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer_lib.trackers import mlflow_client as calls
-from trainer_lib.trackers.mlflow_client import Point
+from trainer_lib.trackers.mlflow_client import GoneError, Point
 from trainer_lib.trackers.spool import Session
 
 if TYPE_CHECKING:
@@ -45,3 +52,55 @@ class Repeats:
     @functools.cached_property
     def _latest(self) -> dict[str, Point]:
         return calls.latest_points(self._client, self._run_id)
+
+
+def leave_out_latest(
+    client: MlflowClient, run_id: str, points: Sequence[Point], waiting: Sequence[Point] = ()
+) -> list[Point]:
+    """Return the points whose value at that step is not the last one that the run has, whenever it was measured.
+
+    Args:
+        waiting: points that go to the run before these.
+    """
+    latest = calls.latest_points(client, run_id)
+    for point in waiting:
+        if point.key not in latest or _order(latest[point.key]) <= _order(point):
+            latest[point.key] = point
+    known = {(key, each.step, _comparable(each.value)) for key, each in latest.items()}
+    return [point for point in points if (point.key, point.step, _comparable(point.value)) not in known]
+
+
+def _order(point: Point) -> tuple[int, int]:
+    """What decides which of two points MLflow calls the latest one."""
+    return point.step, point.timestamp
+
+
+def leave_out_known(
+    client: MlflowClient, run_id: str, points: Sequence[Point], waiting: Sequence[Point] = ()
+) -> list[Point]:
+    """Return the points of metrics that the run does not have at their step, whatever the value.
+
+    Args:
+        waiting: points that go to the run before these.
+    """
+    steps = {key: calls.known_steps(client, run_id, key) for key in {point.key for point in points}}
+    for point in waiting:
+        steps.get(point.key, set()).add(point.step)
+    return [point for point in points if point.step not in steps[point.key]]
+
+
+def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
+    """Return the points that the run does not have yet, by key, timestamp, step and value."""
+    arrived: set[tuple[str, int, int, float | str]] = set()
+    for key in {point.key for point in points}:
+        with contextlib.suppress(GoneError):  # a file store does not know a metric without points
+            history = client.get_metric_history(run_id, key)
+            arrived |= {(key, each.timestamp, each.step, _comparable(each.value)) for each in history}
+    return [
+        point for point in points if (point.key, point.timestamp, point.step, _comparable(point.value)) not in arrived
+    ]
+
+
+def _comparable(value: float) -> float | str:
+    # Databases keep infinity as the largest number.
+    return "nan" if math.isnan(value) else max(-1.7e308, min(1.7e308, value))
