@@ -90,7 +90,7 @@ def fork(work: Callable[[Board], None], *, kill_when: Moment | None) -> End:
         raise RuntimeError(f"A process with threads must not be forked: {found}")
     board = Board()
     board.write()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -99,7 +99,7 @@ def fork(work: Callable[[Board], None], *, kill_when: Moment | None) -> End:
     try:
         killed = hung = False
         while not killed and not select.select([ours], [], [], POLL_S)[0]:
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             hung = seconds > HANG_S
             killed = hung or (kill_when is not None and kill_when(board.read(), seconds))
         if killed:
@@ -113,7 +113,7 @@ def fork(work: Callable[[Board], None], *, kill_when: Moment | None) -> End:
         raise RuntimeError(f"The work did not end within {HANG_S:.0f} s.")
     facts = board.read()
     board.close()
-    return End(code, killed and code == -signal.SIGKILL, time.perf_counter() - begun, facts)
+    return End(code, killed and code == -signal.SIGKILL, time.perf_counter() - started, facts)
 
 
 def _threads() -> list[str]:

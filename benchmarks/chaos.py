@@ -14,7 +14,7 @@ its resume crashes, that folder is removed by hand, which is counted, and the ru
 
 Reported per library: kills by phase; starts that crashed; steps that had to be trained again, at most; runs that
 reached their end, and of these the ones equal, bit for bit, to the uninterrupted run: in weights, optimizer and
-schedule, and in random states and the whole log, too. Exit code 1 when one of ours is not.
+schedule, and in random states and the whole log, too. Exit code 1 when a run of trainflow is not.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def measure(count: int, peer_count: int, seconds: float, seed: int) -> dict[str,
     """Run ours, then the peer's, for the requested number of kills."""
     lives: dict[str, tuple[Life, int]] = {"ours": (our_life, count), "peer": (peer_life, peer_count)}
     found = {}
-    begun = time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trainflow-chaos-") as place:
         for number, (name, (life, kills)) in enumerate(lives.items()):
             if kills == 0:
@@ -294,7 +294,7 @@ def measure(count: int, peer_count: int, seconds: float, seed: int) -> dict[str,
             if name == "peer":
                 with contextlib.redirect_stderr(None):
                     import transformers.trainer  # noqa: F401 - imported once, before any fork
-            deadline = begun + seconds * (1.0 if number or not peer_count else 0.8)
+            deadline = started + seconds * (1.0 if number or not peer_count else 0.8)
             harness = Harness(life, Path(place) / name, random.Random(seed))
             harness.run_until(kills, deadline)
             found[name] = harness.result()
@@ -326,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="smallest")
     parser.add_argument("--count", type=int, help="kills of our Trainer")
-    parser.add_argument("--peer-count", type=int, help="kills of the peer; a fifth of ours when not given")
+    parser.add_argument("--peer-count", type=int, help="kills of the peer; a fifth of trainflow's when not given")
     parser.add_argument("--seconds", type=float, help="time after which no further run is started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
@@ -336,9 +336,9 @@ def main() -> int:
     count = SIZES[chosen.size][0] if chosen.count is None else chosen.count
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     peer_count = count // 5 if chosen.peer_count is None else chosen.peer_count
-    begun = time.monotonic()
+    started = time.monotonic()
     found = measure(count, peer_count, seconds, chosen.seed)
-    taken = {"asked_kills": count, "seed": chosen.seed, "seconds": round(time.monotonic() - begun, 1), **found}
+    taken = {"asked_kills": count, "seed": chosen.seed, "seconds": round(time.monotonic() - started, 1), **found}
     publish("chaos", chosen.size if chosen.count is None else f"{count}-kills", taken, chosen.save)
     print(table(found))
     ours = found["ours"]

@@ -36,7 +36,7 @@ from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
 
 SIZES = {"smallest": (40, 10, 10, 5), "mid": (250, 50, 60, 20), "full": (1_000, 200, 300, 60)}
-"""Flips and cuts of ours, flips and cuts of the peer's."""
+"""Flips and cuts of trainflow's checkpoints, then of the peer's."""
 STEPS = 4
 Harm = Callable[[random.Random, bytes], bytes]
 

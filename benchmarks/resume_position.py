@@ -59,29 +59,29 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 def first_batch(count: int, order: Callable[[], Order], position: int) -> float:
     """Return the seconds from nothing to the first batch at a position."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     plan = BatchPlan.cut(count, global_batch=BATCH, micro_batch=BATCH, data_parallel_size=1, rank=0, drop_last=False)
     loader = TrainLoader(
         Rows(count), order=order(), plan=plan, collate=default_data_collator, seed=0, options=LoaderOptions()
     )
     micro = next(loader.micros(1, position // BATCH))
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     assert micro.real
     return seconds
 
 
 def peers_first_batch(count: int, position: int) -> float:
     """Return the seconds for a shuffled DataLoader whose first batches are skipped."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(Rows(count), BATCH, shuffle=True, generator=generator, collate_fn=default_data_collator)
     next(iter(skip_first_batches(loader, position // BATCH)))
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def stream_first_batch(batches: int) -> float:
     """Return our seconds for a stream without state, which is read up to the position."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     loader = IterableLoader(
         Stream(),
         global_batch=BATCH,
@@ -94,14 +94,14 @@ def stream_first_batch(batches: int) -> float:
         options=LoaderOptions(),
     )
     next(loader.micros(1, batches))
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def peers_stream_first_batch(batches: int) -> float:
     """Return the peer's seconds for that stream."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     next(iter(skip_first_batches(DataLoader(Stream(), BATCH, collate_fn=default_data_collator), batches)))
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def in_turn(runs: int, **each: Callable[[], float]) -> dict[str, dict[str, float]]:
@@ -135,9 +135,9 @@ def main() -> None:
         )
         allowed = 1.1 * found[name]["near"]["median"] + 5.0
         found[name]["within_bar"] = found[name]["far"]["median"] <= allowed
-    begun = time.perf_counter()
+    started = time.perf_counter()
     list(map(int, lengths.tolist()))
-    listing = 1000 * (time.perf_counter() - begun)
+    listing = 1000 * (time.perf_counter() - started)
     few = 2 * peers_far
     peer = in_turn(
         max(3, runs // 5),

@@ -153,7 +153,7 @@ def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool,
     count = outages = 0
     while True:
         try:
-            # Before the checkpoints are listed: one that is committed later is none of an ended training.
+            # Before the checkpoints are listed: a training that has ended commits no more of them.
             ending = watch.look()
             count += follower.work(wait=ending is not None and not once)
             outages = 0

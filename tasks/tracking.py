@@ -134,7 +134,7 @@ class TrackedRun:
     def end(self, status: str) -> None:
         """Note that the run has ended as "FINISHED", "FAILED", "KILLED" or "DISCARDED"; nothing is logged after it."""
         if status not in STATUSES:
-            raise ValueError(f"status {status!r} is none of {', '.join(STATUSES)}")
+            raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._session is not None and not self._is_ended:
             self._is_ended = True
             self._write({"end": status, "t": now_ms()})

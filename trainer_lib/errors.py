@@ -348,7 +348,7 @@ def _free_bytes(error: BaseException) -> int | None:
     if not isinstance(name, str):
         return None
     try:
-        return shutil.disk_usage(os.path.dirname(name) or ".").free  # noqa: PTH120 (a name, not a path of ours)
+        return shutil.disk_usage(os.path.dirname(name) or ".").free  # noqa: PTH120 (a name, not one of our paths)
     except OSError:
         return None
 

@@ -170,7 +170,7 @@ class Probe:
         checkpoint_bytes: size of that save; None likewise.
         peak_bytes: the largest memory of a process: on a GPU that of torch's allocator, else the resident set.
         device: type of the device.
-        overhead_s: of the whole probe, from its launch to its end, what was none of the above.
+        overhead_s: the rest of the probe's time, from its launch to its end.
     """
 
     steps: int

@@ -6,7 +6,7 @@ A stage of your own has facts too: a class of fields with JSON's types, derived 
     class RowFacts(StageFacts, stage="count-rows"):
         rows: int
 
-or, to stand in for one of ours, derived from its facts: ``class MyData(PrepareFacts, stage="my-data")``.
+or, to replace one of the product's stages, derived from its facts: ``class MyData(PrepareFacts, stage="my-data")``.
 """
 
 from __future__ import annotations

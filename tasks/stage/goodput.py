@@ -53,7 +53,7 @@ class Goodput:
 
     @property
     def other_s(self) -> float:
-        """What is none of the others."""
+        """The remaining time: start-up, waiting and what else is not counted above."""
         known = self.trained_s + self.evaluated_s + self.saved_s + self.restored_s + self.lost_s
         return max(0.0, self.all_s - known)
 

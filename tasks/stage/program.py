@@ -164,7 +164,7 @@ class Program:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _stems(self, file: str, target: ImportTarget) -> Stems:
-        """Where an imported module may lie: paths without an ending; none for one of ours."""
+        """Where an imported module may lie: paths without an ending; none for a module of trainflow."""
         parts = tuple(target.module.split(".")) if target.module else ()
         if target.level == 0:
             own = recipe_module(parts)

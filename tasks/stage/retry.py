@@ -310,7 +310,7 @@ _DECISION = "trainflow_retry_decision"
 
 def attach_decision(error: BaseException, decision: Decision) -> None:
     """Attach a decision to the failure that it is about: Prefect hands that failure to `should_retry`."""
-    # On the error itself, as Prefect gives its condition nothing else of ours; any exception class can carry it.
+    # On the error itself: Prefect passes its condition nothing else. Any exception class can carry it.
     setattr(error, _DECISION, decision)
 
 

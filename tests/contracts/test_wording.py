@@ -12,10 +12,10 @@ import pytest
 from tests.support.repository import ROOT, relative, sources, tree
 
 FOLDERS = ("trainflow", "flows", "tasks", "trainer_lib", "tests/support", "examples", "benchmarks")
-WORDS = re.compile(
-    r"\b(nobody|whoever|anew|begun|of theirs|told|said|hears?|heard|whom)\b|(?<!there )\bis no\b(?! longer| more\b)",
-    re.IGNORECASE,
+IN_DOCUMENTS = re.compile(
+    r"\b(nobody|whoever|anew|begun|of ours|of theirs)\b|(?<!there )\bis no\b(?! longer| more\b)", re.IGNORECASE
 )
+WORDS = re.compile(rf"{IN_DOCUMENTS.pattern}|\b(told|said|hears?|heard|whom)\b", re.IGNORECASE)
 FIRST_LINES = re.compile(r"(The same\b|See |Whether it does)")
 LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
 
@@ -70,11 +70,21 @@ def test_docstrings_and_messages_use_plain_words() -> None:
     _check(found, STILL_WORDED, "say it in plain words, the subject first (CONTRIBUTING.md)")
 
 
+def test_documents_use_plain_words() -> None:
+    pages = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+    pages += [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"]
+    found = [
+        f"{relative(path)}: {match[0]}" for path in pages for match in IN_DOCUMENTS.finditer(path.read_text("utf-8"))
+    ]
+    assert found == [], "say it in plain words, the subject first (CONTRIBUTING.md)"
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [
         ('"""What nobody reads."""', 1),
         ('"""A folder is no file."""', 1),
+        ('"""A file of ours."""', 1),
         ('"""A lease that is no longer held."""', 0),
         ('"""Returns None where there is no lease."""', 0),
         ('"""The same as `b`."""', 1),

@@ -1,4 +1,4 @@
-"""`save_async` on several processes: one commit, one moment at which all hear of it, one failure for all."""
+"""`save_async` on several processes: one commit, one moment at which all learn of it, one failure for all."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_allowed_failure_of_one_rank_lets_all_go_on(tmp_path: Path) -> None:
 
 def killed(folder: str) -> str:
     """Rank 1 is killed while rank 0 is writing step 6; what rank 0 then says."""
-    rank, begun, dead = os.environ["RANK"], Path(folder, "begun"), Path(folder, "dead")
+    rank, started, dead = os.environ["RANK"], Path(folder, "started"), Path(folder, "dead")
     if rank == "1" and (pid := os.fork()):  # the helper that ran this function must live to return
         os.waitpid(pid, 0)
         dead.touch()
@@ -127,12 +127,12 @@ def killed(folder: str) -> str:
 
     def before(step: int) -> None:
         if step == 6:
-            begun.touch()
+            started.touch()
             while not dead.exists():
                 time.sleep(0.01)
 
     def kill() -> None:
-        while not begun.exists():
+        while not started.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Measuring a divided model: nobody waits for a rank that has no batch, and nothing is counted twice."""
+"""Measuring a divided model: no rank waits for one that has no batch, and nothing is counted twice."""
 
 from __future__ import annotations
 

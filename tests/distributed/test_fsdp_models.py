@@ -234,7 +234,7 @@ def refusals(folder: str) -> list[str]:
         told.append(f"{type(caught.value).__name__} {caught.value}")
     trainer(
         folder, rows, model=Scaled(scalar=False), fsdp="full_shard", max_steps=1
-    ).train()  # a frozen scalar is no harm
+    ).train()  # a frozen scalar does no harm
     return told
 
 

@@ -213,12 +213,12 @@ HOSTILE: dict[str, Edit] = {
     "rows twice": lambda index: tensor(index)["chunks"].append(first_chunk(index)),
     "rows that are missing": lambda index: tensor(index)["chunks"].pop(),
     "a huge shape": lambda index: tensor(index).__setitem__("shape", [2**61, 2**61]),
-    "a shape that is none": lambda index: tensor(index).__setitem__("shape", ["6"]),
+    "a shape that is not one": lambda index: tensor(index).__setitem__("shape", ["6"]),
     "an unknown type": lambda index: tensor(index).__setitem__("dtype", "OBJECT"),
     "tied to nothing": lambda index: index["tied"].__setitem__("model/other", "model/none"),
     "no tensors": lambda index: index.__delitem__("tensors"),
-    "a digest that is none": lambda index: first_chunk(index).__setitem__(4, []),
-    "a chunk that is none": lambda index: tensor(index)["chunks"].__setitem__(0, 7),
+    "a digest that is not one": lambda index: first_chunk(index).__setitem__(4, []),
+    "a chunk that is not one": lambda index: tensor(index)["chunks"].__setitem__(0, 7),
 }
 
 

@@ -192,11 +192,11 @@ def test_ranks_in_the_middle_of_a_collective_leave_it(tmp_path: Path) -> None:
     """The others are not left waiting for `ddp_timeout`: they notice, agree on nothing more, and rank 1 is blamed."""
     data = tiny.prepared(tmp_path / "prepared")
     asked = tiny.train_request(tmp_path, data, str(tmp_path / "train"), ddp_timeout=1800)
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(CodeError, match="this rank cannot collate") as caught:
         tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
     assert caught.value.rank == 1
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - started < 60
 
 
 def test_a_script_under_torchrun_is_told_what_failed_not_only_that_it_did(tmp_path: Path) -> None:

@@ -184,10 +184,10 @@ def test_a_hang_shows_the_stacks_of_both_machines(
 
 def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path, endpoint: str) -> None:
     host, port = endpoint.split(":")
-    begun = time.monotonic()
+    started = time.monotonic()
     with socket.socket() as other:
         other.bind((host, int(port)))
         other.listen()
         with pytest.raises(TrainflowError, match="Address already in use"):
             Leader(endpoint)(PrepareRequest(output=str(tmp_path)))
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - started < 5

@@ -1,4 +1,4 @@
-"""Metrics, outputs that are no tensors, and pushes among two processes: gathered once, the same on every rank."""
+"""Metrics, outputs that are not tensors, and pushes among two processes: gathered once, the same on every rank."""
 
 from __future__ import annotations
 

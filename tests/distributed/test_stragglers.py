@@ -1,4 +1,4 @@
-"""The rank that keeps the others waiting is named; nobody is when all are alike."""
+"""The rank that keeps the others waiting is named; none is when all are alike."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.support import toy
 from tests.support.command import Done, engine, trainflow
 from tests.support.prefect_home import make_home
 
-# The data has a file of its own, so that a change of the model's file prepares nothing anew.
+# The data has a file of its own, so that a change of the model's file does not prepare it again.
 DATA, MODEL = toy.RECIPE.split("def build_model")
 MODEL = f"def build_model{MODEL}"
 SPEC = toy.SPEC.replace("prepare:\n", "prepare:\n  recipe: data.py\n").replace("rows: 64", "rows: 32")

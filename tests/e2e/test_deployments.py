@@ -194,7 +194,7 @@ def test_a_deployed_schedule_fires_on_a_worker_and_trains(server: Server, tmp_pa
     [commit] = trained(tmp_path / "project" / "store")
     assert (commit.parent / "model" / "model.safetensors").exists()
     server.prefect("deployment", "delete", "pipeline/toy")
-    wait_for("the end of what had begun", lambda: not training(), 40)
+    wait_for("the end of what had started", lambda: not training(), 40)
 
 
 def test_a_cancelled_deployed_run_leaves_no_process(server: Server, tmp_path: Path) -> None:

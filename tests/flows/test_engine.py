@@ -146,7 +146,7 @@ def test_concurrent_commands_share_a_server_that_outlives_its_starter_but_no_cli
     [server] = servers()
     starter, other = (first, second) if server.ppid() == first.process.pid else (second, first)
     starter.kill()
-    time.sleep(0.5)  # it would have begun to end by now
+    time.sleep(0.5)  # by now it would be ending
     assert server.is_running()
     other.kill()
     wait_for_no_server()

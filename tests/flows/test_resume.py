@@ -173,11 +173,11 @@ def test_a_forced_stage_that_had_not_begun_is_still_forced(folder: Path) -> None
     past, spec, _ = recorded(folder)
     assert find_still_forced(past, Plan.of(spec)) == ["evaluate"], "its result is the one to discard"
     shutil.rmtree(folder / "store" / "stages" / "evaluate")
-    assert find_still_forced(past, Plan.of(spec)) == [], "it had begun: it goes on"
+    assert find_still_forced(past, Plan.of(spec)) == [], "it had started: it goes on"
     both = replace(past, force=("prepare-data", "train"), stages={})
     assert find_still_forced(both, Plan.of(spec)) == ["prepare-data", "train"]
-    begun = replace(both, stages={"prepare-data": "1", "train": "2"})
-    assert find_still_forced(begun, Plan.of(spec)) == []
+    started = replace(both, stages={"prepare-data": "1", "train": "2"})
+    assert find_still_forced(started, Plan.of(spec)) == []
 
 
 def test_a_retry_of_a_flow_run_forces_only_what_had_not_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

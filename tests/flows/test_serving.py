@@ -1,4 +1,4 @@
-"""What an earlier deployment of the same name has planned never runs, and what nobody serves is paused."""
+"""What an earlier deployment of the same name has planned never runs, and a deployment without a server is paused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
         "print(served.name == pipeline.name, served.parameters == pipeline.parameters, served.fn is pipeline.fn)\n"
         f"print(served.validate_parameters(dict(spec={spec!r}))['spec'].name)\n"
     )
-    # The folder does not exist: whoever opened the server's lock at import would fail.
+    # The folder does not exist: an import that opened the server's lock would fail.
     env = {**os.environ, OWNER: "1", SERVER_FOLDER: "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "True []\nTrue True False\ntoy\n", done.stdout + done.stderr

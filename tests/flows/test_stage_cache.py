@@ -246,9 +246,9 @@ run_stage(stage_key("toy", {"x": 1}), context, work)
 def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, local, "die"], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    begun = time.monotonic()
+    started = time.monotonic()
     first = run(local, Toy())
-    assert time.monotonic() - begun < 10  # not the lease's time to live
+    assert time.monotonic() - started < 10  # not the lease's time to live
     assert first.attempt == 2
     assert Path(first.url, "checkpoints", "c1").exists()
 

@@ -47,7 +47,7 @@ def test_descendants_reach_into_other_sessions() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
-        for process in descendants(shell.pid):  # not all of ours: the session's servers are among them
+        for process in descendants(shell.pid):  # not only the launch's: the session's servers are among them
             send_signal(process, signal.SIGKILL)
         shell.wait()
 

@@ -135,10 +135,10 @@ def test_a_callback_that_raises_ends_the_workers(heard: Heard, tmp_path: Path) -
         raise LookupError(line)
 
     recipe = "import time; print('one'); time.sleep(300)\n" + ROWS
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(LookupError, match="one"):
         heard.launch(request(tmp_path, recipe), on_line=refuse)
-    assert time.monotonic() - begun < 100
+    assert time.monotonic() - started < 100
     assert nothing_left()
 
 

@@ -143,7 +143,7 @@ def _streamed(*, shuffled: bool) -> Any:
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize("stop", [2, 4])
 def test_streams_of_datasets(shuffled: bool, stop: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Their shuffle buffer is not part of their state: such a stream is read anew, and that is told."""
+    """Their shuffle buffer is not part of their state: such a stream is read from its start, and a warning says so."""
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
         prove(maker(lambda: _streamed(shuffled=shuffled), max_steps=6), tmp_path, stop)
     assert ("leaves out what its shuffle buffer holds" in caplog.text) == shuffled

@@ -112,7 +112,7 @@ def test_what_one_rank_finds_damaged_no_rank_uses(tmp_path: Path) -> None:
     steps = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "cut").glob("checkpoint-*"))
     flip(tmp_path / "cut" / f"checkpoint-{steps[-1]}" / "rng" / "rank-00001.json")  # the first rank does not need it
     resumed = run_distributed(on_ranks, 2, str(tmp_path / "cut"), None)
-    for (_, before), (begun, after) in zip(whole, resumed, strict=True):
-        assert begun == steps[-2]
+    for (_, before), (first, after) in zip(whole, resumed, strict=True):
+        assert first == steps[-2]
         assert before is not None and after is not None
         assert_equal(before, after)

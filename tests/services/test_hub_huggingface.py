@@ -87,7 +87,7 @@ def test_a_server_that_fails_in_the_middle_is_a_storage_error_and_the_same_call_
     hub.fault = lambda method, path: 503 if broken in path + "/" else None
     with pytest.raises(StorageError, match=r"publish\.to = hf://org/digits: The Hub failed"):
         publish(f"hf://{REPO}", content, message="first")
-    assert len(hub.repos[REPO].commits if REPO in hub.repos else []) <= 1  # nothing of ours, nothing in halves
+    assert len(hub.repos[REPO].commits if REPO in hub.repos else []) <= 1  # no commit of the push, and no half of one
     sent = hub.uploads() if broken == "/commit/" else 0
     hub.fault = lambda method, path: None
     assert publish(f"hf://{REPO}", content, message="first").created

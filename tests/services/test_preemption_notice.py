@@ -72,9 +72,9 @@ def test_a_url(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_url_has_a_time_limit(server: str) -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     assert find_notice(Preemption(url=f"{server}/slow", timeout_s=0.2)) is None
-    assert time.monotonic() - begun < 1.5
+    assert time.monotonic() - started < 1.5
 
 
 class _Odd(socketserver.StreamRequestHandler):

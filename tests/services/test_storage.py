@@ -168,7 +168,7 @@ def test_an_exception_in_the_middle_leaves_no_file(any_store: Store) -> None:
 def test_an_interrupt_in_the_middle_of_a_large_upload_leaves_no_file(s3_url: str) -> None:
     store = Store.open(s3_url)
     with pytest.raises(KeyboardInterrupt), store.open_write("torn.bin") as writer:
-        writer.write(bytes(60 * 2**20))  # more than one part: the multipart upload has begun
+        writer.write(bytes(60 * 2**20))  # more than one part: the multipart upload has started
         raise KeyboardInterrupt
     gc.collect()
 

@@ -52,7 +52,7 @@ class Waiting(TrainerCallback):
     """Waits at each step for the push before it: on a slow machine, too, every save finds the Hub free."""
 
     def __init__(self) -> None:
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.trainer: Trainer | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class Waiting(TrainerCallback):
         self.trainer._trainflow.publisher.queue.wait(unless=lambda: False, poll_s=0.01)
 
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun.append(state.global_step)
+        self.started.append(state.global_step)
 
 
 def pushing(folder: Path, hub: HubServer, **given: Any) -> tuple[Any, Waiting]:
@@ -141,7 +141,7 @@ def test_each_strategy_pushes_what_it_says(strategy: str, hub: HubServer, tmp_pa
     one.train()
     first, folders = STRATEGIES[strategy]
     assert summaries(hub)[: len(first)] == first
-    assert waiting.begun == ([3] if strategy == "end" else [1, 2, 3, 3])
+    assert waiting.started == ([3] if strategy == "end" else [1, 2, 3, 3])
     files = newest(hub)
     assert {path.partition("/")[0] for path in files if "checkpoint" in path} == folders
     assert torch.equal(load(files["model.safetensors"])["head.weight"], one.model.state_dict()["head.weight"])

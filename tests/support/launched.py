@@ -111,9 +111,9 @@ def patience_s(module: str, least: float, starts: int = 4) -> float:
     A limit on silence has to be longer than the start of the workers that it watches, or it ends them before they do
     what the test is about.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     subprocess.run([sys.executable, "-c", f"import {module}"], cwd=ROOT, check=True)
-    return max(least, starts * (time.monotonic() - begun))
+    return max(least, starts * (time.monotonic() - started))
 
 
 @contextlib.contextmanager

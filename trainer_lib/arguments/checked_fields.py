@@ -26,7 +26,7 @@ def coerce_fields(args: Any) -> None:
     A field that a subclass adds is its own: a text is converted where it fits, and any other value stays.
 
     Raises:
-        ConfigError: a field of ours does not fit.
+        ConfigError: the value of a field that trainflow declares does not fit.
     """
     cls: type = type(args)
     hints, declared = field_hints(cls), declarations(cls)

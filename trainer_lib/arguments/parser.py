@@ -230,7 +230,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: D
     group.add_argument(*options, type=str if "nargs" in settings else parse, metavar=field.name.upper(), **settings)
     if "nargs" in settings:
         group._group_actions[-1].convert = parse
-        # A list of ours may be one word with commas; an item of a user's list of texts may contain commas.
+        # A declared list may be one word with commas; an item of a user's list of texts may contain commas.
         group._group_actions[-1].splits = declared.ours or not _lists_texts(kinds)
 
 

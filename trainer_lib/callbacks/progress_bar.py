@@ -144,7 +144,7 @@ def _write(text: str) -> None:
 
 
 def _is_interactive() -> bool:
-    # A notebook's standard error is no terminal, but it draws bars.
+    # A notebook's standard error is not a terminal, but it draws bars.
     return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", bool)())
 
 

@@ -61,7 +61,7 @@ class StragglerCallback(TrainerCallback):
         self._store: Any = None
         self._own: list[float] = []
         self._disturbed = True
-        self._begun = self._waited = self._loading = self._next = 0.0
+        self._started = self._waited = self._loading = self._next = 0.0
         self._slow: dict[int, int] = {}
         self._counted: dict[int, str] = {}
 
@@ -79,7 +79,7 @@ class StragglerCallback(TrainerCallback):
         if isinstance(model, nn.Module) and not (args.fsdp or args.deepspeed or args.torch_compile):
             begin, end = self._clock.begin, self._clock.end
             self._hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
-        self._disturbed, self._own, self._begun = True, [], time.perf_counter()
+        self._disturbed, self._own, self._started = True, [], time.perf_counter()
         self._next = time.monotonic() + self._every_s
 
     @override
@@ -88,7 +88,7 @@ class StragglerCallback(TrainerCallback):
     ) -> None:
         if self._comm is not None:
             # Without the wait for the others' counts, in which a fast rank waits for a slow one.
-            self._loading = time.perf_counter() - self._begun - (self._comm.waited_s - self._waited)
+            self._loading = time.perf_counter() - self._started - (self._comm.waited_s - self._waited)
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class StragglerCallback(TrainerCallback):
         if time.monotonic() >= self._next:
             self._exchange(self._comm)
             self._next = time.monotonic() + self._every_s
-        self._begun, self._waited = time.perf_counter(), self._comm.waited_s
+        self._started, self._waited = time.perf_counter(), self._comm.waited_s
 
     @override
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -157,15 +157,15 @@ class _HostClock:
     """Measures the forwards of a step on the host."""
 
     def __init__(self) -> None:
-        self._begun = self._seconds = 0.0
+        self._started = self._seconds = 0.0
 
     def begin(self, *_: Any) -> None:
         """Note the start of a forward."""
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
     def end(self, *_: Any) -> None:
         """Note the end of a forward."""
-        self._seconds += time.perf_counter() - self._begun
+        self._seconds += time.perf_counter() - self._started
 
     def lap(self) -> float:
         """Seconds of the forwards since the last call."""
@@ -177,21 +177,21 @@ class _StreamClock:
     """Measures the forwards of a step on the GPU, one step late, so that the host never waits for an event."""
 
     def __init__(self) -> None:
-        self._begun: Any = None
+        self._started: Any = None
         self._pairs: list[tuple[Any, Any]] = []
         self._before: list[tuple[Any, Any]] = []
 
     def begin(self, *_: Any) -> None:
         """Note the start of a forward."""
-        self._begun = _record_event()
+        self._started = _record_event()
 
     def end(self, *_: Any) -> None:
         """Note the end of a forward."""
-        self._pairs.append((self._begun, _record_event()))
+        self._pairs.append((self._started, _record_event()))
 
     def lap(self) -> float:
         """Seconds of the previous step's forwards, as far as the device has passed them."""
-        passed = sum(begun.elapsed_time(ended) for begun, ended in self._before if ended.query()) / 1000
+        passed = sum(start.elapsed_time(end) for start, end in self._before if end.query()) / 1000
         self._before, self._pairs = self._pairs, []
         return float(passed)
 

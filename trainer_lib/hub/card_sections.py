@@ -30,7 +30,7 @@ def remove_marks(text: str) -> str:
 def merge_card(present: str | None, generated: str, *, field: str = "README.md") -> str:
     """The card that is there, with the sections and the head's fields that were generated in place of its own.
 
-    A section that the author removed comes back at the end. A card without any section of ours keeps its text, and
+    A section that the author removed comes back at the end. A card without any marked section keeps its text, and
     gets all of them, unless trainflow wrote it before it marked its sections: then the new card takes its place.
 
     Args:
@@ -64,7 +64,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
 def choose_card(present: str | None, published: str, *, field: str = "README.md") -> str:
     """The card to show beside a publication: the published one, with what a person wrote in the present one.
 
-    A card without sections of ours takes the place of one that had them, and of nothing else.
+    A published card without marked sections replaces a present one that has them, and no other.
     """
     if present is None or _SECTION.search(published):
         return merge_card(present, published, field=field)

@@ -111,9 +111,7 @@ def read_launch_settings(path: str | None) -> dict[str, Any]:
 def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
     """Return the command line by which `accelerate launch` starts `processes` workers."""
     kind = "NO" if path is None else read_config(path)["distributed_type"]
-    if (
-        path is None
-    ):  # without a file of ours, accelerate reads the one in the user's home, which the spec does not name
+    if path is None:  # without a file, accelerate reads the one in the user's home, which the spec does not name
         path = str(run_dir / "accelerate.json")
         own = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         Path(path).write_text(json.dumps({**own, "num_machines": 1, "num_processes": processes, "use_cpu": False}))

@@ -41,7 +41,7 @@ def can_be_warm(environment: Mapping[str, str]) -> bool:
         sys.platform == "linux"
         and hasattr(os, "pidfd_open")
         and environment.get(SWITCH, "1") != "0"
-        and "PYTHON_EXEC" not in environment  # torchrun would start this interpreter instead of ours
+        and "PYTHON_EXEC" not in environment  # torchrun would start that interpreter
         and not has_accelerator(environment)
     )
 

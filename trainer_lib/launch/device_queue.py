@@ -85,11 +85,11 @@ def _await_turn(
 
 def _describe_wait(ticket: Ticket, before: Sequence[Ticket]) -> str:
     shared = [device for device in ticket.devices if any(device in other.devices for other in before)]
-    begun = f"waits for {_names(shared)}"
+    wait = f"waits for {_names(shared)}"
     if before[0].waits:
-        return f"{begun}, after {'; '.join(map(str, before))}, which asked first"
+        return f"{wait}, after {'; '.join(map(str, before))}, which asked first"
     users = "; ".join(f"{other}, since {datetime.fromtimestamp(other.since, UTC):%H:%M} UTC" for other in before)
-    return f"{begun}, in use by {users}"
+    return f"{wait}, in use by {users}"
 
 
 def _names(devices: Sequence[str]) -> str:

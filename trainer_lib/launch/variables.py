@@ -35,7 +35,7 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     }
     environment = {**kept, **config.env, **env, **selection_variables(config.devices, config.device_order)}
     environment |= thread_variables(threads_of(config, environment))
-    environment["PYTHONSAFEPATH"] = "1"  # or a folder of the working directory could shadow a module of ours
+    environment["PYTHONSAFEPATH"] = "1"  # or a folder of the working directory could shadow an installed module
     # torch's C++ code would warn on every rank of every run about the search for unused parameters.
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment["TRAINFLOW_GRACE_S"] = str(config.grace_s)

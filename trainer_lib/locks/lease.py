@@ -176,7 +176,7 @@ class Lease:
         for name in sorted(self._folder.children(), key=lambda name: name == _name(self.epoch, "json")):
             self._folder.delete(name)
         if self._folder.is_local:
-            with contextlib.suppress(OSError):  # another process may have begun to fill it again
+            with contextlib.suppress(OSError):  # another process may be filling it again
                 self._folder.local_path().rmdir()
                 self._folder.local_path().parent.rmdir()
 

@@ -79,7 +79,7 @@ def withdraw_if_unread(store: Store, *, even_kept: bool = False) -> bool:
     if is_protected(store, even_kept=even_kept):
         return False
     commit = store.read_if_exists(COMMIT, limit=LIMIT)
-    # The commit goes first: whoever looks from now on finds no checkpoint.
+    # The commit goes first: a process that looks from now on finds no checkpoint.
     store.delete(COMMIT)
     # A reader, or a mark, came between the first look and the deletion.
     if commit is not None and is_protected(store, even_kept=even_kept):

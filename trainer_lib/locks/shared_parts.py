@@ -49,7 +49,7 @@ class SharedParts:
         store: the job's folder.
         finished: which parts are finished, by any process.
         total: number of parts; None: it is not known, and the one that finds the end calls `end_at`.
-        ttl_s: seconds without a beat after which others may take over a part of ours.
+        ttl_s: seconds without a beat after which another process may take over a part of this one.
         poll_s: seconds between two looks at the parts of others, once none is left to begin.
     """
 

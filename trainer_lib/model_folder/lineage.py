@@ -173,7 +173,7 @@ def read_lineage_file(folder: Store) -> Lineage | None:
 
 
 def _problems(lineage: Lineage) -> Iterator[str]:
-    """What would lead a reader astray: names that are none, digests that are none, paths that lead out."""
+    """What would lead a reader astray: malformed names and digests, and paths that lead out."""
     if len({stage.stage for stage in lineage.stages}) < len(lineage.stages):
         yield "names a stage twice"
     for stage in lineage.stages:

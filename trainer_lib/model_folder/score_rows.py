@@ -96,7 +96,7 @@ class _Scoring:
         """Look at the first rows: a worker that begins with later ones must read them alike.
 
         Raises:
-            DataError: there are no rows, or none of the first ones can be read.
+            DataError: there are no rows, or all rows of the first batches are bad.
         """
         reader = self._open()
         try:
@@ -113,7 +113,7 @@ class _Scoring:
         names = self._find_names(good)
         if not good or names is None:
             errors = [row.error for row in head if isinstance(row, BadRow)]
-            raise errors[0] if errors else DataError("None of the first rows can be read.", field="NEW_DATA")
+            raise errors[0] if errors else DataError("The first rows cannot be read.", field="NEW_DATA")
         return _Form(names, reader.id_column, isinstance(good[0].id, str))
 
     def _find_names(self, rows: list[Row]) -> list[str] | None:

@@ -1,7 +1,7 @@
 """Optimizers by name: the class behind each, and its keyword arguments from the training arguments.
 
 torch serves its own optimizers (`adafactor` is torch's, which scales the learning rate by the parameter's size), small
-classes of ours serve `lion` and `muon`, and the packages of `trainer_lib.optim.packages` serve the rest.
+classes of `trainer_lib.optim` serve `lion` and `muon`, and the packages of `trainer_lib.optim.packages` the rest.
 """
 
 from __future__ import annotations

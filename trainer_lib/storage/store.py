@@ -391,7 +391,7 @@ class Store:
         except TrainflowError:
             raise
         except Exception as error:
-            # Anything else is a bug of ours, and a type would hide it.
+            # Anything else is a bug in trainflow, and a type would hide it.
             if is_of_a_store(error):
                 raise typed_error(error, verb, self._where(rel), needed=needed) from error
             raise

@@ -1,4 +1,4 @@
-"""Turn what a store raises into an error of ours, with the file, the reason and a remedy."""
+"""Turn what a store raises into a TrainflowError with the file, the reason and a remedy."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class _Row:
-    """One tracker of ours.
+    """How one tracker is made.
 
     Attributes:
         create: makes it. Imports its module only then, and with it the vendor's package.
@@ -95,7 +95,7 @@ def _create_wandb(place: Destination) -> Tracker:
     return WandbTracker(place.project, place.logging_dir)
 
 
-# A tracker of ours is a file in this package, a row here, a callback in `vendors` and a name in `validation.REPORTERS`.
+# A tracker is a file in this package, a row here, a callback in `vendors` and a name in `validation.REPORTERS`.
 _TABLE = {
     "jsonl": _Row(_create_jsonl),
     "mlflow": _Row(_create_mlflow),

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReporterCallback(TrackingCallback):
-    """A tracker of ours, made as soon as the arguments are known."""
+    """A tracker of `trainer_lib.trackers`, made as soon as the arguments are known."""
 
     reporter: ClassVar[str]
 

@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 class WandbTracker:
     """Logs scalars under `train/`, `eval/` and `test/` against `train/global_step`.
 
-    A run that the program has opened itself (`wandb.init`) is used and stays open. A run of ours stays open after
-    training for the evaluations that follow; it ends with the process, or when the next training starts.
+    A run that the program has opened itself (`wandb.init`) is used and stays open. A run that the tracker opens stays
+    open after training for the evaluations that follow; it ends with the process, or when the next training starts.
 
     Args:
         project: the project; the variable WANDB_PROJECT overrides it.

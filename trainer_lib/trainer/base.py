@@ -2,7 +2,7 @@
 
 Every API file holds methods that a subclass may override. Their default bodies call a collaborator of
 `self._trainflow`; a collaborator calls such methods on the Trainer and never its own version of them, so that an
-override is what runs. Attributes of ours are reserved under the prefix `_trainflow`: subclasses define names such as
+override is what runs. The Trainer's own attributes begin with `_trainflow`: subclasses define names such as
 `_step`, `device` or `strategy`, and none of them is used here.
 """
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.world import World
 
 _STEPPED_BEFORE = "Detected call of `lr_scheduler.step"
-# They step after an evaluation, with its metric, and not after every optimizer step. By name: GreedyLR is a class of
-# transformers and one of ours.
+# They step after an evaluation, with its metric, and not after every optimizer step. By name: transformers has a
+# GreedyLR and trainflow has another.
 _METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
 
 

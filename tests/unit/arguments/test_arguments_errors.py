@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_is_found_by_its_value_before_any_others_name() -> None:
-    # "lion" is a value of ours; LION is the reference's member name of "lion_32bit"
+    # trainflow knows "lion"; LION is the reference's member name of "lion_32bit"
     assert TrainingArguments("out", optim="lion").optim is OptimizerNames.LION_TORCH
     assert TrainingArguments("out", optim="ADAMW_TORCH").optim is OptimizerNames.ADAMW_TORCH
 

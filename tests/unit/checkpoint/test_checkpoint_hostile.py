@@ -208,7 +208,7 @@ HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "no object": (lambda: safetensors(b"[]"), "malformed"),
     "nested too deeply": (lambda: safetensors(b'{"a":' + b"[" * 10**6), "malformed"),
     "a million names": (lambda: safetensors(many(10**6)), "impossible length"),
-    "aliases that are no text": (lambda: safetensors({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
+    "aliases that are not text": (lambda: safetensors({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
     "aliases of nothing": (lambda: safetensors({"__metadata__": {"trainflow.aliases": '{"a":"b"}'}}), "tied tensors"),
 }
 
@@ -333,7 +333,7 @@ def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str
     for name in names:
         path = tmp_path / "run" / "checkpoint-2" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.mkfifo(path)  # whoever opens it waits for ever
+        os.mkfifo(path)  # opening it waits for ever
     with pytest.raises(ConfigError, match=what) as caught:
         load(tmp_path / "run")
     assert remedy in str(caught.value.remedy)

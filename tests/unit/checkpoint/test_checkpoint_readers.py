@@ -1,4 +1,4 @@
-"""Retention and readers: a checkpoint that somebody is reading stays, and nobody who died keeps it for ever."""
+"""Retention and readers: a checkpoint that is being read stays, and a reader that died does not keep it for ever."""
 
 from __future__ import annotations
 

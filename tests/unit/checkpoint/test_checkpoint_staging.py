@@ -53,7 +53,7 @@ def test_the_memory_is_one_copy_and_is_used_again() -> None:
     size, where = memory.size, first["a"].data_ptr()
     assert size == bytes_to_copy([torch.ones(1000), torch.ones(500)]) < 6200
     assert memory.copy_tensors({"a": torch.zeros(1000), "b": torch.ones(500)})["a"].data_ptr() == where
-    assert first["a"].sum() == 0  # the same memory: the earlier copy is no more
+    assert first["a"].sum() == 0  # the same memory: the earlier copy is overwritten
     memory.copy_tensors({"a": torch.ones(10)})
     assert memory.size == size
     memory.copy_tensors({"a": torch.ones(2000)})

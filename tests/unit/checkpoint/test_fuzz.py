@@ -34,7 +34,7 @@ def _raises(error: BaseException) -> None:
         (lambda data: data["absent"], "TypeError"),
         (lambda data: bytearray(8 * 2**30), "MemoryError"),
         (lambda data: _raises(CodeError("somebody's", remedy="fix it")), "CodeError"),
-        (lambda data: _raises(DamagedError("nobody knows what to do")), "without a remedy"),
+        (lambda data: _raises(DamagedError("no remedy here")), "without a remedy"),
         (lambda data: [None for _ in iter(int, 1)], "TooSlow"),
     ],
     ids=["untyped", "memory", "code", "no remedy", "endless"],

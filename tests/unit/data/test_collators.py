@@ -141,7 +141,7 @@ def test_masks_come_from_the_seed_of_the_collator_where_there_is_one() -> None:
     first, again = masked(5), masked(5)
     assert torch.equal(first[0], again[0])
     assert torch.equal(first[1], again[1])
-    assert not torch.equal(first[0], first[1])  # the next batch is masked anew
+    assert not torch.equal(first[0], first[1])  # the next batch gets another mask
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.equal(masked(None)[0], masked(None)[0])
     assert not torch.equal(before, torch.get_rng_state())

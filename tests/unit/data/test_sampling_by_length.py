@@ -124,7 +124,7 @@ def test_group_by_length_finds_the_lengths(tmp_path: Path, how: str) -> None:
     assert _padding(grouped) < 0.5 * _padding(_trainer(tmp_path, rows))
     assert max(_widths(grouped)) == _widths(grouped)[0]  # the longest first: memory runs out early if it will
     grouped.args.max_steps = 2
-    grouped.train()  # the column is no input of the model
+    grouped.train()  # the column is not an input of the model
 
 
 def test_lengths_given_in_a_column_are_believed(tmp_path: Path) -> None:

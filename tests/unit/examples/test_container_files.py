@@ -96,7 +96,7 @@ def _codes(cls: type[TrainflowError]) -> Iterator[tuple[int, bool]]:
 def test_the_failure_rules_are_those_of_the_errors() -> None:
     codes = set(_codes(TrainflowError))
     again = {code for code, retryable in codes if retryable}
-    # 1 is no failure of ours, and nobody presses Ctrl-C there.
+    # 1 does not come from a typed error, and a container gets no Ctrl-C.
     never = {code for code, _ in codes} - again - {1, 130}
     for name, count in (("kubernetes.yaml", 1), ("jobset.yaml", 1), ("trainjob.yaml", 1)):
         documents = _read(name)

@@ -1,4 +1,4 @@
-"""A card that is published again keeps what its author wrote, and gets everything else anew."""
+"""A card that is published again keeps what its author wrote, and everything else is written again."""
 
 from __future__ import annotations
 

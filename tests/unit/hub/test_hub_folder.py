@@ -73,7 +73,7 @@ def test_branches_have_their_own_newest(tmp_path: Path, target: str) -> None:
     assert publish(target, content, message="on next", revision="next").created
     assert not publish(target, content, message="on next", revision="next").created
     assert [one.branch for one in FolderHub(target, branch="next").revisions()] == ["next"]
-    # The newest of main, although the other branch's has a higher number; what a killed publisher left is none.
+    # The newest of main, although the other branch's has a higher number; what a killed publisher left does not count.
     (Path(target) / "revisions" / "00009-0123456789abcdef").mkdir()
     assert str(FolderHub(target).newest_name()).startswith("00001-")
 

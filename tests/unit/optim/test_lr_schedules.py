@@ -214,7 +214,7 @@ def test_greedy_may_watch_for_more_and_for_shares() -> None:
 
 
 def test_greedy_smooths_over_a_window() -> None:
-    # 5, (5+1)/2, (1+9)/2: the last mean is no improvement on 3
+    # 5, (5+1)/2, (1+9)/2: the last mean does not improve on 3
     assert _greedy([5, 1, 9], smooth=True, window_size=2) == [0.1, 0.2, 0.2]
     assert GreedyLR(_optimizer(), smooth=True, window_size=2).state_dict()["window"] == []
     # The NaN has left the window of two when the last metric arrives.

@@ -131,7 +131,7 @@ def test_a_group_is_in_one_split_and_the_newest_rows_are_the_test(tmp_path: Path
     houses = {name: {row["row_id"] // 4 for row in rows} for name, rows in splits.items()}
     assert not houses["train"] & houses["test"]
     assert len(houses["test"]) == 3
-    assert "house" not in data.info["numbers"], "what rows are grouped by is no feature"
+    assert "house" not in data.info["numbers"], "the column by which rows are grouped is not a feature"
     by_time = {**by_group, "by": "time", "test": 0.3}
     _, splits, _ = prepared("tabular-classification", tmp_path, [path], label="answer", split=by_time)
     # 30 % of 40 rows is 12, which is three whole houses.

@@ -120,7 +120,7 @@ def test_a_stopped_refresh_goes_on_where_it_was(tmp_path: Path, clock: Clock) ->
 
     with pytest.raises(StorageError):
         run_stage(KEY, clock.context(tmp_path), stop)
-    # Days later still: what was begun is finished, not begun again under another key.
+    # Days later still: what was started is finished, not started again under another key.
     clock.now += timedelta(days=3)
     seen = []
 
@@ -137,10 +137,10 @@ def test_a_stopped_refresh_goes_on_where_it_was(tmp_path: Path, clock: Clock) ->
 def test_a_run_decides_once_and_one_that_goes_on_decides_as_it_did(tmp_path: Path, clock: Clock) -> None:
     first = make(clock.context(tmp_path))
     clock.now += timedelta(hours=23)
-    begun = clock.context(tmp_path)
-    assert current_key(KEY, begun) == KEY
-    begun.resolver.as_of = clock.now + timedelta(days=5)  # as if the training before it had taken so long
-    assert make(begun, "never").key == first.key
+    started = clock.context(tmp_path)
+    assert current_key(KEY, started) == KEY
+    started.resolver.as_of = clock.now + timedelta(days=5)  # as if the training before it had taken so long
+    assert make(started, "never").key == first.key
     clock.now += timedelta(days=5)
     again = clock.context(tmp_path)
     again.resolver.as_of = clock.now - timedelta(days=5)
@@ -157,16 +157,16 @@ def test_two_commands_at_once_refresh_once(tmp_path: Path, clock: Clock) -> None
     first = make(clock.context(tmp_path))
     clock.now += timedelta(days=2)
     contexts = [clock.context(tmp_path) for _ in range(4)]
-    begun: list[str] = []
+    started: list[str] = []
 
     def work(attempt: StageAttempt) -> StageOutput:
-        begun.append(attempt.store.url)
+        started.append(attempt.store.url)
         time.sleep(0.2)
         return StageOutput([attempt.store.write_bytes(FILE, b"again")], facts=PrepareFacts({}))
 
     with ThreadPoolExecutor(4) as pool:
         keys = {manifest.key for manifest in pool.map(lambda context: run_stage(KEY, context, work), contexts)}
-    assert len(begun) == 1
+    assert len(started) == 1
     assert len(keys) == 1
     assert first.key not in keys
 

@@ -290,7 +290,7 @@ def test_who_does_not_want_to_wait_is_told_that_it_does_not_count(
     assert contents(tmp_path) == {}
     release.set()
     one.pop_callback(At)
-    one.train()  # waits for what was left, which may be committed by now, and begins anew
+    one.train()  # waits for what was left, which may be committed by now, and starts again
     assert contents(tmp_path).keys() == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
 
 

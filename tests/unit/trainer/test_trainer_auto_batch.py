@@ -118,10 +118,10 @@ def test_a_resumed_run_starts_with_the_micro_batch_that_was_found(tmp_path: Path
 
 class Counting(TrainerCallback):
     def __init__(self) -> None:
-        self.begun: list[int] = []
+        self.started: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun.append(state.global_step)
+        self.started.append(state.global_step)
 
 
 def test_what_the_user_gave_is_put_back_as_it_was(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_the_user_gave_is_put_back_as_it_was(tmp_path: Path) -> None:
     )
     found.train()
     assert found.optimizer is optimizer
-    assert stream.started_at[:2] == [0, 0] and note.begun == [0, 0]
+    assert stream.started_at[:2] == [0, 0] and note.started == [0, 0]
     small_model = hungry(9)
     small = trainer(
         tmp_path / "b",

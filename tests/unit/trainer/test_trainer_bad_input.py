@@ -123,7 +123,7 @@ def test_refused_before_the_first_step_is_done(
 METRICLESS = {"eval_dataset": ROWS, "eval_strategy": "epoch", "save_strategy": "epoch"}
 TABLE: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "a wrong type": ({"learning_rate": "fast"}, "learning_rate", "fast", "number"),
-    "a truth value that is none": ({"bf16": "perhaps"}, "bf16", "perhaps", "true"),
+    "a value that is not a truth value": ({"bf16": "perhaps"}, "bf16", "perhaps", "true"),
     "an unknown choice": ({"eval_strategy": "step"}, "eval_strategy", "step", "steps"),
     "evaluation without data": ({"eval_strategy": "epoch"}, "eval_dataset", None, "Give eval_dataset"),
     "the best without evaluations": (

@@ -1,4 +1,4 @@
-"""What a Trainer, its accelerator, its state and its arguments tell whoever asks; overrides that nobody would call."""
+"""What a Trainer, its accelerator, its state and its arguments tell; overrides that would never be called."""
 
 from __future__ import annotations
 
@@ -200,6 +200,6 @@ def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) 
 def test_resume_from_checkpoint_may_stand_in_the_arguments(tmp_path: Path) -> None:
     assert preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(2)], num_train_epochs=2)) == 2
     for asked in (True, "auto", str(tmp_path / "checkpoint-2")):
-        begun = Note("on_train_begin", lambda state, **_: state.global_step)
-        trainer(tmp_path, ROWS, callbacks=[begun], num_train_epochs=2, resume_from_checkpoint=asked).train()
-        assert begun.kept == [2]
+        started = Note("on_train_begin", lambda state, **_: state.global_step)
+        trainer(tmp_path, ROWS, callbacks=[started], num_train_epochs=2, resume_from_checkpoint=asked).train()
+        assert started.kept == [2]

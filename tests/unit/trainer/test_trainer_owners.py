@@ -1,4 +1,4 @@
-"""Every attribute of a Trainer has one writer, and beyond the reference's names there are few of ours on it."""
+"""Every attribute of a Trainer has one writer, and it has few names beyond the reference's."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan, model: nn.
         )
     if plan.allow_untested is False and name not in _KNOWN_TO_DEEPSPEED:
         raise ConfigError(
-            f"The setting is false, and {name} is none of the optimizers that DeepSpeed tests.",
+            f"The setting is false, and {name} is not one of the optimizers that DeepSpeed tests.",
             field="deepspeed.zero_allow_untested_optimizer",
             value=False,
             remedy="Remove the setting, or choose AdamW or Adam.",
