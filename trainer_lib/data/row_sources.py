@@ -6,7 +6,7 @@ This module imports neither torch nor pyarrow, so a wrong address is refused bef
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -48,23 +48,27 @@ class RowFile:
         return f"{self.url.rstrip('/')}/{self.path}"
 
 
-def format_of(path: str) -> str | None:
-    """The format that a file's name stands for, as in `FORMATS`; None for an unknown one. A text may end in .gz."""
+def format_of(path: str, formats: Mapping[str, str] = FORMATS) -> str | None:
+    """The format that a file's name stands for; None for an unknown one. A text may end in .gz."""
     plain = path.lower().removesuffix(PACKED)
-    found = FORMATS.get(f".{plain.rpartition('.')[2]}") if "." in plain else None
+    found = formats.get(f".{plain.rpartition('.')[2]}") if "." in plain else None
     return None if plain != path.lower() and found not in _TEXTS else found
 
 
-def find_row_files(addresses: Sequence[str]) -> list[RowFile]:
+def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = FORMATS) -> list[RowFile]:
     """The files that paths, URLs, folders and patterns (``s3://bucket/day=*/part-*.csv``) stand for.
 
     The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders.
+
+    Args:
+        addresses: what is given.
+        formats: ending of a file's name -> its format; other files are not taken.
 
     Raises:
         ConfigError: an address stands for no file, for a file of an unknown format, or for one that another stands for.
         StorageError: a store cannot be listed.
     """
-    found = [file for address in addresses for file in _resolve(address)]
+    found = [file for address in addresses for file in _resolve(address, formats)]
     seen: set[str] = set()
     for file in found:
         if file.address in seen:
@@ -73,20 +77,21 @@ def find_row_files(addresses: Sequence[str]) -> list[RowFile]:
     return found
 
 
-def _resolve(address: str) -> list[RowFile]:
+def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     if address.startswith("hf://"):
         remedy = "Download the data set to a folder, and give that."
         raise ConfigError("Rows are not read from the Hub.", field=FIELD, value=address, remedy=remedy)
     if _WILD.search(address.partition("://")[2] or address):
-        return _expand(address)
+        return _expand(address, formats)
     folder, name = _split(address)
     store = Store.open(folder, field=FIELD)
     if name and store.exists(name):
-        if format_of(name) is None:
-            raise ConfigError("The format of this file is not known.", field=FIELD, value=address, remedy=_formats())
+        if format_of(name, formats) is None:
+            what = "The format of this file is not known."
+            raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
         return [RowFile(store.url, name, store.size(name))]
     below = store.child(name) if name else store
-    files = [RowFile(below.url, info.path, info.size) for info in below.list() if _is_data(info.path)]
+    files = [RowFile(below.url, info.path, info.size) for info in below.list() if _is_data(info.path, formats)]
     if files:
         return files
     near = nearest(name, store.children()) if name else None
@@ -94,11 +99,11 @@ def _resolve(address: str) -> list[RowFile]:
         "There is no such file, and no folder with files of new rows.",
         field=FIELD,
         value=address,
-        remedy=f"Did you mean {near}?" if near else _formats(),
+        remedy=f"Did you mean {near}?" if near else _formats(formats),
     )
 
 
-def _expand(address: str) -> list[RowFile]:
+def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     """The files that a pattern stands for: those below the folder in front of its first wildcard that match."""
     scheme, separator, rest = address.rpartition("://")
     parts = rest.split("/")
@@ -109,10 +114,10 @@ def _expand(address: str) -> list[RowFile]:
     files = [
         RowFile(store.url, info.path, info.size) for info in listed if _matches(info.path.split("/"), parts[first:])
     ]
-    known = [file for file in files if _is_data(file.path)]
+    known = [file for file in files if _is_data(file.path, formats)]
     if not known:
         what = "Files match this pattern, but none of a known format." if files else "No file matches this pattern."
-        raise ConfigError(what, field=FIELD, value=address, remedy=_formats())
+        raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
     return known
 
 
@@ -125,10 +130,10 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
     return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
-def _is_data(path: str) -> bool:
+def _is_data(path: str, formats: Mapping[str, str]) -> bool:
     """Whether a listed file holds rows: hidden files, markers (_SUCCESS) and records of a commit do not."""
     name = path.rpartition("/")[2]
-    return format_of(path) is not None and not name.startswith((".", "_")) and name != "COMMIT.json"
+    return format_of(path, formats) is not None and not name.startswith((".", "_")) and name != "COMMIT.json"
 
 
 def _split(address: str) -> tuple[str, str]:
@@ -138,5 +143,5 @@ def _split(address: str) -> tuple[str, str]:
     return ("/", name) if not head else (address, "") if head.endswith(":/") else (head, name)
 
 
-def _formats() -> str:
-    return f"The name of a file ends in {', '.join(FORMATS)}; texts may be packed ({PACKED})."
+def _formats(formats: Mapping[str, str]) -> str:
+    return f"The name of a file ends in {', '.join(formats)}; texts may be packed ({PACKED})."

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.recipes.packing import Document
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+    from trainer_lib.recipes.text_documents import TextDocument
 
 _UNKNOWN = "[UNK]"
 _SPECIAL = ["[PAD]", _UNKNOWN, "[CLS]", "[SEP]"]
+_END = "<|endoftext|>"
+_TOGETHER = 64  # documents that the tokenizer is given at a time
 
 
 def load_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
@@ -28,11 +35,7 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
         ConfigError: there is no such model here, or its tokenizer has no token to pad with. MissingExtraError:
             transformers is not installed.
     """
-    from_pretrained = import_transformers().AutoTokenizer.from_pretrained
-    try:
-        tokenizer = from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise no_model(place, error, field=field) from error
+    tokenizer = open_tokenizer(place, field=field)
     if tokenizer.pad_token is not None:
         return tokenizer
     if pad_token is None or pad_token not in tokenizer.get_vocab():
@@ -46,6 +49,14 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
         )
     tokenizer.pad_token = pad_token
     return tokenizer
+
+
+def open_tokenizer(place: str, *, field: str) -> Any:
+    """The tokenizer of a model on the Hub or in a folder, as it is. Raises ConfigError where there is none."""
+    try:
+        return import_transformers().AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise no_model(place, error, field=field) from error
 
 
 def learn_tokenizer(texts: Sequence[str], *, vocabulary: int, max_length: int) -> Any:
@@ -63,6 +74,42 @@ def learn_tokenizer(texts: Sequence[str], *, vocabulary: int, max_length: int) -
     names = {"pad_token": "[PAD]", "unk_token": _UNKNOWN, "cls_token": "[CLS]", "sep_token": "[SEP]"}
     fast = import_transformers().PreTrainedTokenizerFast
     return fast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
+
+
+def learn_byte_tokenizer(texts: Iterable[str], *, vocabulary: int) -> Any:
+    """A byte-level BPE tokenizer with at most `vocabulary` tokens; equal texts give an equal one.
+
+    It can write any text. Its one special token, <|endoftext|>, ends a document.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, learner)
+    fast = import_transformers().PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END, clean_up_tokenization_spaces=False)
+
+
+def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Iterator[Document]:
+    """The tokens of each document: as the tokenizer makes them of a text, and at the end its token for the end."""
+    end = tokenizer.eos_token_id
+    waiting = iter(documents)
+    while some := list(islice(waiting, _TOGETHER)):
+        # Without the warning that a text is longer than the model's input: packing says what becomes of it.
+        made = tokenizer(
+            [each.text for each in some], return_attention_mask=False, return_token_type_ids=False, verbose=False
+        )
+        for document, tokens in zip(some, made["input_ids"], strict=True):
+            if end is not None and tokens[-1:] != [end]:
+                tokens.append(end)
+            yield Document(document.place, np.array(tokens, np.int32))
 
 
 def keep_tokenizer(tokenizer: Any, out: PrepareOutput) -> list[str]:

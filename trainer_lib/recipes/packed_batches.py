@@ -1,0 +1,136 @@
+"""Batches of packed rows, in which no document sees another one, and the check that a model keeps them apart."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.errors import ConfigError, first_line
+
+FIELD = "prepare.options.isolate"
+WAYS = ("positions", "mask")
+"""How documents of a row are kept apart.
+
+positions: `position_ids` begin again at 0 with each document. transformers makes a block-diagonal mask of them.
+mask: the block-diagonal mask is given as well, for a model that takes one and does not make it.
+"""
+NO_TARGET = -100
+_TOLERANCE = 0.02  # of the largest logit: positions are rounded, and half precision has three digits
+
+
+def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str) -> dict[str, Tensor]:
+    """A batch of packed rows. Shapes are ``[batch, tokens]``, where the longest row decides.
+
+    A document's first token is not a target: what stands in front of it is another document. Padding is a document of
+    its own, without targets.
+
+    Args:
+        rows: with `input_ids` and `lengths`, as `pack_documents` gives them.
+        pad: the token that fills up short rows.
+        isolate: one of `WAYS`.
+
+    Returns:
+        `input_ids`, `position_ids`, `labels`, and with "mask" `attention_mask` bool ``[batch, 1, tokens, tokens]``,
+        True where a token (third dimension) sees one (fourth dimension).
+    """
+    longest = max(len(row["input_ids"]) for row in rows)
+    tokens = np.full((len(rows), longest), pad, np.int64)
+    labels = np.full((len(rows), longest), NO_TARGET, np.int64)
+    positions = np.empty((len(rows), longest), np.int64)
+    documents = np.empty((len(rows), longest), np.int64)
+    for place, row in enumerate(rows):
+        used = len(row["input_ids"])
+        tokens[place, :used] = labels[place, :used] = row["input_ids"]
+        lengths = np.append(row["lengths"], longest - used)
+        starts = np.cumsum(lengths) - lengths
+        documents[place] = np.repeat(np.arange(len(lengths)), lengths)
+        positions[place] = np.arange(longest) - starts[documents[place]]
+        labels[place, starts[:-1]] = NO_TARGET
+    batch = {name: torch.from_numpy(each) for name, each in
+             (("input_ids", tokens), ("position_ids", positions), ("labels", labels))}  # fmt: skip
+    if isolate == "mask":
+        of = torch.from_numpy(documents)
+        causal = torch.ones(longest, longest, dtype=torch.bool).tril()
+        batch["attention_mask"] = ((of[:, :, None] == of[:, None, :]) & causal)[:, None]
+    return batch
+
+
+def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[str, Tensor]:
+    """A batch with a document in each row: `input_ids`, `attention_mask` and `labels` ``[batch, tokens]``."""
+    batch = collate_packed(rows, pad=pad, isolate="positions")
+    del batch["position_ids"]
+    used = torch.tensor([len(row["input_ids"]) for row in rows])
+    batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < used[:, None]).long()
+    return batch
+
+
+def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
+    """Refuse a model for which documents of one row are not apart. It is tried, with documents of a few tokens.
+
+    Args:
+        model: takes `input_ids` and what `collate_packed` gives besides; returns `logits`
+            ``[batch, tokens, vocabulary]``.
+        vocabulary: number of tokens.
+        length: the most tokens of a row.
+        isolate: one of `WAYS`.
+
+    Raises:
+        ConfigError: it takes no such argument, or its logits of a document depend on the others of the row.
+    """
+    needed = ("position_ids", "attention_mask") if isolate == "mask" else ("position_ids",)
+    taken = inspect.signature(model.forward).parameters
+    # A wrapper that takes anything (peft's) hands it on.
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    lacking = next((name for name in needed if name not in taken and not anything), None)
+    if lacking is not None:
+        raise _mixes(model, f"it takes no {lacking}", isolate)
+    if any(each.is_meta for each in model.parameters()):
+        return  # without values there is nothing to compare
+    window = getattr(getattr(model, "config", None), "sliding_window", None)
+    if isolate == "mask" and window is not None and window < length:
+        raise _mixes(model, f"a mask that is given replaces its window of {window} tokens", isolate)
+    size = max(1, min(length // 2, 6))
+    first, other, second = ((np.arange(size) + 1) * step % vocabulary for step in (1, 5, 3))
+    try:
+        together, changed = (_logits(model, [before, second], isolate)[0, size:] for before in (first, other))
+        alone = _logits(model, [second], isolate)[0]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate) from error
+    if not torch.equal(together, changed):
+        raise _mixes(model, "its outputs for a document change with the document in front of it", isolate)
+    if float((together - alone).abs().max()) > _TOLERANCE * float(alone.abs().max()):
+        raise _mixes(model, "its outputs for a document change with the place of the document in the row", isolate)
+
+
+def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str) -> Tensor:
+    row = {"input_ids": np.concatenate(documents), "lengths": [len(each) for each in documents]}
+    batch = collate_packed([row], pad=0, isolate=isolate)
+    del batch["labels"]
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = model(**{name: each.to(device) for name, each in batch.items()})
+    finally:
+        model.train(was_training)
+    logits: Tensor = outputs["logits"]
+    return logits.float()
+
+
+def _mixes(model: nn.Module, why: str, isolate: str) -> ConfigError:
+    other = {
+        "positions": "try prepare.options.isolate=mask, which gives the model the mask itself",
+        "mask": "try prepare.options.isolate=positions",
+    }[isolate]
+    return ConfigError(
+        f"The model {type(model).__name__} cannot train on packed rows: {why}.",
+        field=FIELD,
+        value=isolate,
+        remedy=f"Set prepare.options.pack=[] (every document then has a row of its own), or {other}.",
+    )

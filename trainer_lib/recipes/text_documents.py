@@ -1,0 +1,229 @@
+"""The documents of text files and tables by split, read one after the other: no more than one file is held at a time.
+
+notes.txt, guide.md, tool.py       a document, or several between a separator
+rows.csv, .jsonl, .parquet, …      a document for each row, in a column
+stdlib:, stdlib:json               the Python files of the running interpreter's library, without its test suites
+package:NAME, package:NAME/sub     the texts of an installed package
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
+from trainer_lib.recipes.splitting import cut_rows, read_split
+from trainer_lib.storage import Store
+from trainer_lib.suggestions import suggestion
+
+FIELD = "prepare.options"
+SOURCES = "prepare.sources"
+TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": "text"}
+"""Ending of a text file's name -> "text"."""
+FILE = "file"
+"""The one column that a document of a text file has besides its text: the file's address."""
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class TextDocument(NamedTuple):
+    """A document: where it is from, its text, and the other columns of its row."""
+
+    place: str
+    text: str
+    values: Mapping[str, Any]
+
+
+class DocumentSplits:
+    """Which documents are in which split. All are read once to count them; then each split is read as it is needed.
+
+    Args:
+        options: `text` (a column), `rename`, `separator`, `files` and `split`.
+        sources: the spec's `prepare.sources`.
+
+    Attributes:
+        names: the splits, train first.
+    """
+
+    def __init__(self, options: Mapping[str, Any], sources: Sequence[str]) -> None:
+        self._options = options
+        self._files = {name: [str(path)] for name, path in options["files"].items()}
+        self._sources = list(sources)
+        self._chosen: dict[str, np.ndarray] = {}
+        if self._files and "train" not in self._files:
+            remedy = "Name a file for it: prepare.options.files.train=FILE."
+            what = "There is no split 'train'."
+            raise ConfigError(what, field=f"{FIELD}.files", value=list(self._files), remedy=remedy)
+        if not self._files:
+            self._chosen = self._cut()
+        names = self._files or self._chosen
+        self.names = sorted(names, key=lambda name: name != "train")
+
+    def read(self, name: str) -> Iterator[TextDocument]:
+        """The documents of a split, in the order of the files."""
+        if self._files:
+            yield from self._read(self._files[name], f"{FIELD}.files.{name}")
+            return
+        wanted = iter(self._chosen[name].tolist())
+        following = next(wanted, None)
+        for number, document in enumerate(self._read(self._sources, SOURCES)):
+            if number == following:
+                yield document
+                following = next(wanted, None)
+                if following is None:
+                    return
+
+    def _read(self, sources: Sequence[str], field: str) -> Iterator[TextDocument]:
+        chosen = self._options
+        return read_documents(
+            sources, text=chosen["text"], rename=chosen["rename"], separator=chosen["separator"], field=field
+        )
+
+    def _cut(self) -> dict[str, np.ndarray]:
+        way = read_split(self._options["split"], by="random")
+        if way["by"] == "stratified":
+            remedy = "Set prepare.options.split.by to random, group, time or column."
+            raise ConfigError("Texts have no classes to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
+        keys: list[Any] = []
+        rows = 0
+        for document in self._read(self._sources, SOURCES):
+            rows += 1
+            if way["column"] is not None:
+                keys.append(_key(document, way["column"]))
+        if not rows:
+            raise DataError("The sources have no texts.", field=SOURCES, remedy="Check the files.")
+        return cut_rows(way, rows, keys=_as_numbers(keys))
+
+
+def read_documents(
+    sources: Sequence[str], *, text: str = "text", rename: Mapping[str, str], separator: str | None, field: str
+) -> Iterator[TextDocument]:
+    """The documents of all sources, in their order. Text files without a text are passed over.
+
+    Args:
+        sources: paths, URLs, folders, patterns, `stdlib:` and `package:` names.
+        text: the column of a table that holds the texts.
+        rename: name of a column in the files -> its name here.
+        separator: what stands between two documents of a text file; None: a file is one.
+        field: the setting that names the sources, for errors.
+
+    Raises:
+        ConfigError: there are no such files. DataError: a file or a row cannot be read, or a row has no text.
+    """
+    if not sources:
+        remedy = "Name files or folders, as in prepare.sources=[texts/]."
+        raise DataError("There is nothing to read.", field=field, remedy=remedy)
+    try:
+        for file in _find(sources, field):
+            if format_of(file.path, TEXTS):
+                yield from _of_text_file(file, separator)
+            else:
+                for place, values in read_rows([file]):
+                    yield _of_row(place, values, text, rename)
+    except TrainflowError as error:
+        if error.field in ("NEW_DATA", "rows"):
+            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
+        raise
+
+
+def _find(sources: Sequence[str], field: str) -> Iterator[RowFile]:
+    for source in sources:
+        kind, separator, rest = source.partition(":")
+        if separator and kind in ("stdlib", "package") and not rest.startswith("//"):
+            yield from _installed(kind, rest.strip("/"), source, field)
+        else:
+            yield from find_row_files([source], {**FORMATS, **TEXTS})
+
+
+def _installed(kind: str, rest: str, source: str, field: str) -> Iterator[RowFile]:
+    if kind == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        below = root / rest
+        paths = [Path(rest)] if below.is_file() else [Path(rest, name) for name in sorted(_python_files(below))]
+    else:
+        name, _, inner = rest.partition("/")
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            remedy = "Install it, or name another one."
+            raise ConfigError("This package is not installed.", field=field, value=source, remedy=remedy) from None
+        root = Path(str(distribution.locate_file("")))
+        paths = sorted(Path(str(file)) for file in distribution.files or () if str(file).startswith(inner))
+    kept = [path for path in paths if format_of(path.name, TEXTS) and not _LEFT_OUT & set(path.parts)]
+    if not kept:
+        remedy = f"A text's name ends in {', '.join(TEXTS)}."
+        raise ConfigError("There are no texts here.", field=field, value=source, remedy=remedy)
+    for path in kept:
+        yield RowFile(str(root), path.as_posix(), (root / path).stat().st_size)
+
+
+def _python_files(root: Path) -> Iterator[str]:
+    for folder, inner, files in os.walk(root):
+        # Not entered: site-packages has many times the files of the library.
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]
+        for name in files:
+            if name.endswith(".py"):
+                yield Path(folder, name).relative_to(root).as_posix()
+
+
+def _of_text_file(file: RowFile, separator: str | None) -> Iterator[TextDocument]:
+    content = Store.open(file.url, field=SOURCES).read_bytes(file.path)
+    try:
+        whole = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        remedy = "Write it as UTF-8."
+        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
+        raise DataError(what, field="NEW_DATA", remedy=remedy) from error
+    parts = [whole] if separator is None else whole.split(separator)
+    for number, part in enumerate(parts):
+        if part.strip():
+            place = file.address if separator is None else f"{file.address}, document {number}"
+            yield TextDocument(place, part, {FILE: file.address})
+
+
+def _of_row(place: str, values: Any, text: str, rename: Mapping[str, str]) -> TextDocument:
+    if not isinstance(values, Mapping):
+        what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
+        raise DataError(what, field="rows")
+    row = {rename.get(name, name): value for name, value in values.items()}
+    if text not in row:
+        remedy = suggestion(text, row)
+        raise DataError(f"{place}: the row has no such column.", field=f"{FIELD}.text", value=text, remedy=remedy)
+    value = row.pop(text)
+    if not isinstance(value, str):
+        what = "there is no text" if value is None else f"{_kind(value)} is not a text"
+        raise DataError(f"{place}, column '{text}': {what}.", field="rows")
+    if not value.strip():
+        raise DataError(f"{place}, column '{text}': the text is empty.", field="rows")
+    return TextDocument(place, str(value), row)
+
+
+def _kind(value: Any) -> str:
+    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def _key(document: TextDocument, column: str) -> Any:
+    if column not in document.values:
+        remedy = suggestion(column, document.values)
+        what = f"{document.place}: the row has no such column."
+        raise DataError(what, field=f"{FIELD}.split.column", value=column, remedy=remedy)
+    value = document.values[column]
+    if value is None:
+        remedy = "Fill it in: without it the row belongs to no split."
+        raise DataError(f"{document.place}, column '{column}': there is no value.", field=SOURCES, remedy=remedy)
+    return value if isinstance(value, int | float) else str(value)
+
+
+def _as_numbers(keys: list[Any]) -> list[Any]:
+    """The keys as numbers where all of them are: a CSV has texts, and 10 comes after 9."""
+    try:
+        return [float(key) for key in keys]
+    except ValueError:
+        return [str(key) for key in keys]
