@@ -33,14 +33,17 @@ class Ending:
         result: set as soon as the body has come to its end; None before.
         interrupt: the signal that ended it; its argument names another one than Ctrl-C.
         is_expected: whether there is a caller that reads this.
+        outlives_flow: whether that caller goes on after the flow, and calls `finish`.
     """
 
-    def __init__(self, *, is_expected: bool = True) -> None:
+    def __init__(self, *, is_expected: bool = True, outlives_flow: bool = False) -> None:
         self.is_expected = is_expected
+        self.outlives_flow = outlives_flow
         self.result: PipelineResult | None = None
         self.interrupt: KeyboardInterrupt | None = None
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
         self._is_undisturbed = False
+        self._afterwards: list[Callable[[], None]] = []
 
     def take_cancel(self, interrupt: KeyboardInterrupt) -> bool:
         """Keep what interrupts the body; whether it is a cancel, which the caller raises again.
@@ -49,6 +52,18 @@ class Ending:
         """
         self.interrupt = interrupt
         return self.is_expected and not interrupt.args
+
+    def do_afterwards(self, action: Callable[[], None]) -> None:
+        """Do something once Prefect knows how the flow ended; at once, where no caller waits for that."""
+        if self.outlives_flow:
+            self._afterwards.append(action)
+        else:
+            action()
+
+    def finish(self) -> None:
+        """Do what had to wait until Prefect knows how the flow ended."""
+        while self._afterwards:
+            self._afterwards.pop()()
 
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
@@ -70,7 +85,7 @@ class Ending:
 @contextlib.contextmanager
 def expect_ending() -> Iterator[Ending]:
     """Receive the ending of the flow that is called inside the block."""
-    ending = Ending()
+    ending = Ending(outlives_flow=True)
     token = _expected.set(ending)
     try:
         yield ending

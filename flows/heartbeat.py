@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -96,10 +96,17 @@ class Sign:
 
 
 @contextlib.contextmanager
-def beating(plan: Plan) -> Iterator[None]:
-    """Keep a sign of life for the run of `plan` inside the block, from before its record is read to its end."""
+def beating(
+    plan: Plan, *, in_flow: bool = True, at_end: Callable[[Callable[[], None]], object] = lambda stop: stop()
+) -> Iterator[None]:
+    """Keep a sign of life for the run of `plan` inside the block, from before its record is read to its end.
+
+    Args:
+        in_flow: whether a Prefect flow runs here, which the sign then names.
+        at_end: called with what removes the sign, at the end of the block: Prefect may have to learn the end first.
+    """
     folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
-    heart = _Heart(folder.child(ALIVE))
+    heart = _Heart(folder.child(ALIVE), in_flow=in_flow)
     # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
     heart.start()
     # A removal that was under way may have taken the sign with it.
@@ -110,6 +117,7 @@ def beating(plan: Plan) -> Iterator[None]:
             yield
         finally:
             heart.stop()
+            at_end(heart.remove)
 
 
 def read_signs(folder: Store) -> list[Sign]:
@@ -146,12 +154,13 @@ def remove_sign(folder: Store, sign: Sign) -> None:
 class _Heart:
     """The writer of one sign."""
 
-    def __init__(self, folder: Store) -> None:
+    def __init__(self, folder: Store, *, in_flow: bool = True) -> None:
         self._folder = folder
+        self._in_flow = in_flow
         self._id = uuid.uuid4().hex
         self._about: dict[str, Any] = {
             "holder": asdict(Holder.this_process(SILENT_S)),
-            "flow_run_id": _flow_run_id(),
+            "flow_run_id": _flow_run_id() if in_flow else None,
         }
         self._state: Event = {}
         self._wake, self._done = threading.Event(), False
@@ -177,12 +186,14 @@ class _Heart:
                 self._wake.set()
 
     def stop(self) -> None:
+        """Write no further beat."""
+        if self._thread is not None:
+            self._done = True
+            self._wake.set()
+            self._thread.join()
+
+    def remove(self) -> None:
         """Remove the sign; one that cannot be removed is found to be a dead process's."""
-        if self._thread is None:
-            return
-        self._done = True
-        self._wake.set()
-        self._thread.join()
         with contextlib.suppress(StorageError):
             for suffix in (".beat", ".json"):
                 self._folder.delete(self._id + suffix)
@@ -209,8 +220,8 @@ class _Heart:
         try:
             # After a long pause of this machine another one may have removed it.
             if not self._folder.exists(f"{self._id}.json"):
-                # Not before: Prefect takes long to read its settings, and a run that changes nothing has no sign.
-                self._about.setdefault("api", configured_api())
+                if self._in_flow:
+                    self._about.setdefault("api", configured_api())
                 self._folder.write_bytes(f"{self._id}.json", json.dumps(self._about).encode())
             self._folder.write_bytes(f"{self._id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it

@@ -27,18 +27,20 @@ from typing_extensions import override
 from flows.ending import expect_ending, expected_ending
 from flows.heartbeat import beating
 from flows.live_report import live_report
+from flows.past_runs import read_run
 from flows.plan import Plan
 from flows.prefect_artifacts import run_artifacts
 from flows.prefect_runs import created_by_this_process, own_flow_run
-from flows.results import PipelineResult
+from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_logs import keep_logs
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
+from flows.run_status import read_status, sweep
 from flows.spec.spec import PipelineSpec
 from flows.still_forced import plan_of_try
 from tasks.stage.progress import masked_api_logs, quiet_failures
 from tasks.stage.run_link import wait_for_drawings
-from trainer_lib.errors import Interrupted, TrainflowError, first_line
+from trainer_lib.errors import Interrupted, StorageError, TrainflowError, first_line
 from trainer_lib.storage import Store
 
 P = ParamSpec("P")
@@ -128,7 +130,14 @@ def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
     record = RunRecord(plan, result)
     live = live_report(plan, result, record.folder)
     try:
-        with beating(plan), run_artifacts(result, record), record, keep_logs(record.folder), live:
+        # Not before Prefect knows the end: a sign that a killed process leaves has its run marked as ended there.
+        with (
+            beating(plan, at_end=expected_ending().do_afterwards),
+            run_artifacts(result, record),
+            record,
+            keep_logs(record.folder),
+            live,
+        ):
             yield record
     finally:
         wait_for_drawings()
@@ -161,8 +170,14 @@ def run_pipeline(
                 raise
             _log.warning("Prefect's server did not learn how the run ended: %s", first_line(error))
             return ending.result
+        except BaseException:
+            ending.finish()
+            raise
+        ending.finish()
     if ending.interrupt is not None:
         raise ending.interrupt
+    if ending.result is not None and ending.result.ok:
+        _record_deaths(ending.result)
     # Three things come back: the result, the error that a Cancelled or Failed state holds, or a bug's exception.
     # Inside of a running event loop, as in a notebook, Prefect would give a coroutine instead.
     read: Any = state.result
@@ -173,3 +188,14 @@ def run_pipeline(
         raise ended
     result: PipelineResult = ended
     return result
+
+
+def _record_deaths(result: PipelineResult) -> None:
+    """Where processes died at this run before it was complete, have Prefect and the storage know how each one ended."""
+    try:
+        run = read_run(result.storage, result.pipeline_key[:RUN_ID_CHARS])
+        status = None if run is None else read_status(result.storage, run)
+        for warning in sweep(result.storage, [status]) if status is not None and status.unswept else ():
+            _log.warning("%s", warning)
+    except (StorageError, httpx.HTTPError) as error:  # `trainflow status` does it, too
+        _log.debug("What dead processes left was not removed: %s", error)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,6 +49,25 @@ from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
 
 _log = logging.getLogger(__name__)
+
+
+def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
+    """Whether a plan finds every result committed, and its run finished, tracked and registered as the spec wants it.
+
+    Args:
+        record: the run's record; empty: there is none.
+    """
+    spec = plan.spec
+    if record.get("status") != "FINISHED" or plan.context.force:
+        return False
+    if not all(reason.hit for name, reason in plan.reasons.items() if plan.is_wanted(name)):
+        return False
+    if not spec.tracking.enabled:
+        return True
+    # A finished run that was not recorded in MLflow then gets its MLflow run now.
+    is_tracked = record.get("mlflow_run_id") or tracking.is_known(Store.open(spec.storage), record.get("tracked_run"))
+    registers = spec.register.name is not None and "evaluate" in plan.stages and plan.is_wanted("evaluate")
+    return bool(is_tracked) and (not registers or record.get("registered") == spec.register.name)
 
 
 class RunRecord:
@@ -151,22 +170,15 @@ class RunRecord:
 
     def _open_tracking(self) -> None:
         plan, spec = self.plan, self.plan.spec
-        wanted = {name: reason for name, reason in plan.reasons.items() if plan.is_wanted(name)}
         known = self._record
         storage = Store.open(spec.storage)
-        # A finished run that was not recorded in MLflow then gets its MLflow run now.
-        is_recorded = known.get("mlflow_run_id") or tracking.is_known(storage, known.get("tracked_run"))
-        has_run = bool(is_recorded) or not spec.tracking.enabled
-        registers = spec.tracking.enabled and spec.register.name is not None and "evaluate" in wanted
-        # Nor is one that is to be registered since.
-        has_run &= not registers or known.get("registered") == spec.register.name
         finished = known.get("status") == "FINISHED"
         self.result.mlflow_run_id = known.get("mlflow_run_id")
         self.result.tracking_uri = known.get("tracking_uri")
         self.result.run_url = known.get("run_url")
         self.result.run_name = known.get("run_name")
-        if finished and has_run and not plan.context.force and all(reason.hit for reason in wanted.values()):
-            self._is_unchanged = True  # nothing new happens: the finished run, and its report, stand for it
+        if has_nothing_to_do(plan, known):
+            self._is_unchanged = True  # the finished run, and its report, stand for it
             self._leftovers = tracking.deliver_waiting(spec.tracking, storage)
             return
         self._keep_sources()

@@ -32,9 +32,7 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
         TrainflowError: the failure of the first stage that failed. Stages that ran beside it have ended, too: their
             results are committed.
     """
-    for name, sentences in plan.warnings.items():
-        for sentence in sentences:
-            progress.publish({"event": "warning", "stage": name, "message": sentence})
+    _warn(plan)
     _expect_launches(plan)
     run = _StageRun(plan, record)
     for group in plan.groups():
@@ -51,6 +49,31 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
             run.run_alone(wanted[0])
     if plan.is_wanted("evaluate"):
         run.enforce_gates()  # also where nothing is published: a missed requirement fails the run
+
+
+def keep_stages(plan: Plan, record: RunRecord) -> None:
+    """Add the outcome of every stage to the record's result, in a run for which nothing is left to do.
+
+    Raises:
+        TrainflowError: a result was removed since the plan was made, or a gate is not passed.
+    """
+    _warn(plan)
+    run = _StageRun(plan, record)
+    for group in plan.groups():
+        for name in group:
+            run.leave_out(name)
+            if plan.is_wanted(name):
+                reason = plan.reasons[name]
+                shown = {"status": "cached", "reason": reason.reason, "key": reason.key}
+                progress.publish({"event": "stage", "stage": name, **shown})
+    if plan.is_wanted("evaluate"):
+        run.enforce_gates()
+
+
+def _warn(plan: Plan) -> None:
+    for name, sentences in plan.warnings.items():
+        for sentence in sentences:
+            progress.publish({"event": "warning", "stage": name, "message": sentence})
 
 
 def _expect_launches(plan: Plan) -> None:

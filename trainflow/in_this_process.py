@@ -9,6 +9,7 @@ from typing import Any
 from flows.results import PipelineResult
 from flows.server.api import prefect_api, quiet_environment
 from flows.spec.spec import PipelineSpec
+from flows.unchanged import result_if_unchanged
 from trainer_lib.storage import Store
 
 
@@ -24,6 +25,9 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
     """
     Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
     quiet_environment()
+    with _shown(progress):
+        if (unchanged := result_if_unchanged(spec, **choice)) is not None:
+            return unchanged
     with prefect_api():
         from flows.pipeline import run_pipeline
 

@@ -48,8 +48,9 @@ def execute(
     which = "This" if choice.get("force") else "The same"
     with stoppable(out.print, remedy=f"{which} command continues: {shlex.join(again)}") as stop:
         out.print(title)
-        with engine(out):
-            result = run_and_show(spec, out, debug=debug, **choice)
+        unchanged = _finish_unchanged(spec, out, debug=debug, **choice)
+        with contextlib.nullcontext() if unchanged else engine(out):
+            result = unchanged or run_and_show(spec, out, debug=debug, **choice)
             stop.too_late = True
             # Inside the block: the engine takes a second to end.
             _show_result(result, place, as_json=as_json, limit=spec.limit)
@@ -68,13 +69,28 @@ def engine(out: Console) -> Iterator[None]:
         yield
 
 
+def _finish_unchanged(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult | None:
+    """Show a run for which nothing is left to do; None if there is something."""
+    from flows.unchanged import result_if_unchanged
+
+    with _shown(out, debug=debug):
+        return result_if_unchanged(spec, debug=debug, **choice)
+
+
 def run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
     """Run a pipeline inside of `engine`, and show its progress."""
     from flows.pipeline import run_pipeline
+
+    with _shown(out, debug=debug):
+        return run_pipeline(spec, debug=debug, **choice)
+
+
+@contextlib.contextmanager
+def _shown(out: Console, *, debug: bool) -> Iterator[None]:
     from tasks.stage.progress import subscribe
 
     with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
-        return run_pipeline(spec, debug=debug, **choice)
+        yield
 
 
 def _show_result(result: PipelineResult, place: Sequence[str], *, as_json: bool, limit: int | None) -> None:

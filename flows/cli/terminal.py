@@ -273,8 +273,9 @@ class _Warnings(logging.Handler):
 @contextlib.contextmanager
 def logs(display: Display, *, debug: bool) -> Iterator[None]:
     """Inside the block warnings go to the display and Prefect's log to its API only; with `debug` it stays visible."""
-    # Now, so that Prefect's console handler is among those removed; the flow would install it in mid-run.
-    set_up_logging()
+    if "prefect" in sys.modules:
+        # Now, so that Prefect's console handler is among those removed; the flow would install it in mid-run.
+        set_up_logging()
     root = logging.getLogger()
     before = list(root.handlers)
     own = _Warnings(display)

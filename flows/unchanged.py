@@ -1,0 +1,47 @@
+"""A run for which nothing is left to do: its record and its results are looked at, and no engine is started.
+
+Prefect's import and its server are most of what such a command would take. Its run was recorded there when it was made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flows.heartbeat import beating, read_signs
+from flows.past_runs import read_record, run_folder
+from flows.plan import Plan
+from flows.results import RUN_ID_CHARS, PipelineResult
+from flows.run_record import RunRecord, has_nothing_to_do
+from flows.run_stages import keep_stages
+from flows.spec.spec import PipelineSpec
+from tasks.stage.gates import judge
+
+
+def result_if_unchanged(
+    spec: PipelineSpec, *, force: object = (), debug: bool = False, **choice: Any
+) -> PipelineResult | None:
+    """Return the result of a run that is complete already; None if anything is left to do, or may be.
+
+    What waits for MLflow is delivered.
+
+    Args:
+        force: stages to run again; with any, something is left to do.
+        choice: which stages, as `flows.pipeline.run_pipeline` takes them.
+
+    Raises:
+        TrainflowError: the spec is refused, or the storage cannot be read.
+    """
+    if force:
+        return None
+    plan = Plan.of(spec, debug=debug, **choice)
+    folder = run_folder(spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
+    # A sign belongs to a process at work on the run, or to one that died: Prefect may not know yet that it ended.
+    if not has_nothing_to_do(plan, read_record(folder)) or read_signs(folder):
+        return None
+    evaluated = plan.reasons["evaluate"].manifest if "evaluate" in plan.reasons else None
+    if evaluated is not None and not judge(spec.evaluate, evaluated).passed:
+        return None
+    result = PipelineResult(spec.name, "", spec.storage)
+    with beating(plan, in_flow=False), RunRecord(plan, result) as record:
+        keep_stages(plan, record)
+    return result
