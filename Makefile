@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow clients check chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow clients check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ check: install  ## Lint, format check, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: install  ## Build the documentation site strictly into build/site
+	$(BIN)/python -m docs.site
 
 COUNT ?= 500
 SECONDS ?= 900

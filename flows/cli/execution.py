@@ -41,9 +41,12 @@ def execute(
         typer.Exit: the run failed; with the failure's exit code, after it was shown.
         TrainflowError: it was stopped, or the engine did not start.
     """
+    from trainer_lib.launch import require_torch
     from trainer_lib.storage import Store
 
-    Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
+    # Before an engine starts, which takes seconds.
+    require_torch()
+    Store.open(spec.storage).ensure_writable()
     out = terminal.console(stderr=as_json)
     which = "This" if choice.get("force") else "The same"
     with stoppable(out.print, remedy=f"{which} command continues: {shlex.join(again)}") as stop:

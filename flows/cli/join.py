@@ -47,8 +47,9 @@ def follow(config: LaunchConfig, out: Console) -> None:
         TrainflowError: the failure that ended the training, or no machine led within the timeout.
     """
     # Here, because it brings the guard and the arguments, which `trainflow --help` does not need.
-    from trainer_lib.launch import follow
+    from trainer_lib.launch import follow, require_torch
 
+    require_torch()
     with stoppable(out.print, remedy="The same command takes part again."):
         out.print(f"taking part in what {config.rendezvous} leads")
         follow(config, on_line=lambda line: out.print(line, markup=False, highlight=False))

@@ -31,7 +31,7 @@ FORBIDDEN_CALLS = {
 FORBIDDEN_ENDINGS = ("_object", "_object_list")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(root|home|Users|work)/\w")
-OURS = ("trainflow", "flows", "tasks", "trainer_lib", "examples", "benchmarks")
+OURS = ("trainflow", "flows", "tasks", "trainer_lib", "examples", "benchmarks", "docs")
 
 
 def _dotted(node: ast.expr) -> str:

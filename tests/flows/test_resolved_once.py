@@ -31,7 +31,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     counting(TrainingArguments, "__post_init__", "arguments")
-    counting(config, "_check_installed", "launch checks")
+    counting(config, "check_installed", "launch checks")
     counting(closure._Walk, "visit", "closures")
     return found
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.launch.base import launch
     from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config
+    from trainer_lib.launch.installed import require_torch
     from trainer_lib.launch.nodes import follow
     from trainer_lib.launch.notebook import notebook_launcher
     from trainer_lib.launch.pool import launch_workers
@@ -23,10 +24,20 @@ _NAMES = {
     "launch": "base",
     "launch_workers": "pool",
     "notebook_launcher": "notebook",
+    "require_torch": "installed",
     "resolve_config": "config",
 }
 
-__all__ = ["LaunchConfig", "follow", "from_settings", "launch", "launch_workers", "notebook_launcher", "resolve_config"]
+__all__ = [
+    "LaunchConfig",
+    "follow",
+    "from_settings",
+    "launch",
+    "launch_workers",
+    "notebook_launcher",
+    "require_torch",
+    "resolve_config",
+]
 
 
 def __getattr__(name: str) -> Any:

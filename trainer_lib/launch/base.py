@@ -23,6 +23,7 @@ from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.device_queue import held_devices
 from trainer_lib.launch.failures import find_failure
+from trainer_lib.launch.installed import require_torch
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import free_port, single_process, worker_environment
@@ -102,6 +103,7 @@ def _attempt_when_free(
     what: str,
 ) -> R:
     """Wait for the devices, once the processes that an earlier launch of this output left behind have ended."""
+    require_torch()
     with held_devices(
         config,
         on_devices=request.uses_devices and not request.use_cpu,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
-from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.errors import ConfigError
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
+from trainer_lib.launch.installed import check_installed
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.environment import Ranks
@@ -21,7 +21,6 @@ _LEAST = {
     **dict.fromkeys(("processes", "threads", "per_device"), 1),
     **dict.fromkeys(("max_restarts", "grace_s", "timeout_s", "join_timeout_s"), 0),
 }
-_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:
@@ -161,7 +160,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
         value = getattr(config, name)
         if isinstance(value, int | float) and value < least:
             raise _refused(name, value, f"The number must be at least {least}.", "Raise it, or leave it out.")
-    _check_installed(config.kind)
+    check_installed(config.kind)
     _check_environment(config)
     if config.config_file is not None and config.kind != "accelerate":
         raise _refused("config_file", config.config_file, "Only accelerate reads this file.", "Set kind=accelerate.")
@@ -190,18 +189,6 @@ def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
     if given.get("devices") is not None:
         given["devices"] = tuple(given["devices"])
     return LaunchConfig(**given)
-
-
-def _check_installed(kind: str) -> None:
-    package = _LAUNCHERS.get(kind)
-    if package is not None and importlib.util.find_spec(package) is None:  # finds it without importing it
-        extra = package if package == "deepspeed" else None
-        raise MissingExtraError(
-            f"This launcher belongs to the package {package}, which is not installed.",
-            **({"extra": extra} if extra else {"remedy": f"Install it: pip install {package}."}),
-            field="train.launch.kind",
-            value=kind,
-        )
 
 
 def _check_environment(config: LaunchConfig) -> None:

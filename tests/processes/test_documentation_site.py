@@ -1,0 +1,78 @@
+"""The site: built strictly, whole, and without a call to anybody's server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.site import gather
+from tests.support.repository import ROOT
+
+# What a browser fetches by itself; a link that a reader may follow is not.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]+src=[\"']?((?:https?:)?//[^\s\"'>]+)"
+    r"|<link[^>]+href=[\"']?((?:https?:)?//[^\s\"'>]+)"
+    r"|url\([\"']?((?:https?:)?//[^)\"']+)|@import [\"']((?:https?:)?//[^\"']+)"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it, in a folder of its own."""
+    to = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "docs.site", "--to", str(to)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return to / "site"
+
+
+def test_every_page_is_there_and_can_be_searched(site: Path) -> None:
+    pages = [path.relative_to(gather.DOCS) for path in gather.DOCS.rglob("*.md")]
+    for page in pages:
+        folder = page.parent if page.stem == "README" else page.with_suffix("")
+        assert (site / folder / "index.html").is_file(), page
+    found = {
+        each["location"].split("#")[0]
+        for each in json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    }
+    assert {"tutorial/", "howto/csv/", "concepts/keys/", "reference/commands/", "reference/trainer_lib/"} <= found
+    assert not any(location.startswith("repository/examples") for location in found)
+
+
+def test_the_reference_is_that_of_the_code(site: Path) -> None:
+    reference = {path.parent.name: path.read_text(encoding="utf-8") for path in site.glob("reference/*/index.html")}
+    assert "trainflow prove-resume" in reference["commands"]
+    assert "MissingExtraError" in reference["errors"]
+    assert "gradient_accumulation_steps" in reference["arguments"]
+    assert 'id="trainertrain"' in reference["trainer_lib"]
+    assert 'id="spec"' in reference["trainflow"]
+    assert 'id="stage_task"' in reference["stages"]
+
+
+def test_nothing_is_fetched_from_another_server(site: Path) -> None:
+    files = [path for path in site.rglob("*") if path.suffix in {".html", ".css"}]
+    assert len(files) > 60
+    fetched = {(path.name, *found) for path in files for found in FETCHED.findall(path.read_text(encoding="utf-8"))}
+    assert fetched == set()
+
+
+def test_the_search_for_foreign_addresses_finds_them() -> None:
+    assert FETCHED.search('<link rel="stylesheet" href="https://fonts.example/css">')
+    assert FETCHED.search("<script src=//cdn.example/x.js></script>")
+    assert not FETCHED.search('<a href="https://example.org">')
+
+
+def test_a_link_out_of_docs_leads_to_a_copy(tmp_path: Path) -> None:
+    gather.gather(tmp_path)
+    page = (tmp_path / "python.md").read_text(encoding="utf-8")
+    assert "(repository/examples/own_flow/flow.py.md)" in page
+    assert "stage_task" in (tmp_path / "repository" / "examples" / "own_flow" / "flow.py.md").read_text(
+        encoding="utf-8"
+    )
+    assert "(../docs" not in page
