@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police, script_runs, xla_cases
+from tests.support import clients, memory_group, police, script_runs, xla
 from tests.support.once import shared_folder
 
 pytest_plugins = (
@@ -112,8 +112,10 @@ def is_slow(file: str) -> bool:
     return file in _SLOW or (file.partition("/")[0] in _SLOW and file not in _QUICK)
 
 
-def pytest_collection_finish() -> None:
-    """Set the imported modules aside from the garbage collector: a full collection would walk millions of objects."""
+@pytest.fixture(scope="module", autouse=True)
+def _set_aside() -> None:
+    """Set what imports and earlier files left aside from the garbage collector: it would walk millions of objects."""
+    gc.collect()
     gc.freeze()
 
 
@@ -178,7 +180,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
-    "xla": xla_cases.is_installed,
+    "xla": xla.is_installed,
 }
 
 

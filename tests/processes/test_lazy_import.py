@@ -1,4 +1,4 @@
-"""`import trainer_lib` is free of torch, and every public name can be had."""
+"""What an import, a check or a call does not import; and every public name of `trainer_lib` can be had."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainer_lib
+from tests.support.toy import project
 
 #: What lives on a floor that imports torch; everything else must come without it.
 WITH_TORCH = {
@@ -33,6 +34,41 @@ def test_the_trainer_comes_without_what_few_trainings_need(tmp_path: Path) -> No
 def test_names_that_need_no_torch_come_without_it(tmp_path: Path) -> None:
     names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
     code = f"import sys, trainer_lib\nfor n in {names}: getattr(trainer_lib, n)\nprint('torch' in sys.modules)"
+    assert _run(code, tmp_path) == "False"
+
+
+def test_a_deepspeed_configuration_is_checked_without_torch_and_without_the_package(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom trainer_lib.arguments import TrainingArguments\n"
+        "TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
+    )
+    assert _run(code, tmp_path) == "set()"
+
+
+def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from flows.spec.spec import load_spec\n"
+        f"spec = {str(project(tmp_path / 'project'))!r}\n"
+        "load_spec(spec)\n"
+        "try:\n"
+        "    load_spec(spec, ['train.args.lerning_rate=1'])\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print(sorted({'prefect', 'mlflow', 'torch', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
+    )
+    message, modules = _run(code, tmp_path).splitlines()
+    assert "learning_rate" in message
+    assert modules == "[]"
+
+
+def test_the_flows_parameters_are_serialized_without_fastapi(tmp_path: Path) -> None:
+    code = (
+        "import sys; from flows.pipeline import pipeline\n"
+        "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
+        "print('fastapi' in sys.modules)"
+    )
     assert _run(code, tmp_path) == "False"
 
 

@@ -20,6 +20,7 @@ from trainer_lib.errors import (
 )
 from trainer_lib.locks import readers as module
 from trainer_lib.locks.claim import WRITING
+from trainer_lib.locks.keeping import end_keeping, is_kept, keep_checkpoint
 from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
 
@@ -173,3 +174,14 @@ def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) ->
     saver.close()
     assert followed == [3]
     assert info.commit.files == waited.commit.files
+
+
+def test_a_kept_checkpoint_stays_until_its_mark_is_taken_away(any_store: Store) -> None:
+    for step in (1, 2, 3):
+        save_untrained(any_store, step)
+    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")
+    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")  # safe to repeat
+    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-2"]
+    end_keeping(any_store.child("checkpoint-1"))
+    assert not is_kept(any_store.child("checkpoint-1"))
+    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]

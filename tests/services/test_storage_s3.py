@@ -220,3 +220,15 @@ def test_a_file_replaced_while_it_is_read_is_an_error_and_no_mixture(
         store.write_bytes("x", b"\1" * 4 * PIECE)
         with pytest.raises(StorageError):
             stream.read()
+
+
+def test_the_stores_own_words_are_shown_without_the_clients(s3_url: str, s3_faults: S3Server) -> None:
+    s3_faults.plan(1, "refuse")
+    with pytest.raises(StorageError) as caught:
+        Store.open(s3_url).write_bytes("a", b"x")
+    assert caught.value.message == "Could not write it: the store answers AccessDenied (planned)."
+    s3_faults.plan(1, "full")
+    with pytest.raises(StorageFullError) as full:
+        Store.open(s3_url).write_bytes("a", b"x")
+    assert "An error occurred" not in full.value.message
+    assert "XMinioStorageFull" in full.value.message

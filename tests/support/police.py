@@ -131,7 +131,9 @@ def _process_leaks(before: Scene) -> list[str]:
     def fresh() -> list[psutil.Process]:
         return [p for p in session_processes() if (p.pid, start_time(p.pid)) not in before.processes]
 
-    psutil.wait_procs(fresh(), timeout=SETTLE_S)
+    if not (left := fresh()):
+        return []
+    psutil.wait_procs(left, timeout=SETTLE_S)
     found = []
     for process in fresh():
         with contextlib.suppress(psutil.Error):

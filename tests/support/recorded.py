@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flows.garbage import Garbage, find_garbage, remove_garbage
+from flows.past_runs import list_runs
+from flows.spec.spec import PipelineSpec
 from tasks.stage.keys import StageKey, stage_key
 from trainer_lib.commit import write_commit
 from trainer_lib.storage import Store
@@ -73,3 +76,21 @@ def committed(storage: str | Path) -> set[tuple[str, str]]:
         for name in root.children(stage)
         if root.exists(f"{stage}/{name}/COMMIT.json")
     }
+
+
+def collect(storage: str, keep: int | None = None, **how: Any) -> tuple[Garbage, set[str]]:
+    """Find garbage and remove it; return what was found, and the URLs of what is gone."""
+    found = find_garbage(storage, keep=keep, **how)
+    return found, {item.store.url for item in remove_garbage(storage, found, **how)}
+
+
+def folders(storage: str, *run_ids: str) -> set[tuple[str, str]]:
+    """Return the folders that these runs refer to."""
+    by_id = {run.id: run for run in list_runs(storage)}
+    return {(stage, key[:16]) for each in run_ids for stage, key in by_id[each].stages.items()}
+
+
+def train_spec(storage: str, **args: Any) -> PipelineSpec:
+    """Return a spec whose training has these arguments."""
+    plain = {"name": "toy", "recipe": "recipe.py", "storage": storage, "train": {"args": args}}
+    return PipelineSpec.model_validate(plain)

@@ -1,16 +1,10 @@
-"""Cases of an XLA device, run where torch_xla is installed: `needs("xla")` asks for that interpreter.
-
-torch_xla needs a torch of its own version, so that its environment is another one than that of the tests.
-CONTRIBUTING.md has the commands.
-"""
+"""Cases of an XLA device, run in the interpreter that has torch_xla (`tests.support.xla`)."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,40 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support.repository import ROOT
 
-#: Environment variable that names the interpreter of an environment with torch_xla.
-VARIABLE = "TRAINFLOW_XLA_PYTHON"
-
-
-def is_installed() -> bool:
-    """Whether an interpreter with torch_xla is named and there."""
-    named = os.environ.get(VARIABLE)
-    return named is not None and Path(named).is_file()
-
-
-def run_cases(output: Path, *names: str, **variables: str) -> dict[str, Any]:
-    """Run cases in that interpreter, on torch_xla's CPU client.
-
-    Args:
-        output: an empty folder for what the trainings write.
-        names: keys of `CASES`.
-        variables: environment variables of the process.
-
-    Returns:
-        What each case returned, by its name.
-    """
-    kept = ("HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-    env = {**{name: os.environ[name] for name in kept if name in os.environ}, "PYTHONPATH": str(ROOT)}
-    command = [os.environ[VARIABLE], "-m", "tests.support.xla_cases", str(output), *names]
-    settings = {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    done = subprocess.run(command, cwd=output, env={**env, **settings}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-4000:]}"
-    answer: dict[str, Any] = json.loads((output / "answer.json").read_text(encoding="utf-8"))
-    return answer
-
-
-# ------------------------------------------------------------------------------------------------ in that interpreter
 class Tied(nn.Module):
     """A classifier with Dropout whose two middle layers share one weight; all of its square weights have one shape."""
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from flows.server import membership
-from tests.support import mlflow_store
 from trainer_lib.ready_databases import Kind, keep, place
-from trainer_lib.trackers import database_lock, mlflow_client
 
 KIND = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "kinds"))
 
@@ -130,18 +128,6 @@ def test_threads_that_keep_and_place_at_once_get_whole_databases(tmp_path: Path,
     assert placed == [True] * 6
     for database in [*tmp_path.glob("own-*.db"), tmp_path / "shared.db"]:
         assert _run(database, "SELECT * FROM kinds") == [("slack",)]
-
-
-def test_the_second_database_of_mlflow_is_a_copy_that_differs_in_nothing(tmp_path: Path) -> None:
-    first, second = tmp_path / "a" / "mlflow.db", tmp_path / "b" / "mlflow.db"
-    mlflow_client.connect(f"sqlite:///{first}")
-    client = mlflow_store.client(f"sqlite:///{second}")
-    assert database_lock.DATABASES.template().exists()
-    schema = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
-    assert _run(first, schema) == _run(second, schema)
-    filled = "SELECT * FROM alembic_version UNION SELECT name FROM workspaces UNION SELECT name FROM experiments"
-    assert _run(first, filled) == _run(second, filled)
-    assert client.create_run(client.create_experiment("one")).info.run_id
 
 
 def test_prefects_tables_are_known_by_its_migrations() -> None:

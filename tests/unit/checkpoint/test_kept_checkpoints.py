@@ -8,22 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import save_untrained, steps
-from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.commit import COMMIT
-from trainer_lib.locks.keeping import KEEP, end_keeping, is_kept, keep_checkpoint
+from trainer_lib.locks.keeping import KEEP, keep_checkpoint
 from trainer_lib.locks.readers import withdraw_if_unread
 from trainer_lib.storage import Store
-
-
-def test_a_kept_checkpoint_stays_until_its_mark_is_taken_away(any_store: Store) -> None:
-    for step in (1, 2, 3):
-        save_untrained(any_store, step)
-    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")
-    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")  # safe to repeat
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-2"]
-    end_keeping(any_store.child("checkpoint-1"))
-    assert not is_kept(any_store.child("checkpoint-1"))
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]
 
 
 def test_a_removed_checkpoint_is_not_made_again_by_a_mark(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,3 @@ def test_the_server_gets_the_parameters_that_prefect_would_send(tmp_path: Path) 
     assert pipeline.serialize_parameters(parameters) == Flow.serialize_parameters(pipeline, parameters)
     strange = {**parameters, "start": object()}
     assert pipeline.serialize_parameters(strange) == Flow.serialize_parameters(pipeline, strange)
-
-
-def test_parameters_are_serialized_without_fastapi() -> None:
-    program = (
-        "import sys; from flows.pipeline import pipeline\n"
-        "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
-        "sys.exit('fastapi' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.s3 import S3Server
 from trainer_lib.errors import ConfigError, StorageError, StorageFullError, StoreUnreachableError
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
@@ -115,15 +114,3 @@ def test_an_address_that_is_none_is_refused(endpoint: str, monkeypatch: pytest.M
     with pytest.raises(ConfigError) as caught:
         Store.open("s3://bucket/x")
     assert (caught.value.field, caught.value.value) == ("AWS_ENDPOINT_URL", endpoint)
-
-
-def test_the_stores_own_words_are_shown_without_the_clients(s3_url: str, s3_faults: S3Server) -> None:
-    s3_faults.plan(1, "refuse")
-    with pytest.raises(StorageError) as caught:
-        Store.open(s3_url).write_bytes("a", b"x")
-    assert caught.value.message == "Could not write it: the store answers AccessDenied (planned)."
-    s3_faults.plan(1, "full")
-    with pytest.raises(StorageFullError) as full:
-        Store.open(s3_url).write_bytes("a", b"x")
-    assert "An error occurred" not in full.value.message
-    assert "XMinioStorageFull" in full.value.message

@@ -380,7 +380,8 @@ def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path
     assert "recipe.py:compute_metrics" not in labels
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+# tests/flows/test_random_edits.py has many more of them.
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.integers(1 << 20, 1 << 40))
 def test_no_edit_that_changes_an_output_keeps_its_key(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -2,124 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.configs import LaunchSettings, TrainConfig
-from tasks.follow import follower as module
+from tasks.configs import TrainConfig
 from tasks.follow.best import Standard, keep_best
 from tasks.follow.evaluations import Evaluation, Evaluations
-from tasks.follow.follower import Follower, Job, Listener, check_settings
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
+from tasks.follow.follower import check_settings
 from tests.support.checkpoints import save_untrained, steps
-from trainer_lib.checkpoint.catalogue import list_checkpoints, rotate_checkpoints
+from tests.support.following import LOSSES, FollowedStage, measure
+from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, InfrastructureError, OutOfMemoryError
-from trainer_lib.locks.keeping import is_kept, keep_checkpoint
+from trainer_lib.locks.keeping import keep_checkpoint
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
-from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedSplit
-from trainer_lib.storage import Store
-
-LOSSES = {1: 0.5, 2: 0.2, 3: 0.3, 4: 0.2, 5: math.nan}
-Measure = Callable[[EvaluateCheckpointRequest], CheckpointMetrics]
-
-
-def measure(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
-    """What a worker would answer."""
-    step = int(request.checkpoint.rpartition("-")[2])
-    return CheckpointMetrics(step, {"eval_loss": LOSSES[step], "epoch": step / 2})
-
-
-class Project:
-    """A train stage with checkpoints, and followers of it whose workers are a function."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, stage: Store | None = None) -> None:
-        self.stage = stage or Store.open(folder / "stage")
-        self.root = self.stage.child("checkpoints")
-        self.said: list[str] = []
-        self.evaluated: list[tuple[int, bool]] = []
-        self.asked: list[EvaluateCheckpointRequest] = []
-        self.measure: Measure = measure
-        (folder / "recipe.py").write_text("")
-        self.context = StageContext(name="toy", recipe=str(folder / "recipe.py"), storage=str(folder), root=str(folder))
-        monkeypatch.setattr(module, "_PAUSE_S", 0.0)
-        monkeypatch.setattr(module, "launch", self._launch)
-
-    def _launch(self, request: EvaluateCheckpointRequest, how: Any, **more: Any) -> CheckpointMetrics:
-        self.asked.append(request)
-        return self.measure(request)
-
-    def follower(self, **args: Any) -> Follower:
-        config = TrainConfig(eval_split="test", args={"use_cpu": True, **args})
-        facts = PrepareFacts(splits={"test": PreparedSplit(4), "train": PreparedSplit(4)})
-        job = Job(
-            config=config,
-            launch=LaunchSettings(kind="process", processes=1),
-            use_cpu=False,
-            context=self.context,
-            stage=self.stage,
-            data=StageManifest("prepare-data", "k" * 64, self.stage.url, "d" * 64, facts=facts),
-            poll_s=0.05,
-        )
-        listener = Listener(self.said.append, evaluated=lambda each, best: self.evaluated.append((each.step, best)))
-        return Follower(job, check_settings(config, self.context), None, listener)
-
-    def save(self, *which: int) -> None:
-        for step in which:
-            save_untrained(self.root, step)
-
-    @property
-    def kept(self) -> list[str]:
-        return [info.name for info in list_checkpoints(self.root) if is_kept(self.root.child(info.name))]
+from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    return Project(tmp_path, monkeypatch)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FollowedStage:
+    return FollowedStage(tmp_path, monkeypatch)
 
 
-def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(
-    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project = Project(tmp_path, monkeypatch, any_store)
-    project.save(1, 3)
-    follower = project.follower()
-    assert (follower.begin(), follower.work()) == ([], 2)
-    project.save(2, 4, 5)
-    assert follower.work() == 3
-    # Of equal ones the earlier is the best, and NaN never is.
-    assert project.evaluated == [(1, True), (3, True), (2, True), (4, False), (5, False)]
-    assert project.kept == ["checkpoint-2"]
-    assert rotate_checkpoints(project.root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-
-    again = project.follower()
-    known = again.begin()
-    assert again.work() == 0
-    assert [each.step for each in known] == [1, 2, 3, 4, 5]
-    assert math.isnan(known[-1].metrics["eval_loss"])
-    assert again.best is not None
-    assert again.best.step == 2
-    # Nothing is left of the leases, and the records are strict JSON.
-    assert not project.stage.child("follow", "claims").list()
-    for file in project.stage.child("follow").list():
-        json.loads(project.stage.read_bytes(f"follow/{file.path}"), parse_constant=pytest.fail)
-
-
-def test_a_greater_metric_is_better_where_the_spec_says_so(project: Project) -> None:
+def test_a_greater_metric_is_better_where_the_spec_says_so(project: FollowedStage) -> None:
     project.save(1, 2)
     follower = project.follower(metric_for_best_model="loss", greater_is_better=True)
     follower.work()
     assert project.kept == ["checkpoint-1"]
 
 
-def test_the_worker_takes_the_weights_as_an_evaluation_in_training_does(project: Project) -> None:
+def test_the_worker_takes_the_weights_as_an_evaluation_in_training_does(project: FollowedStage) -> None:
     project.save(1)
     project.follower(bf16=True, bf16_full_eval=True, report_to="tensorboard").work()
     [request] = project.asked
@@ -127,7 +41,7 @@ def test_the_worker_takes_the_weights_as_an_evaluation_in_training_does(project:
     assert (request.args["bf16_full_eval"], request.args["report_to"], request.tracking) == (False, "none", False)
 
 
-def test_a_checkpoint_is_protected_while_it_is_evaluated(project: Project) -> None:
+def test_a_checkpoint_is_protected_while_it_is_evaluated(project: FollowedStage) -> None:
     def look(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
         assert len(list_readers(project.root.child("checkpoint-1"))) == 1
         assert not withdraw_if_unread(project.root.child("checkpoint-1"))
@@ -138,7 +52,7 @@ def test_a_checkpoint_is_protected_while_it_is_evaluated(project: Project) -> No
     assert project.follower().work() == 1
 
 
-def test_what_the_training_removes_first_is_named_and_the_next_one_follows(project: Project) -> None:
+def test_what_the_training_removes_first_is_named_and_the_next_one_follows(project: FollowedStage) -> None:
     project.save(1, 2, 3)
 
     def remove(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
@@ -151,7 +65,7 @@ def test_what_the_training_removes_first_is_named_and_the_next_one_follows(proje
     assert project.said == ["The checkpoint of step 2 was removed by the training before it could be evaluated."]
 
 
-def test_a_checkpoint_that_was_written_again_is_evaluated_again(project: Project) -> None:
+def test_a_checkpoint_that_was_written_again_is_evaluated_again(project: FollowedStage) -> None:
     """After a loss spike a training goes back, and saves other weights under the same name."""
     project.save(1, 2)
     follower = project.follower()
@@ -162,7 +76,7 @@ def test_a_checkpoint_that_was_written_again_is_evaluated_again(project: Project
     assert [each.step for each in Evaluations(project.stage).read()] == [1, 2, 2]
 
 
-def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(project: Project) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(project: FollowedStage) -> None:
     def fail(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
         if request.checkpoint.endswith("-1"):
             raise DamagedError("its digest differs.", field=f"{request.checkpoint}/model.safetensors")
@@ -176,7 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_evaluated(project: Pro
     assert "checkpoint-1/model.safetensors" in project.said[0]
 
 
-def test_an_outage_is_tried_again_and_an_error_of_the_recipe_is_not(project: Project) -> None:
+def test_an_outage_is_tried_again_and_an_error_of_the_recipe_is_not(project: FollowedStage) -> None:
     failures: list[Exception] = [InfrastructureError("the worker vanished."), OutOfMemoryError("no memory.")]
 
     def fail(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
@@ -197,7 +111,7 @@ def test_an_outage_is_tried_again_and_an_error_of_the_recipe_is_not(project: Pro
     assert project.follower().work() == 1
 
 
-def test_two_processes_share_the_work_and_one_waits_for_the_other_at_the_end(project: Project) -> None:
+def test_two_processes_share_the_work_and_one_waits_for_the_other_at_the_end(project: FollowedStage) -> None:
     project.save(1, 2)
     inside, release = threading.Event(), threading.Event()
 
@@ -222,7 +136,7 @@ def test_two_processes_share_the_work_and_one_waits_for_the_other_at_the_end(pro
     assert project.kept == ["checkpoint-2"]
 
 
-def test_a_mark_of_what_another_process_has_just_measured_is_left(project: Project) -> None:
+def test_a_mark_of_what_another_process_has_just_measured_is_left(project: FollowedStage) -> None:
     """Its evaluation is not among those that were read: it may be the better one."""
     project.save(1, 2)
     known = [_evaluation(project, 1)]
@@ -235,7 +149,7 @@ def test_a_mark_of_what_another_process_has_just_measured_is_left(project: Proje
     assert project.kept == ["checkpoint-2"]
 
 
-def test_the_best_that_is_gone_is_followed_by_the_best_that_is_there(project: Project) -> None:
+def test_the_best_that_is_gone_is_followed_by_the_best_that_is_there(project: FollowedStage) -> None:
     project.save(1, 2, 3)
     follower = project.follower()
     follower.work()
@@ -252,21 +166,21 @@ def test_the_best_that_is_gone_is_followed_by_the_best_that_is_there(project: Pr
         ({"eval_split": "test", "args": {"optim": "schedule_free_adamw"}}, "train.args.optim"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_first(config: dict[str, Any], field: str, project: Project) -> None:
+def test_what_cannot_be_followed_is_refused_first(config: dict[str, Any], field: str, project: FollowedStage) -> None:
     with pytest.raises(ConfigError) as error:
         check_settings(TrainConfig(**config), project.context)
     assert error.value.field == field
     assert error.value.remedy
 
 
-def test_a_metric_that_is_not_measured_is_refused_by_name(project: Project) -> None:
+def test_a_metric_that_is_not_measured_is_refused_by_name(project: FollowedStage) -> None:
     project.save(1)
     with pytest.raises(ConfigError, match="gave only eval_loss") as error:
         project.follower(metric_for_best_model="accuracy").work()
     assert error.value.field == "train.args.metric_for_best_model"
 
 
-def test_a_damaged_record_is_named(project: Project) -> None:
+def test_a_damaged_record_is_named(project: FollowedStage) -> None:
     project.save(1)
     project.follower().work()
     [file] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
@@ -276,6 +190,6 @@ def test_a_damaged_record_is_named(project: Project) -> None:
     assert str(error.value.field).endswith(file)
 
 
-def _evaluation(project: Project, step: int) -> Evaluation:
+def _evaluation(project: FollowedStage, step: int) -> Evaluation:
     [info] = [info for info in list_checkpoints(project.root) if info.step == step]
     return Evaluation(info.name, step, info.commit.content_digest, {"eval_loss": LOSSES[step]}, 0, 0.0)

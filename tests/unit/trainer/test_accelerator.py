@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.support.interpreter import run_python
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
@@ -23,13 +22,6 @@ ROWS = classification_rows(12)
 
 
 # ------------------------------------------------------------------------------------------------- nothing behind us
-def test_training_without_the_accelerator_does_not_import_accelerate(tmp_path: Path) -> None:
-    run_python(
-        "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows;"
-        f"rows = classification_rows(4); one = trainer({str(tmp_path)!r}, rows, max_steps=1, eval_dataset=rows);"
-        "one.train(); one.evaluate(); one.predict(rows);"
-        "assert 'accelerate' not in sys.modules; one.accelerator; assert 'accelerate' in sys.modules"
-    )
 
 
 def test_making_the_accelerator_changes_nothing_in_the_process(tmp_path: Path) -> None:
@@ -122,21 +114,10 @@ def test_the_trainers_own_loaders_optimizer_and_schedule_are_not_wrapped(tmp_pat
     assert all(each is other for each, other in zip(mine, prepared, strict=True))
 
 
-def test_unwrap_model_goes_through_wrappers_of_strategies_and_of_the_compiler(tmp_path: Path) -> None:
+def test_unwrap_model_goes_through_the_wrappers_of_strategies(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS)
     wrapped = nn.DataParallel(one.model)
     assert one.accelerator.unwrap_model(wrapped) is one.model
-    # The compiler would change what every later step of this process calls.
-    run_python(
-        "import torch, peft; from torch import nn; from tests.support.training import trainer\n"
-        "compiled = lambda model: torch.compile(model, backend='eager')\n"
-        f"one = trainer({str(tmp_path)!r}, None)\n"
-        "unwrap_model, model = one.accelerator.unwrap_model, compiled(one.model)\n"
-        "assert unwrap_model(model) is unwrap_model(nn.DataParallel(model)) is one.model\n"
-        "assert unwrap_model(model, keep_torch_compile=True) is model\n"
-        "adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=['0']))\n"
-        "assert unwrap_model(compiled(adapted)) is unwrap_model(adapted) is adapted\n"
-    )
 
 
 def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.interpreter import run_python
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.errors import ConfigError
@@ -51,56 +49,9 @@ def test_every_public_member_of_accelerates_is_served_inherited_or_refused() -> 
     assert not served & INHERITED and not INHERITED & REFUSED.keys()
 
 
-def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tmp_path: Path) -> None:
-    plain = "import accelerate; print(*sorted(vars(accelerate.Accelerator(cpu=True))))"
-    names = run_python(plain).split()
-    helper = trainer(tmp_path, ROWS).accelerator
-    assert not [name for name in names if not hasattr(helper, name)]
-    facts: dict[str, Any] = {
-        "split_batches": False,
-        "dispatch_batches": False,
-        "even_batches": True,
-        "use_seedable_sampler": True,
-        "non_blocking": True,
-        "use_stateful_dataloader": False,
-        "project_dir": str(tmp_path),
-        "save_iteration": 0,
-        "logging_dir": str(tmp_path),
-        "parallelism_config": None,
-        "torch_device_mesh": None,
-        "native_amp": False,
-        "should_save_model": True,
-        "fp8_backend": "NO",
-        "is_composable_parallelism_enabled": False,
-        "distributed_type": "NO",
-        "num_processes": 1,
-        "process_index": 0,
-        "local_process_index": 0,
-    }
-    assert {name: getattr(helper, name) for name in facts} == facts
-    with pytest.raises(ValueError, match="LOMO"):
-        helper.lomo_backward(torch.ones(()), 0.1)  # no such optimizer was prepared
-
-
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_member_that_is_refused_names_the_way_out(name: str, tmp_path: Path) -> None:
     helper = trainer(tmp_path, ROWS).accelerator
     with pytest.raises(ConfigError) as caught:
         getattr(helper, name)()
     assert caught.value.field == f"accelerator.{name}" and caught.value.remedy == REFUSED[name]
-
-
-def test_the_state_that_is_filled_in_has_the_entries_that_accelerate_fills_in(tmp_path: Path) -> None:
-    plain = (
-        "import accelerate, accelerate.state as s; accelerate.Accelerator(cpu=True);"
-        "print(*sorted(s.PartialState._shared_state)); print(*sorted(s.AcceleratorState._shared_state))"
-    )
-    partial, whole = (line.split() for line in run_python(plain).splitlines())
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    helper = trainer(tmp_path, ROWS).accelerator
-    assert sorted(PartialState._shared_state) == partial
-    ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
-    assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
-    assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.xla_cases import run_cases
+from tests.support.xla import run_cases
 
 pytestmark = pytest.mark.needs("xla")
 _RESUMED = ("resume", "resume_bf16", "resume_syncfree")
