@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks._result import arguments, publish, spread
+from benchmarks._workers import find_worker
 from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.model_folders import publish_line
 from trainer_lib.launch import LaunchConfig
-from trainer_lib.locks.lease import Holder
 
 WIDTH = 32
 RECIPE = """
@@ -157,7 +157,7 @@ def kills(folder: Path, rounds: int) -> dict[str, Any]:
         command = [*program, *options, "--workers", "3", "--threads", "1"]
         kills_command = number % 3 == 2
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            if holder := _find_worker(folder / "killed", process, draw):
+            if holder := find_worker(folder / "killed", process, "predictions/*", draw.randrange(1, 20)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid if kills_command else holder.pid, signal.SIGKILL)
                     counts["commands_killed" if kills_command else "workers_killed"] += 1
@@ -168,19 +168,6 @@ def kills(folder: Path, rounds: int) -> dict[str, Any]:
         counts["different"] += _files(folder / "killed") != expected
         shutil.rmtree(folder / "killed")
     return counts
-
-
-def _find_worker(folder: Path, process: subprocess.Popen[bytes], draw: random.Random) -> Holder | None:
-    """Wait for a random number of finished files; return a worker that works on another one."""
-    wanted = draw.randrange(1, 20)
-    while process.poll() is None:
-        if len(list(folder.glob("predictions/*"))) >= wanted:
-            for path in folder.glob("claims/*/WRITING.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    if (holder := Holder.from_bytes(path.read_bytes())) is not None:
-                        return holder
-        time.sleep(0.002)
-    return None
 
 
 def _files(folder: Path) -> dict[str, bytes]:

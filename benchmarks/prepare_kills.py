@@ -17,14 +17,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks._result import arguments, publish
+from benchmarks._workers import find_worker
 from trainer_lib.launch import LaunchConfig, launch, launch_workers
 from trainer_lib.launch.pool import apart
-from trainer_lib.locks.lease import Holder
 from trainer_lib.requests import PrepareRequest, RecipeFile
 
 WORKERS = 2
@@ -78,7 +77,7 @@ def kills(folder: Path, sources: int, rounds: int) -> dict[str, int]:
     for number in range(rounds):
         command = [sys.executable, "-m", "benchmarks.prepare_kills", "--child", str(folder), str(sources)]
         with subprocess.Popen(command) as process:
-            if holder := _find_worker(folder / "killed", process, draw.randrange(1, sources // 2)):
+            if holder := find_worker(folder / "killed", process, "records/parts/*", draw.randrange(1, sources // 2)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(holder.pid, signal.SIGKILL)
                     counts["workers_killed"] += 1
@@ -104,18 +103,6 @@ def _drop(_: object) -> None:
 def _files(folder: Path) -> dict[str, bytes]:
     found = [*folder.glob("data/*/*.arrow"), folder / "statistics.json"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
-
-
-def _find_worker(folder: Path, process: subprocess.Popen[bytes], wanted: int) -> Holder | None:
-    """Wait for so many finished sources; return a worker that works on another one."""
-    while process.poll() is None:
-        if len(list(folder.glob("records/parts/*"))) >= wanted:
-            for path in folder.glob("claims/*/WRITING.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    if (holder := Holder.from_bytes(path.read_bytes())) is not None:
-                        return holder
-        time.sleep(0.002)
-    return None
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
             "HF_HUB_DISABLE_XET": "1",
             "KERAS_HOME": str(home / ".cache" / "keras"),
             "TORCHINDUCTOR_CACHE_DIR": str(home / ".cache" / "torchinductor"),  # made at an optimizer's first step
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(home / ".cache" / "hypothesis"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(ROOT / ".hypothesis"),  # tables of Unicode, slow to make; no examples
             "PREFECT_HOME": str(home / ".prefect"),
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "TRAINFLOW_PREFECT_LINGER_S": "0",  # no process may outlive its test

@@ -8,7 +8,6 @@ server (`flows.server.embedded`). The membership then says where it is to serve,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flows.server import embedded
+from trainer_lib.locks.file_lock import is_locked
 
 # Where a server of one's own may be configured, besides the environment.
 _PROJECT_FILES = ("prefect.toml", "pyproject.toml", ".env")
@@ -96,11 +96,5 @@ def _locks(home: Path) -> list[Path]:
 
 def _is_taken(lock: Path) -> bool:
     with contextlib.suppress(OSError):
-        descriptor = os.open(lock, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+        return is_locked(lock)
     return False

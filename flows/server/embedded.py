@@ -46,6 +46,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.locks.file_lock import try_lock
+
 if TYPE_CHECKING:
     import uvicorn
 
@@ -244,14 +246,12 @@ def _claim(folder: Path) -> bool:
     descriptor = os.open(folder / SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # open for life
     deadline = time.monotonic() + _CLAIM_S
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(descriptor):
             _sign(descriptor)
             return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.02)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
 
 
 def _sign(descriptor: int) -> None:
@@ -331,9 +331,7 @@ def _lingers(folder: Path, descriptor: int, calm: Callable[[], object]) -> bool:
     while True:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         time.sleep(min(_LOOK_S, linger_s))
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(descriptor):
             return True
         if os.fstat(descriptor).st_mtime_ns != stamp:
             return True  # it has gone again

@@ -30,6 +30,7 @@ from typing_extensions import override
 from flows.server import embedded
 from flows.server.early import EarlyServer
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.locks.file_lock import is_locked, try_lock
 from trainer_lib.ready_databases import Kind, keep, place
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class Membership:
     def _join(self) -> None:
         """Take the clients' lock, once a server without clients has ended if it is ending."""
         hung_s = time.monotonic() + _HUNG_S
-        while not self._has_lock(fcntl.LOCK_EX):
-            if self._has_lock(fcntl.LOCK_SH):
+        while not try_lock(self._descriptor):
+            if try_lock(self._descriptor, shared=True):
                 break
             if time.monotonic() > self._deadline:
                 raise self._failure(f"Another one has not ended within {self._timeout_s} s.")
@@ -101,13 +102,6 @@ class Membership:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         with contextlib.suppress(OSError):
             os.utime(self._descriptor)  # a server that lingers sees also a client that is gone at its next look
-
-    def _has_lock(self, kind: int) -> bool:
-        try:
-            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _end_unfit(self) -> None:
         """End a server that lingers if it is another installation's, has other settings, or does not answer."""
@@ -204,14 +198,7 @@ class Membership:
         return True
 
     def _is_serving(self) -> bool:
-        descriptor = os.open(self.folder / embedded.SERVER_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+        return is_locked(self.folder / embedded.SERVER_LOCK)
 
     def description(self) -> dict[str, Any] | None:
         """What the living server says about itself: url, auth, pid; None without one. May be a killed one's."""
@@ -314,9 +301,7 @@ def _private_folder(settings: Settings) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         with (folder / embedded.CLIENTS_LOCK).open("ab") as probe:
-            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return folder
+            try_lock(probe.fileno(), shared=True)  # whether there are locks at all
     except OSError as error:
         raise _unusable(settings.home, error) from error
     return folder

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trainer_lib.errors import Interrupted
 from trainer_lib.guard import OWNER, is_stopped, start_time
+from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.user_folders import state_folder
 
 POLL_S = 0.2
@@ -87,7 +88,7 @@ class Queue:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             place = Place(path, descriptor, ticket)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor)  # no other process knows the file yet
                 place.write()
             except BaseException:
                 place.close()
@@ -141,14 +142,10 @@ class Queue:
 
     @contextlib.contextmanager
     def _locked(self, should_cancel: Callable[[], bool]) -> Iterator[None]:
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if should_cancel():
-                    raise Interrupted("Cancelled.", remedy="The same command continues.") from None
-                time.sleep(POLL_S / 10)
+        while not try_lock(self._lock):
+            if should_cancel():
+                raise Interrupted("Cancelled.", remedy="The same command continues.")
+            time.sleep(POLL_S / 10)
         try:
             yield
         finally:
@@ -179,11 +176,8 @@ class Place:
 def _remove_if_unused(path: Path) -> bool:
     descriptor = os.open(path, os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
-        path.unlink(missing_ok=True)
-        return True
+        if unused := try_lock(descriptor):
+            path.unlink(missing_ok=True)
+        return unused
     finally:
         os.close(descriptor)

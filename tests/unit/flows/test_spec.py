@@ -212,7 +212,7 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path) -> None:
         (b"- a\n", "mapping"),
         (b"name: \xff\n", "UTF-8"),
         (b"a: &a [x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a]\n", ""),
-        (b"x: " + b"[" * 5000, ""),
+        (b"x: " + b"[" * 1000, ""),
         (b"x: &x [*x]\n", ""),
         (b"!!python/object/apply:os.system ['true']\n", ""),
         (b"x" * (2 << 20), "larger than"),

@@ -105,14 +105,32 @@ def test_a_function_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert whole == reach(recipe_file("tabular-classification"), tmp_path)["prepare"].digests
 
 
-@pytest.fixture
-def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the recipes, which counts as the installed one."""
-    copy = tmp_path / "lib" / "recipes"
+def _copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the recipes, which counts as the installed one, beside a file of the user that imports one of them."""
+    copy = folder / "lib" / "recipes"
     shutil.copytree(FOLDER, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for module in (recipe_names, closure, project_files):
         monkeypatch.setattr(module, "FOLDER", copy)
+    (copy.parent / "mine.py").write_text(STAR)
     return copy
+
+
+def _digests(recipe: Path, project: Path) -> dict[str, dict[str, str]]:
+    return {stage: dict(each.digests) for stage, each in reach(recipe, project).items()}
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return _copied(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, str]]]:
+    """What the keys cover before any edit; by the file's name."""
+    with pytest.MonkeyPatch.context() as patch:
+        copy = _copied(tmp_path_factory.mktemp("before"), patch)
+        files = (copy / "tabular_classification.py", copy.parent / "mine.py")
+        return {file.name: _digests(file, copy.parent / "project") for file in files}
 
 
 @pytest.mark.parametrize(
@@ -127,17 +145,12 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
-    edited: Path, file: str, old: str, new: str, runs: set[str]
+    edited: Path, before: dict[str, dict[str, dict[str, str]]], file: str, old: str, new: str, runs: set[str]
 ) -> None:
-    recipe = edited / "tabular_classification.py"
-    (edited.parent / "mine.py").write_text(STAR)
-    project = edited.parent / "project"
+    text = (edited / file).read_text()
+    assert old in text
+    (edited / file).write_text(text.replace(old, new))
     also = [(edited.parent / "mine.py", "imported by a file of the user")] if file == "tabular_net.py" else []
-    for path, label in ((recipe, "itself"), *also):
-        text = (edited / file).read_text()
-        assert old in text
-        before = reach(path, project)
-        (edited / file).write_text(text.replace(old, new))
-        after = reach(path, project)
-        (edited / file).write_text(text)
-        assert {stage for stage in before if before[stage].digests != after[stage].digests} == runs, label
+    for path, label in ((edited / "tabular_classification.py", "itself"), *also):
+        after = _digests(path, edited.parent / "project")
+        assert {stage for stage in after if before[path.name][stage] != after[stage]} == runs, label

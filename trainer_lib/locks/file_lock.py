@@ -1,0 +1,43 @@
+"""Locks on open files (`flock`) that are tried once and never waited for.
+
+The kernel ends a lock with the last process that has the file open, however that process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file, and return whether that worked: not while another open file holds a lock that excludes it.
+
+    Args:
+        descriptor: the open file. A lock that it holds already becomes the other kind.
+        shared: others may have a shared lock, too.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether an open file holds `path` for itself alone; False where there is no such file.
+
+    Raises:
+        OSError: the file cannot be opened, or the file system has no locks.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
