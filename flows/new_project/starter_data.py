@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
+import json
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -43,7 +45,22 @@ def modules() -> str:
     return _csv(["line", "module"], rows)
 
 
+def docstrings() -> str:
+    """400 docstrings out of modules of this interpreter's standard library, as JSON lines (PSF licence)."""
+    found: dict[str, None] = {}
+    for module in ("argparse", "datetime", "doctest", "inspect", "pathlib", "random", "statistics", "typing"):
+        tree = ast.parse(Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text("utf-8"))
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        written = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+        found |= dict.fromkeys(text for text in written if text and len(text) >= 40)
+    texts = list(found)
+    # Evenly over all of them, so that any version of Python gives as many.
+    chosen = [texts[index * len(texts) // 400] for index in range(400)]
+    return "".join(json.dumps({"text": text}) + "\n" for text in chosen)
+
+
 FILES: dict[str, tuple[str, Callable[[], str]]] = {
+    "causal-language-modeling": ("docstrings.jsonl", docstrings),
     "tabular-classification": ("wine.csv", wine),
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),

@@ -11,32 +11,56 @@ from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.suggestions import suggestion
 
 _GITIGNORE = ".trainflow/\npredictions/\n__pycache__/\n.pytest_cache/\n"
+_RANDOM_BERT = """\
+  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
+  model: {config: {model_type: bert, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}"""
+_RANDOM_LLAMA = """\
+  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
+  model: {config: {model_type: llama, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}"""
 _FACTS = {
+    "causal-language-modeling": {
+        "options": "    length: 128\n    overlong: split  # a longer text becomes pieces; or drop, refuse\n"
+        "    vocabulary: 1024",
+        "by": "random",
+        "model": _RANDOM_LLAMA,
+        "rate": "3.0e-3",
+        "margin": "nats_below_unigram",
+        "trivial": "the frequencies of the tokens",
+        "about": "Writes docstrings like those of Python's standard library.",
+        "column": "text",
+        "source": "docstrings of Python's standard library (PSF licence).",
+    },
     "tabular-classification": {
-        "label": "cultivar",
+        "options": "    label: cultivar",
         "by": "stratified",
+        "model": "  model: {hidden: [64], dropout: 0.1}",
+        "rate": "5.0e-3",
         "margin": "accuracy_over_majority",
         "trivial": "always the most frequent class",
         "about": "Tells the cultivar of a wine from what a laboratory measured.",
-        "text": "",
+        "column": "label",
         "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "tabular-regression": {
-        "label": "progression",
+        "options": "    label: progression",
         "by": "random",
+        "model": "  model: {hidden: [64], dropout: 0.1}",
+        "rate": "5.0e-3",
         "margin": "rmse_below_mean",
         "trivial": "always the mean",
         "about": "Estimates the progression of diabetes within a year.",
-        "text": "",
+        "column": "label",
         "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
     },
     "text-classification": {
-        "label": "module",
+        "options": "    text: line\n    label: module",
         "by": "stratified",
+        "model": _RANDOM_BERT,
+        "rate": "1.0e-3",
         "margin": "accuracy_over_majority",
         "trivial": "always the most frequent class",
         "about": "Tells which module of the standard library a line of Python is from.",
-        "text": "line",
+        "column": "label",
         "source": "lines of four modules of Python's standard library (PSF licence).",
     },
 }

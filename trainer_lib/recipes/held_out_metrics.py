@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_MOST_NATS = 700.0  # whose exponential is still a number
+
 
 def measure_classes(predictions: Any, labels: Any) -> dict[str, float]:
     """Accuracy, macro F1 and log loss of scores ``[rows, classes]`` for labels ``[rows]``, and the majority's accuracy.
@@ -48,4 +50,30 @@ def measure_numbers(predictions: Any, labels: Any) -> dict[str, float]:
         "r2": 1.0 - (rmse / of_mean) ** 2 if of_mean > 0 else 0.0,
         "mean_rmse": of_mean,
         "rmse_below_mean": of_mean - rmse,
+    }
+
+
+def measure_tokens(predictions: Any, labels: Any) -> dict[str, float]:
+    """Perplexity of texts, and that of the tokens' own frequencies in these texts (a unigram model).
+
+    `nats_below_unigram` is what the model is better by, per token; perplexities are the exponentials.
+
+    Args:
+        predictions: ``[rows, 2]``: the negative log-likelihood of each row's targets together, and their number.
+        labels: tokens ``[rows, tokens]``, negative where there is no target.
+    """
+    nats, targets = np.asarray(predictions, np.float64).sum(axis=0)
+    tokens = np.asarray(labels)
+    counts = np.bincount(tokens[tokens >= 0])
+    counts = counts[counts > 0]
+    each, unigram = (
+        nats / max(targets, 1),
+        float(-(counts * np.log(counts / counts.sum())).sum() / max(counts.sum(), 1)),
+    )
+    return {
+        "perplexity": float(np.exp(min(each, _MOST_NATS))),
+        "nats_per_token": float(each),
+        "unigram_perplexity": float(np.exp(unigram)),
+        "nats_below_unigram": float(unigram - each),
+        "tokens": float(targets),
     }

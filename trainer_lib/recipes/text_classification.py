@@ -32,6 +32,7 @@ from typing_extensions import override
 from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_classes
+from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
@@ -143,15 +144,6 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     table.texts.update({name: [] for name in names})  # `rows` gives these columns
     number = {name: index for index, name in enumerate(classes)}
     return table.rows([number[text] for text in table.table.texts(table.label)])
-
-
-def one_of(options: Mapping[str, Any], *, field: str) -> str | None:
-    """The model by its name or folder; None where neither is given. Raises ConfigError where both are."""
-    given = [str(options[name]) for name in ("pretrained", "folder") if options[name] is not None]
-    if len(given) > 1:
-        what = "A model has a name or a folder, and not both."
-        raise ConfigError(what, field=f"{field}.folder", value=given[1], remedy="Remove one of them.")
-    return given[0] if given else None
 
 
 def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:

@@ -8,15 +8,12 @@ package:NAME, package:NAME/sub     the texts of an installed package
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer_lib.data.installed_files import find_installed_files
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
@@ -30,7 +27,6 @@ TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": 
 """Ending of a text file's name -> "text"."""
 FILE = "file"
 """The one column that a document of a text file has besides its text: the file's address."""
-_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class TextDocument(NamedTuple):
@@ -137,40 +133,13 @@ def _find(sources: Sequence[str], field: str) -> Iterator[RowFile]:
     for source in sources:
         kind, separator, rest = source.partition(":")
         if separator and kind in ("stdlib", "package") and not rest.startswith("//"):
-            yield from _installed(kind, rest.strip("/"), source, field)
+            found = find_installed_files(kind, rest.strip("/"), TEXTS, field=field)
+            if not found:
+                remedy = f"A text's name ends in {', '.join(TEXTS)}."
+                raise ConfigError("There are no texts here.", field=field, value=source, remedy=remedy)
+            yield from found
         else:
             yield from find_row_files([source], {**FORMATS, **TEXTS})
-
-
-def _installed(kind: str, rest: str, source: str, field: str) -> Iterator[RowFile]:
-    if kind == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        below = root / rest
-        paths = [Path(rest)] if below.is_file() else [Path(rest, name) for name in sorted(_python_files(below))]
-    else:
-        name, _, inner = rest.partition("/")
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            remedy = "Install it, or name another one."
-            raise ConfigError("This package is not installed.", field=field, value=source, remedy=remedy) from None
-        root = Path(str(distribution.locate_file("")))
-        paths = sorted(Path(str(file)) for file in distribution.files or () if str(file).startswith(inner))
-    kept = [path for path in paths if format_of(path.name, TEXTS) and not _LEFT_OUT & set(path.parts)]
-    if not kept:
-        remedy = f"A text's name ends in {', '.join(TEXTS)}."
-        raise ConfigError("There are no texts here.", field=field, value=source, remedy=remedy)
-    for path in kept:
-        yield RowFile(str(root), path.as_posix(), (root / path).stat().st_size)
-
-
-def _python_files(root: Path) -> Iterator[str]:
-    for folder, inner, files in os.walk(root):
-        # Not entered: site-packages has many times the files of the library.
-        inner[:] = [name for name in inner if name not in _LEFT_OUT]
-        for name in files:
-            if name.endswith(".py"):
-                yield Path(folder, name).relative_to(root).as_posix()
 
 
 def _of_text_file(file: RowFile, separator: str | None) -> Iterator[TextDocument]:

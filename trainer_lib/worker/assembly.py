@@ -20,9 +20,13 @@ from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
+from trainer_lib.trainer.models import is_peft
 from trainer_lib.trainer.seeding import set_seed
 from trainer_lib.worker.events import EventsCallback
+from trainer_lib.worker.foreign_model import load_adapter
 from trainer_lib.worker.session import Work
+
+ADAPTERS = "adapter_model.safetensors"
 
 
 def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
@@ -127,12 +131,19 @@ def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
 
 
 def load_weights(model: nn.Module, url: str) -> None:
-    """Load the exported weights at `url` into the model.
+    """Load the exported weights at `url` into the model; of a model with adapters the adapters.
 
     Raises:
         DamagedError: weights are missing, left over, or of another shape: another model was exported there.
     """
-    load_tensors(model, read_safetensors(Store.open(url), "model.safetensors"), url)
+    store = Store.open(url)
+    if is_peft(model) and store.exists(ADAPTERS):
+        try:
+            load_adapter(model, read_safetensors(store, ADAPTERS))
+        except ConfigError as error:
+            raise _other_model(url, error.message) from error
+        return
+    load_tensors(model, read_safetensors(store, "model.safetensors"), url)
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:

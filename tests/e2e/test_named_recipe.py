@@ -1,0 +1,49 @@
+"""A spec alone, with a recipe by name: killed and continued it gives the weights of a run that was left in peace."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.chaos import Pipeline, kill_in_turn
+from tests.support.repository import ROOT
+
+SPEC = ROOT / "examples" / "language_model" / "library.yaml"
+SMALL = (
+    "prepare.sources=[stdlib:json]",
+    "prepare.options.vocabulary=300",
+    "prepare.options.length=64",
+    "prepare.options.split={validation: 0.2, test: 0.2}",
+    "train.model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
+    "train.args.max_steps=80",
+    "train.args.learning_rate=1.0e-2",
+    "train.args.warmup_steps=0",
+    "train.args.save_steps=5",
+    "train.args.eval_strategy=no",
+    "train.eval_split=null",
+    "evaluate.splits=[test]",
+    "evaluate.options={prompts: ['def '], sample_tokens: 5}",
+    "predict.enabled=false",
+    "publish.enabled=false",
+)
+
+
+@pytest.mark.timeout(300)
+def test_a_language_model_by_name_survives_kills(tmp_path: Path) -> None:
+    left_alone = Pipeline(str(SPEC), tmp_path / "alone", SMALL, tmp_path / "alone.log")
+    assert left_alone.finish() == 0, left_alone.log.read_text()
+    [metrics] = (tmp_path / "alone" / "stages" / "evaluate").glob("*/metrics.json")
+    measured = json.loads(metrics.read_text())["test"]
+    assert measured["perplexity"] < measured["unigram_perplexity"]
+    assert measured["nats_below_unigram_low"] > 0
+    [data] = (tmp_path / "alone" / "stages" / "prepare-data").glob("*/data.json")
+    assert '"tokens_lost": 0' in re.sub(r"\s+", " ", data.read_text())
+    pipeline = Pipeline(str(SPEC), tmp_path / "killed", SMALL, tmp_path / "killed.log")
+    pipeline.take_prepared_data(left_alone)
+    kill = kill_in_turn(pipeline, {"worker": 12, "flow": 30})
+    assert kill.alive_after_kill == 0
+    assert kill.digest == left_alone.model_digest()
+    assert "continues from step" in pipeline.log.read_text()

@@ -1,0 +1,197 @@
+"""The recipe causal-language-modeling: packed training, ordinary evaluation, adapters, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.errors import ConfigError, DamagedError, DataError, TrainflowError
+from trainer_lib.recipe_names import recipe_file
+from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
+from trainer_lib.storage import Store
+from trainer_lib.worker.assembly import load_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+OPTIONS = {"vocabulary": 400, "length": 64, "overlong": "split", "split": {"validation": 0.0, "test": 0.3}}
+SOURCES = ("stdlib:json", "stdlib:concurrent")
+Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
+
+
+def prepare(where: Path, *sources: str, **options: Any) -> Prepared:
+    recipe = load(recipe_file("causal-language-modeling"), where)
+    out = PrepareOutput(Store.open(where / "out"), list(sources or SOURCES))
+    chosen = {**OPTIONS, **options}
+    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare(chosen, out).items()}
+    files = [vars(entry) for entry in out.files()]
+    rows = {name: {"rows": len(each)} for name, each in splits.items()}
+    data = {"url": str(where / "out"), "info": out.checked_info(), "splits": rows, "files": files}
+    return recipe, splits, DataInfo(data)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+def trainer_of(recipe: Recipe, data: DataInfo, model: Any, folder: Path, rows: list[Any], steps: int) -> Trainer:
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            learning_rate=1e-2,
+            remove_unused_columns=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        ),
+        data_collator=recipe.collate_with(data),
+        train_dataset=rows,
+        compute_metrics=recipe.compute_metrics,
+        preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
+    )
+
+
+def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencies(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    recipe, splits, data = prepared
+    counts = data.info["packing"]["train"]
+    assert counts["tokens_out"] == counts["tokens_in"] == sum(len(row["input_ids"]) for row in splits["train"])
+    assert counts["padding"] < 0.1 * counts["rows"] * 64
+    assert any(len(row["lengths"]) > 1 for row in splits["train"])
+    assert all(len(row["lengths"]) == 1 for row in splits["test"])
+    torch.manual_seed(0)
+    model: Any = recipe.build_model({"config": TINY}, data)
+    trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 40)
+    trainer.train()
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_nats_below_unigram"] > 0.2
+    assert measured["eval_nats_per_token"] == pytest.approx(measured["eval_loss"], rel=1e-3)
+    assert measured["eval_tokens"] == sum(len(row["input_ids"]) - 1 for row in splits["test"])
+    # The frequencies of the tokens that were predicted, by hand.
+    targets = np.concatenate([row["input_ids"][1:] for row in splits["test"]])
+    shares = np.bincount(targets)[np.bincount(targets) > 0] / len(targets)
+    assert math.log(measured["eval_unigram_perplexity"]) == pytest.approx(-(shares * np.log(shares)).sum())
+    predictions = np.asarray(trainer.predict(splits["test"]).predictions)
+    columns = recipe.prediction_columns(predictions, data)
+    assert list(columns["tokens"]) == [len(row["input_ids"]) - 1 for row in splits["test"]]
+    assert recipe.after_evaluate is not None
+    made = recipe.after_evaluate(model.eval(), data, {"prompts": ["def "], "sample_tokens": 5})
+    assert made["files"]["samples.txt"].startswith(b"def ")
+    assert recipe.after_evaluate(model, data, {}) == {}
+
+
+def test_tables_become_documents_and_lost_tokens_are_counted(tmp_path: Path) -> None:
+    rows = ["text"] + ["some words and more of them"] * 20 + ["word " * 500]
+    (tmp_path / "texts.csv").write_text("\n".join(rows))
+    _, splits, data = prepare(tmp_path, str(tmp_path / "texts.csv"), overlong="drop", pack=[], vocabulary=300)
+    counts = [data.info["packing"][name] for name in ("train", "test")]
+    assert sum(each["documents_dropped"] for each in counts) == 1
+    assert sum(each["tokens_lost"] for each in counts) > 64
+    assert sum(each["documents"] for each in counts) == 21 == sum(map(len, splits.values())) + 1
+    with pytest.raises(DataError, match="the document has") as caught:
+        prepare(tmp_path, str(tmp_path / "texts.csv"), overlong=None)
+    assert "texts.csv, row 20 (line 22)" in caught.value.message
+    assert "overlong=split" in str(caught.value.remedy)
+
+
+@pytest.fixture(scope="module")
+def base(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and its tokenizer, as `save_pretrained` writes them."""
+    recipe, _, data = prepared
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    model: Any = recipe.build_model({"config": TINY}, data)
+    model.save_pretrained(folder)
+    for name in data.info["tokenizer"]:
+        (folder / Path(name).name).write_bytes(data.read_file(name))
+    return folder
+
+
+def test_adapters_are_trained_saved_loaded_and_merged(prepared: Prepared, base: Path, tmp_path: Path) -> None:
+    recipe, splits, data = prepared
+    options = {"folder": base, "lora": {"r": 4}}
+    model: Any = recipe.build_model(options, data)
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained
+    assert all("lora" in name for name in trained)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 3)
+    trainer.train()
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == trained
+    trainer.save_model(str(tmp_path / "model"))
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    again: Any = recipe.build_model(options, data)
+    load_weights(again, str(tmp_path / "model"))
+    batch = {"input_ids": torch.arange(9)[None]}
+    with torch.no_grad():
+        wanted = model.eval()(**batch).logits
+        torch.testing.assert_close(again.eval()(**batch).logits, wanted)
+        torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted)
+    with pytest.raises(DamagedError, match="do not fit"):
+        load_weights(recipe.build_model({"folder": base, "lora": {"r": 2}}, data), str(tmp_path / "model"))
+
+
+def test_a_model_and_its_tokenizer_come_from_a_folder(base: Path, prepared: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = prepare(tmp_path, folder=base)
+    assert data.info["vocabulary"] == 400
+    assert [row["input_ids"].tolist() for row in splits["train"]] == [
+        row["input_ids"].tolist() for row in prepared[1]["train"]
+    ]
+    model: Any = recipe.build_model({"folder": base}, data)
+    assert model.dtype == torch.float32
+    with pytest.raises(ConfigError, match="reads at most 64 tokens") as caught:
+        prepare(tmp_path, folder=base, length=65)
+    assert caught.value.field == "prepare.options.length"
+
+
+def refused_model(prepared: Prepared, options: dict[str, Any]) -> TrainflowError:
+    with pytest.raises(ConfigError) as caught:
+        prepared[0].build_model(options, prepared[2])
+    assert caught.value.remedy
+    return caught.value
+
+
+def test_models_that_do_not_fit_are_refused(prepared: Prepared, base: Path, tmp_path: Path) -> None:
+    assert "Adapters are for a model that has been trained" in refused_model(prepared, {"lora": {"r": 8}}).message
+    assert refused_model(prepared, {"folder": base, "lora": {"rank": 8}}).field == "train.model.lora.rank"
+    wrong = refused_model(prepared, {"folder": base, "lora": {"target_modules": ["nothing"]}})
+    assert "peft cannot add the adapters" in wrong.message
+    assert refused_model(prepared, {"folder": base, "dtype": "float23"}).remedy == 'Did you mean "float32"?'
+    assert "its own configuration" in refused_model(prepared, {"folder": base, "config": TINY}).message
+    assert "cannot load this model" in refused_model(prepared, {"folder": tmp_path / "nowhere"}).message
+    mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    assert "cannot train on packed rows" in refused_model(prepared, {"config": mamba}).message
+    info = DataInfo(
+        {"url": prepared[2].url, "info": {**prepared[2].info, "vocabulary": 500}, "splits": {}, "files": []}
+    )
+    with pytest.raises(ConfigError, match="knows 400 tokens, and the tokenizer of the data has 500"):
+        prepared[0].build_model({"folder": base}, info)
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "says"),
+    [
+        ({"lenght": 3}, "lenght", "no such option"),
+        ({"length": 1}, "length", "two tokens"),
+        ({"isolate": "masks"}, "isolate", "one of the choices"),
+        ({"pack": ["trian"]}, "pack", "one of the choices"),
+        ({"overlong": "cut"}, "overlong", "one of the choices"),
+        ({"pretrained": "a", "folder": "b"}, "folder", "not both"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        prepare(tmp_path, "stdlib:json", **options)
+    assert caught.value.field == f"prepare.options.{field}"
