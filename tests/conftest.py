@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police, script_runs, xla
+from tests.support import clients, memory_group, police, script_runs, slurm_cluster, xla
 from tests.support.once import shared_folder
 
 pytest_plugins = (
@@ -180,6 +180,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
+    "slurm": slurm_cluster.is_installed,
     "xla": xla.is_installed,
 }
 

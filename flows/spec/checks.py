@@ -257,6 +257,20 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
             _require_one_machine(settings, field)
         use_cpu = hasattr(config, "args") and resolver.arguments(config.args).use_cpu
         resolver.launch(settings, use_cpu=use_cpu, section=stage.section)
+        if settings.engine == "slurm" and "folder" not in settings.engine_options:
+            _require_folder(spec.storage, field)
+
+
+def _require_folder(storage: str, field: str) -> None:
+    from trainer_lib.storage import Store
+
+    if not Store.open(storage, field="storage").is_local:
+        raise ConfigError(
+            "Slurm writes what a job prints into a folder, and this storage is not one.",
+            field="storage",
+            value=storage,
+            remedy=f"Name a folder that all machines of the cluster see: {field}.engine_options.folder.",
+        )
 
 
 def _require_one_machine(settings: LaunchSettings, field: str) -> None:

@@ -90,8 +90,8 @@ def launch_shared(request: Request[R], settings: LaunchSettings, context: StageC
 def dismiss(settings: LaunchSettings) -> None:
     """Tell the machines that wait to take part that there is nothing to do, if the settings ask for any."""
     config = settings.to_config()
-    # Only these launches have other machines.
-    if config.kind in ("accelerate", "environment") or config.several_nodes:
+    # Only these launches have other machines. An engine places them when there is something to do.
+    if config.engine is None and (config.kind in ("accelerate", "environment") or config.several_nodes):
         nodes.dismiss(resolve_config(config, use_cpu=True))
 
 

@@ -8,6 +8,8 @@ wrote, or raises the failure of the first rank that failed. Launchers differ in 
     accelerate   N workers on this machine through `accelerate launch`
     deepspeed    N workers on this machine through the `deepspeed` launcher
     in_process   the calling process itself (notebooks, ``memory://``); a crash of the work ends the caller
+
+With `engine` set, all of this happens on the machines of a cluster, which the engine places (`trainer_lib.engines`).
 """
 
 from __future__ import annotations
@@ -15,18 +17,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError
 from trainer_lib.guard import OWNER, start_time
-from trainer_lib.launch import accelerate, deepspeed, in_process, nodes, process, torchrun, warm
+from trainer_lib.launch import accelerate, deepspeed, engine_files, in_process, nodes, process, torchrun, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.device_queue import held_devices
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.installed import require_torch
 from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
-from trainer_lib.launch.variables import free_port, single_process, worker_environment
+from trainer_lib.launch.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.requests import Request
 
 R = TypeVar("R")
@@ -63,35 +66,65 @@ def launch(
     """
     if not config.is_checked(use_cpu=request.use_cpu):
         config = resolve_config(config, use_cpu=request.use_cpu)
-    listener = Listener(on_line, on_event, should_cancel or (lambda: False))
-    restarts, hung_at = 0, set[int]()
+    restarts = _Restarts(config.max_restarts, on_event)
+    listener = Listener(on_line, restarts.pass_on, should_cancel or (lambda: False))
     while True:
-        run_dir = RunDir.create(request.to_json(), config.grace_s, listener.should_cancel, shared=shared)
+        run_dir = RunDir.create(
+            request.to_json(), config.grace_s, listener.should_cancel, shared=shared, engine=config.engine
+        )
         try:
-            return _attempt_when_free(request, config, run_dir, env, listener, what or request.verb)
+            left = replace(config, max_restarts=restarts.left)
+            return _attempt_when_free(request, left, run_dir, env, listener, what or request.verb)
         except InfrastructureError as error:
-            if restarts >= config.max_restarts or _repeats(error, hung_at) or listener.should_cancel():
+            if not restarts.left or restarts.repeats(error) or listener.should_cancel():
                 raise
-            restarts += 1
             # Only for failures of the surroundings: a mistake in the code or the data would fail again.
-            message = f"{error.message} Starting again ({restarts} of {config.max_restarts})."
-            on_event({"event": "warning", "message": message})
+            restarts.count(error)
         finally:
-            if request.debug:
-                run_dir.keep()
-                on_line(f"The run files are kept for debugging: {run_dir.path}")
-            else:
-                run_dir.close()
+            _put_away(run_dir, on_line, debug=request.debug)
 
 
-def _repeats(error: InfrastructureError, hung_at: set[int]) -> bool:
-    """Whether a hang got no further than one before, which another attempt would only wait for; notes its step."""
-    if not isinstance(error, HangError):
-        return False
-    step = -1 if error.step is None else error.step
-    repeats = any(step <= before for before in hung_at)
-    hung_at.add(step)
-    return repeats
+def _put_away(run_dir: RunDir, on_line: Callable[[str], None], *, debug: bool) -> None:
+    if debug:
+        run_dir.keep()
+        on_line(f"The run files are kept for debugging: {run_dir.path}")
+    else:
+        run_dir.close()
+
+
+class _Restarts:
+    """Counts how often a launch was started again, here or on the machines of an engine."""
+
+    def __init__(self, most: int, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._most = most
+        self._on_event = on_event
+        self._used = 0
+        self._hung_at = set[int]()
+
+    @property
+    def left(self) -> int:
+        """How often it may be started again."""
+        return max(0, self._most - self._used)
+
+    def pass_on(self, event: dict[str, Any]) -> None:
+        """Pass an event on; that of a restart on the leading machine of an engine counts here, too."""
+        self._used += int("restart" in event)
+        self._on_event(event)
+
+    def count(self, error: InfrastructureError) -> None:
+        """Count a restart after this failure, and report it."""
+        self._used += 1
+        message = f"{error.message} Starting again ({self._used} of {self._most})."
+        self._on_event({"event": "warning", "message": message, "restart": self._used})
+
+    def repeats(self, error: InfrastructureError) -> bool:
+        """Whether a hang got no further than one before, which another attempt would only wait for; notes its step."""
+        if not isinstance(error, HangError):
+            return False
+        step = -1 if error.step is None else error.step
+        repeats = any(step <= before for before in self._hung_at)
+        self._hung_at.add(step)
+        return repeats
 
 
 def _attempt_when_free(
@@ -103,7 +136,8 @@ def _attempt_when_free(
     what: str,
 ) -> R:
     """Wait for the devices, once the processes that an earlier launch of this output left behind have ended."""
-    require_torch()
+    if config.engine is None:
+        require_torch()
     with held_devices(
         config,
         on_devices=request.uses_devices and not request.use_cpu,
@@ -125,14 +159,21 @@ def _attempt(
     # The ranks of an enclosing job must not reach it: it is a world of one.
     if config.kind == "in_process":
         return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
+    variables = worker_environment if config.engine is None else engine_environment
     environment = {
-        **worker_environment(config, env),
+        **variables(config, env),
         MARK: str(run_dir.path),
         OWNER: f"{os.getpid()}:{start_time(os.getpid())}",
     }
     command = _command(request.verb, config, run_dir, environment)
     fork = functools.partial(warm.start_guard, config, run_dir, command, environment, held)
-    supervisor = Supervisor(command, environment, run_dir, config.grace_s, config.timeout_s, listener, fork, held)
+    if config.engine is None:
+        grace_s, timeout_s = config.grace_s, config.timeout_s
+    else:
+        engine_files.write(run_dir, config, env)
+        # The leading machine watches its workers; ending a job takes longer than ending a process.
+        grace_s, timeout_s = config.grace_s + engine_files.END_S, None
+    supervisor = Supervisor(command, environment, run_dir, grace_s, timeout_s, listener, fork, held)
     ending = supervisor.run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
@@ -143,6 +184,8 @@ def _attempt(
 
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
     processes, path = int(config.processes), run_dir.path
+    if config.engine is not None:
+        return engine_files.build_command(path)
     if config.several_nodes:
         check_rendezvous(config)
         nodes.write_settings(run_dir, config)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from trainer_lib.errors import ConfigError
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 from trainer_lib.launch.installed import check_installed
-
-if TYPE_CHECKING:
-    from trainer_lib.arguments.environment import Ranks
-    from trainer_lib.arguments.schedulers import Machines
+from trainer_lib.launch.refusal import refused
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Engine = Literal["slurm"]
 _LEAST = {
     **dict.fromkeys(("processes", "threads", "per_device"), 1),
     **dict.fromkeys(("max_restarts", "grace_s", "timeout_s", "join_timeout_s"), 0),
@@ -102,6 +99,17 @@ class LaunchConfig:
         None, "Network interface of the workers' messages; unset: the one towards rendezvous."
     )
     config_file: str | None = _option(None, "Configuration file of `accelerate config`; kind accelerate only.")
+    engine: Engine | None = _option(
+        None,
+        "What places the machines of a cluster and starts the work there: slurm. unset: this machine, and those that "
+        "join it.",
+    )
+    engine_options: Mapping[str, bool | int | float | str] = field(
+        default_factory=dict,
+        metadata={
+            "description": "Slurm: options of sbatch by their long names (partition, account, time), and folder."
+        },
+    )
 
     # Set by `resolve_config` alone. It is not a field: a copy made by `replace` has to be checked again.
     _checked_for_cpu: ClassVar[bool | None] = None
@@ -155,19 +163,25 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
             cores on a CPU; devices that do not exist; several machines without a rendezvous address.
     """
     if config.kind not in KINDS:
-        raise _refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
-    for name, least in _LEAST.items():
-        value = getattr(config, name)
-        if isinstance(value, int | float) and value < least:
-            raise _refused(name, value, f"The number must be at least {least}.", "Raise it, or leave it out.")
+        raise refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
+    _check_numbers(config)
     check_installed(config.kind)
     _check_environment(config)
+    if config.engine is not None or config.engine_options:
+        from trainer_lib.launch import engine_settings  # few launches have an engine
+
+        engine_settings.check(config, get_args(Engine))
+    # The machines of an engine resolve the rest for themselves.
+    if config.engine is not None:
+        return _as_checked(replace(config, processes=1 if config.is_one_process else config.processes), use_cpu)
     if config.config_file is not None and config.kind != "accelerate":
-        raise _refused("config_file", config.config_file, "Only accelerate reads this file.", "Set kind=accelerate.")
+        raise refused("config_file", config.config_file, "Only accelerate reads this file.", "Set kind=accelerate.")
     if config.kind == "accelerate":
         config = _with_accelerate_file(config)
     if config.kind == "environment":
-        config = _with_environment(config, use_cpu=use_cpu)
+        from trainer_lib.launch import scheduled  # all arguments come with it
+
+        config = scheduled.with_environment(config, use_cpu=use_cpu)
     _check_nodes(config)
     config = replace(config, processes=_processes(config, use_cpu=use_cpu))
     if config.kind == "auto":
@@ -176,7 +190,11 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.is_one_process and config.world_size > 1:
         name = "nodes" if config.several_nodes else "processes"
         remedy = "Set kind=torchrun, or one process on one machine."
-        raise _refused(name, getattr(config, name), f"The launcher '{config.kind}' runs one process.", remedy)
+        raise refused(name, getattr(config, name), f"The launcher '{config.kind}' runs one process.", remedy)
+    return _as_checked(config, use_cpu)
+
+
+def _as_checked(config: LaunchConfig, use_cpu: bool) -> LaunchConfig:
     config = replace(config)  # the caller's own configuration stays as it is
     object.__setattr__(config, "_checked_for_cpu", use_cpu)
     return config
@@ -194,7 +212,7 @@ def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
 def _check_environment(config: LaunchConfig) -> None:
     for name in config.env:
         if name.startswith(("ACCELERATE_", "FSDP_")):
-            raise _refused(
+            raise refused(
                 "env",
                 name,
                 "This variable would change what is trained, but not the stage's key.",
@@ -202,7 +220,7 @@ def _check_environment(config: LaunchConfig) -> None:
             )
     if config.devices is not None and "CUDA_VISIBLE_DEVICES" in config.env:
         value = config.env["CUDA_VISIBLE_DEVICES"]
-        raise _refused(
+        raise refused(
             "devices",
             list(config.devices),
             f"The setting env gives CUDA_VISIBLE_DEVICES={value} as well.",
@@ -220,7 +238,7 @@ def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
         if given not in (default, value):
-            raise _refused(
+            raise refused(
                 name,
                 given,
                 f"The file {config.config_file} gives {value}.",
@@ -231,101 +249,48 @@ def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     return replace(config, kind="torchrun") if config.several_nodes else config
 
 
-def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
-    """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
-    from trainer_lib.arguments import environment, schedulers  # all arguments come with them
-
-    found = environment.ranks()
-    # A PyTorchJob sets RANK as well, which numbers its pods, however many processes each has.
-    machines = schedulers.find_machines()
-    if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
-        return _with_machines(config, machines, use_cpu=use_cpu)
-    # One process of one is a job too; no variable at all means that each machine would train alone.
-    if found is environment.ALONE and not schedulers.is_whole_job():
-        looked = ", ".join(schedulers.LOOKED_FOR)
-        raise _refused(
-            "kind",
-            config.kind,
-            f"No scheduler described a job to this process: none of {looked} is set.",
-            "Start the command through the scheduler (Slurm: srun, also in a batch script), write nodes, node_rank and "
-            "rendezvous, or set kind=auto for this machine alone.",
-        )
-    return _with_ranks(config, found)
+def _check_numbers(config: LaunchConfig) -> None:
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and value < least:
+            raise refused(name, value, f"The number must be at least {least}.", "Raise it, or leave it out.")
+    _check_range(config)
 
 
-def _with_machines(config: LaunchConfig, found: Machines, *, use_cpu: bool) -> LaunchConfig:
-    """Take the machines that Kubeflow, SkyPilot or dstack started: each starts its own processes."""
-    if found.is_exact and config.processes not in ("auto", found.processes):
-        raise _refused(
-            "processes",
-            config.processes,
-            f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE).",
-            "Leave it out, or make them equal.",
-        )
-    # A number of GPUs is what each machine has, of which fewer may be used, or none.
-    if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
-        config = replace(config, processes=found.processes)
-    if found.most == 1:
-        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
-    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
-    return replace(config, kind="torchrun", nodes=found.nodes, node_rank=found.node_rank, rendezvous=rendezvous)
-
-
-def _with_ranks(config: LaunchConfig, found: Ranks) -> LaunchConfig:
-    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
-    if found.world_size == 1:
-        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
-    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
-    local = {}
-    if found.local_world_size > 1:
-        if config.processes not in ("auto", 1):
-            raise _refused(
-                "processes",
-                config.processes,
-                f"Each of this machine's {found.local_world_size} tasks is one process ({found.source}).",
-                "Leave it out, or start one task per machine.",
-            )
-        config = replace(config, processes=1)
-        local = {"TRAINFLOW_LOCAL_RANK": f"{found.local_rank}/{found.local_world_size}"}
-    return replace(
-        config,
-        kind="torchrun",
-        nodes=found.world_size,
-        node_rank=found.rank,
-        rendezvous=rendezvous,
-        env={**config.env, **local},
-    )
-
-
-def _check_nodes(config: LaunchConfig) -> None:
+def _check_range(config: LaunchConfig) -> None:
     try:
         least, most = config.node_range
     except ValueError:
-        raise _refused(
+        raise refused(
             "nodes", config.nodes, "This is neither a number of machines nor a range.", 'Write 2, or "1:4".'
         ) from None
     if not 1 <= least <= most:
-        raise _refused(
+        raise refused(
             "nodes", config.nodes, "This is not a range of machines.", 'Write the smaller number first: "1:4".'
         )
-    if most == 1:
+
+
+def _check_nodes(config: LaunchConfig) -> None:
+    _check_range(config)  # again: a scheduler or a file may have given it
+    if not config.several_nodes:
         return
+    most = config.node_range[1]
     if config.kind not in ("auto", "torchrun"):
-        raise _refused(
+        raise refused(
             "kind",
             config.kind,
             "This launcher starts the processes of one machine only.",
             "Set kind=torchrun for several machines.",
         )
     if config.node_rank is not None and not 0 <= config.node_rank < most:
-        raise _refused("node_rank", config.node_rank, f"There are at most {most} machines.", "Count from 0.")
+        raise refused("node_rank", config.node_rank, f"There are at most {most} machines.", "Count from 0.")
     try:
         host, port = config.endpoint
     except ValueError:
         host, port = "", 0
     if not host or not 0 < port < 65536:
         remedy = "Name the leading machine's address and a free port: 10.0.0.1:29500."
-        raise _refused("rendezvous", config.rendezvous, "No address was given where the machines meet.", remedy)
+        raise refused("rendezvous", config.rendezvous, "No address was given where the machines meet.", remedy)
 
 
 def check_rendezvous(config: LaunchConfig) -> None:
@@ -346,7 +311,7 @@ def check_rendezvous(config: LaunchConfig) -> None:
             listener.listen(1)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise _refused(
+        raise refused(
             "rendezvous",
             config.rendezvous,
             f"This machine cannot listen there: {reason}.",
@@ -358,7 +323,7 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     chosen = selection_variables(config.devices, config.device_order)
     on_devices = 0 if use_cpu else num_devices({**os.environ, **config.env, **chosen})
     if config.devices is not None and not use_cpu and on_devices == 0:
-        raise _refused("devices", list(config.devices), "This machine has no CUDA device.", "Leave it out.")
+        raise refused("devices", list(config.devices), "This machine has no CUDA device.", "Leave it out.")
     if config.processes == "auto":
         if config.is_one_process:
             return 1
@@ -366,21 +331,17 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     if "TRAINFLOW_LOCAL_RANK" in config.env:
         return config.processes  # one task of several here: the scheduler that started them has counted the devices
     if on_devices and config.processes > on_devices:
-        raise _refused(
+        raise refused(
             "processes",
             config.processes,
             f"This machine offers {on_devices} CUDA device(s), and each process needs its own.",
             f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
         )
     if not on_devices and config.processes > num_cores():
-        raise _refused(
+        raise refused(
             "processes",
             config.processes,
             f"This process may use {num_cores()} CPU core(s), and further workers would only wait for them.",
             f"Use at most {num_cores()}.",
         )
     return config.processes
-
-
-def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
-    return ConfigError(message, field=f"train.launch.{name}", value=value, remedy=remedy)

@@ -40,6 +40,9 @@ def held_devices(
     Raises:
         ConfigError: the limit was given, and cannot be kept. Interrupted: `should_cancel` was true.
     """
+    if config.engine is not None:  # its own queue decides
+        yield ()
+        return
     variables = {**os.environ, **config.env, **selection_variables(config.devices, config.device_order)}
     gpus = name_devices(variables, int(config.processes)) if on_devices else ()
     limit = config.per_device or (1 if gpus else "any")

@@ -38,12 +38,14 @@ class PoolResult(Generic[R]):
 def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig]:
     """A resolved configuration of several processes as one for each, with the same threads and a GPU of its own.
 
-    What starts its processes by another program, or on several machines, stays as it is.
+    What starts its processes by another program, or on several machines, stays as it is. An engine places each one.
 
     Args:
         on_devices: the work uses GPUs where there are some.
     """
     count = int(config.processes)
+    if config.engine is not None and not config.several_nodes:
+        return [replace(config, kind="process", processes=1)] * count
     if config.kind != "torchrun" or config.several_nodes or count == 1:
         return [config]
     threads = config.threads or max(1, num_cores() // count)

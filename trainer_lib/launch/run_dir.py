@@ -42,20 +42,32 @@ MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
 
 class RunDir:
-    """The folder of one launch."""
+    """The folder of one launch.
+
+    Attributes:
+        is_shared: other launches may work on the same output; known to the owner that made the folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_shared = False
         self._events_read = 0
 
     @classmethod
     def create(
-        cls, request: dict[str, Any], grace_s: float, should_cancel: Callable[[], bool], *, shared: bool = False
+        cls,
+        request: dict[str, Any],
+        grace_s: float,
+        should_cancel: Callable[[], bool],
+        *,
+        shared: bool = False,
+        engine: str | None = None,
     ) -> RunDir:
         """Make a folder for `request`, after the processes of earlier, killed launches of the same output have ended.
 
         Args:
             shared: other launches may work on this output at the same time.
+            engine: what places the launch, whose leading machine may be this one.
 
         Raises:
             ConfigError: the folder for run files belongs to another user.
@@ -63,7 +75,7 @@ class RunDir:
             StorageFullError: the disk of temporary files is full.
         """
         # Of its own for each of those that share an output, so that none takes another for one that was killed.
-        place = uuid.uuid4().hex if shared else str(request.get("output", ""))
+        place = uuid.uuid4().hex if shared else f"{engine or ''}{request.get('output', '')}"
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         while True:
             with _typed_if_full():
@@ -73,6 +85,7 @@ class RunDir:
             with suppress(FileNotFoundError), _typed_if_full():
                 run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
                 break
+        run_dir.is_shared = shared
         with _typed_if_full(run_dir):
             run_dir.record_process("owner", os.getpid())
             run_dir.write_json("request.json", request)

@@ -50,6 +50,12 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     return environment | (single_process() if config.is_one_process else {})
 
 
+def engine_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that has an engine place the workers, which set theirs on their machines."""
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {**kept, **config.env, **env, "PYTHONSAFEPATH": "1"}
+
+
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
     """Number of CPU threads of each worker, as a variable's value."""
     # Shared out, so that the ranks do not compete; a fixed number also fixes the order of additions.

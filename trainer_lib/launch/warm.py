@@ -298,7 +298,8 @@ def start_guard(
 
 
 def _may_fork(config: LaunchConfig, environment: Mapping[str, str]) -> bool:
-    return config.kind in ("process", "torchrun") and not config.several_nodes and can_be_warm(environment)
+    here = config.engine is None and not config.several_nodes
+    return here and config.kind in ("process", "torchrun") and can_be_warm(environment)
 
 
 def _start(

@@ -1,0 +1,309 @@
+"""Launches that Slurm places: submission, the queue, every way in which a job ends, and the driver's own end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+from tests.support.engine_launch import Launch
+from tests.support.launched import Owner, request, wait_until
+from tests.support.repository import ROOT
+from tests.support.slurm_programs import FakeSlurm
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    InfrastructureError,
+    Interrupted,
+    OutOfMemoryError,
+    Preempted,
+    TrainflowError,
+)
+from trainer_lib.requests import PreparedData, Request
+
+SLOW_RECIPE = """
+import time
+
+def prepare(options, out):
+    time.sleep(3)
+    return {"t": [{"x": 1}]}
+
+def build_model(options, data): ...
+"""
+
+SlurmLaunch = partial(Launch, engine="slurm")
+
+
+@pytest.fixture
+def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
+    """Slurm's programs first on PATH."""
+    cluster = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{cluster.path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield cluster
+    cluster.close()
+
+
+def leftovers(asked: Request[Any]) -> list[str]:
+    """What is left of jobs in the attempts of a stage."""
+    return sorted(path.name for path in (Path(asked.output) / "attempts" / "slurm").glob("*"))
+
+
+def waiting(tmp_path: Path) -> tuple[Request[Any], Callable[[Launch], None]]:
+    """A request whose worker waits, and what waits for that worker."""
+    asked = request(tmp_path)
+
+    def ready(started: Launch) -> None:
+        wait_until(lambda: (tmp_path / "ready-0").exists() or started.error is not None, 60)
+
+    return asked, ready
+
+
+def test_two_machines_train_what_two_processes_train(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.set("hold")
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    options = {"partition": "gpu", "time": "01:00:00", "requeue": True}
+    started = SlurmLaunch(asked, nodes=2, grace_s=30.0, engine_options=options)
+    fake_slurm.wait_for("PENDING")
+    started.wait_for("wait")
+    fake_slurm.unset("hold")
+    result = started.join()
+    assert (result.world_size, result.global_step) == (2, 36)
+    assert tiny.weights(asked.output) == uninterrupted_weights
+    waits = [event["message"] for event in started.reported("wait")]
+    assert waits[0] == "job 1 waits in Slurm's queue (Resources)"
+    assert "job 1 runs on n[1-2]" in waits
+    (submitted,) = fake_slurm.calls("sbatch")
+    for flag in ("--partition=gpu", "--time=01:00:00", "--requeue ", "--nodes=2", "--signal=USR2@40"):
+        assert flag in submitted
+    assert fake_slurm.state() == "COMPLETED"
+    assert not fake_slurm.calls("scancel")
+    assert leftovers(asked) == []
+
+
+def test_a_range_of_machines_is_what_the_cluster_gives(
+    tmp_path: Path, prepared_data: PreparedData, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.set("machines", "1")
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), max_steps=2)
+    assert SlurmLaunch(asked, nodes="1:4").join().world_size == 1
+    assert "--nodes=1-4" in fake_slurm.calls("sbatch")[0]
+
+
+def test_an_error_of_the_recipe_is_that_of_the_launch(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = request(tmp_path, "def prepare(options, out):\n    raise KeyError('gone')\n\ndef build_model(o, d): ...\n")
+    failure = SlurmLaunch(asked, max_restarts=3).failure()
+    assert isinstance(failure, CodeError)
+    assert "KeyError: 'gone'" in failure.message
+    assert fake_slurm.jobs() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "by", "expected", "message"),
+    [
+        ("PREEMPTED", 15, "", Preempted, "Slurm took the machines of job 1 back"),
+        ("CANCELLED", 15, "by 1000", Interrupted, "job 1 was cancelled by 1000"),
+        ("OUT_OF_MEMORY", 9, "", OutOfMemoryError, "job 1 had no memory left"),
+        ("NODE_FAIL", 9, "", InfrastructureError, r"job 1 on n\[1-2\] ended: a machine failed"),
+        ("TIMEOUT", 9, "", InfrastructureError, "The time limit of job 1 was reached"),
+    ],
+)
+def test_how_a_job_ends_is_how_the_launch_ends(
+    tmp_path: Path,
+    fake_slurm: FakeSlurm,
+    state: str,
+    kind: int,
+    by: str,
+    expected: type[TrainflowError],
+    message: str,
+) -> None:
+    asked, ready = waiting(tmp_path)
+    started = SlurmLaunch(asked)
+    ready(started)
+    fake_slurm.take(state, kind=kind, by=by)
+    failure = started.failure()
+    assert type(failure) is expected
+    assert re.search(message, str(failure))
+    assert leftovers(asked) == []
+
+
+def test_a_lost_job_is_placed_again_within_max_restarts(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked, ready = waiting(tmp_path)
+    started = SlurmLaunch(asked, max_restarts=1)
+    ready(started)
+    (tmp_path / "ready-0").unlink()
+    fake_slurm.take("NODE_FAIL", kind=9)
+    ready(started)
+    assert fake_slurm.jobs() == ["1", "2"]
+    fake_slurm.take("NODE_FAIL", "2", kind=9)
+    assert isinstance(started.failure(), InfrastructureError)
+    (again,) = started.reported("warning")
+    assert again["message"].endswith("Starting again (1 of 1).")
+
+
+def test_a_lost_worker_is_started_again_by_its_machine_and_counts(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, fake_slurm: FakeSlurm
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = SlurmLaunch(asked, {"STEP_S": "0.05"}, nodes=2, max_restarts=1)
+    started.wait_for("save")
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"RANK=1" in found and f"PATH={fake_slurm.path}".encode() in path.read_bytes():
+            os.kill(int(path.parent.name), 9)
+            break
+    assert started.join().global_step == 36
+    (again,) = started.reported("warning")
+    assert "Rank 1 was killed by SIGKILL (9)" in again["message"]
+    assert fake_slurm.jobs() == ["1"]
+    assert tiny.weights(asked.output) == uninterrupted_weights
+
+
+def test_a_job_that_is_put_back_into_the_queue_goes_on(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, fake_slurm: FakeSlurm
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = SlurmLaunch(asked, {"STEP_S": "0.05"}, nodes=2, grace_s=30.0)
+    started.wait_for("save")
+    fake_slurm.requeue()
+    assert started.join().global_step == 36
+    assert started.reported("resume")
+    assert fake_slurm.jobs() == ["1"]
+    assert tiny.weights(asked.output) == uninterrupted_weights
+
+
+def test_cancelling_signals_first_and_says_where_it_was_saved(
+    tmp_path: Path, prepared_data: PreparedData, fake_slurm: FakeSlurm
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = SlurmLaunch(asked, {"STEP_S": "0.05"}, nodes=2, grace_s=30.0)
+    started.wait_for("save")
+    started.stop.set()
+    failure = started.failure()
+    assert isinstance(failure, Interrupted)
+    assert failure.step is not None
+    assert (Path(asked.output) / "checkpoints" / f"checkpoint-{failure.step}").is_dir()
+    assert fake_slurm.calls("scancel")[0] == "scancel --signal=USR2 1"
+    assert leftovers(asked) == []
+
+
+def test_what_does_not_end_when_it_is_asked_to_is_cancelled(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked, ready = waiting(tmp_path)
+    started = SlurmLaunch(asked, {"MODE": "deaf"}, grace_s=1.0)
+    ready(started)
+    started.stop.set()
+    assert isinstance(started.failure(), Interrupted)
+    assert fake_slurm.calls("scancel")[0] == "scancel --signal=USR2 1"
+
+
+def test_a_job_that_waits_is_cancelled_at_once(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set("hold")
+    started = SlurmLaunch(request(tmp_path))
+    fake_slurm.wait_for("PENDING")
+    started.wait_for("wait")
+    started.stop.set()
+    assert isinstance(started.failure(), Interrupted)
+    assert fake_slurm.state() == "CANCELLED"
+
+
+def test_after_a_kill_the_same_command_takes_the_job_up(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, fake_slurm: FakeSlurm
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    fake_slurm.set("hold")
+    owner = Owner(tmp_path, asked, engine="slurm", processes=1, nodes=2, grace_s=5.0)
+    fake_slurm.wait_for("PENDING")
+    placed = Path(asked.output) / "attempts" / "slurm" / "placed.json"
+    wait_until(lambda: json.loads(placed.read_text())["job"] == "1", 30)
+    owner.process.kill()
+    owner.process.wait()
+    assert owner.gone() == []
+    fake_slurm.unset("hold")  # the job starts, runs and ends while no process watches it
+    fake_slurm.wait_for("COMPLETED", timeout=150)
+    assert SlurmLaunch(asked, nodes=2).join().global_step == 36
+    assert fake_slurm.jobs() == ["1"]
+    assert tiny.weights(asked.output) == uninterrupted_weights
+    assert leftovers(asked) == []
+
+
+def test_a_job_whose_number_was_never_read_is_found_by_its_name(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked, ready = waiting(tmp_path)
+    fake_slurm.set("unanswered")
+    started = SlurmLaunch(asked)
+    ready(started)
+    fake_slurm.take("CANCELLED", by="by 0")
+    assert isinstance(started.failure(), Interrupted)
+    assert fake_slurm.jobs() == ["1"]
+
+
+def test_a_job_of_other_settings_is_ended_before_another_is_submitted(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = request(tmp_path, options={"n": 1})
+    owner = Owner(tmp_path, asked, engine="slurm", processes=1, grace_s=5.0)
+    owner.wait_for(tmp_path / "ready-0")
+    owner.process.kill()
+    owner.process.wait()
+    assert owner.gone() == []
+    (tmp_path / "ready-0").unlink()
+    started = SlurmLaunch(request(tmp_path, options={"n": 2}))
+    wait_until(lambda: (tmp_path / "ready-0").exists(), 60)
+    assert [fake_slurm.state(number) for number in fake_slurm.jobs()] == ["CANCELLED", "RUNNING"]
+    started.stop.set()
+    assert isinstance(started.failure(), Interrupted)
+
+
+def test_a_slurm_that_is_silent_or_forgets_is_waited_for(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    asked = request(tmp_path, SLOW_RECIPE)
+    started = SlurmLaunch(asked)
+    fake_slurm.wait_for("RUNNING")
+    fake_slurm.set("silent")
+    time.sleep(1.0)
+    fake_slurm.unset("silent")
+    fake_slurm.set("forgets")
+    fake_slurm.set("unaccounted")
+    assert started.join().splits["t"].rows == 1
+
+
+def test_a_job_that_no_machines_can_run_does_not_wait(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set("hold", "PartitionConfig")
+    asked = request(tmp_path)
+    failure = SlurmLaunch(asked, nodes=5).failure()
+    assert isinstance(failure, ConfigError)
+    assert "PartitionConfig. The cluster offers debug: 2 machine(s) with 2 CPUs, and 5 machine(s)" in failure.message
+    assert fake_slurm.state() == "CANCELLED"
+    assert leftovers(asked) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", ConfigError),
+        (
+            "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit)",
+            InfrastructureError,
+        ),
+    ],
+)
+def test_a_refusal_says_what_the_cluster_offers(
+    tmp_path: Path, fake_slurm: FakeSlurm, reason: str, expected: type[TrainflowError]
+) -> None:
+    fake_slurm.set("refuse", reason)
+    failure = SlurmLaunch(request(tmp_path), nodes=1, engine_options={"partition": "debug"}).failure()
+    assert type(failure) is expected
+    if expected is ConfigError:
+        assert (
+            "Requested node configuration is not available. The cluster offers debug: 2 machine(s)" in failure.message
+        )
+        assert failure.field == "train.launch.engine_options"

@@ -1,0 +1,108 @@
+"""What an engine is: four calls. The driver makes them, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer_lib.errors import TrainflowError
+from trainer_lib.launch.config import LaunchConfig, from_settings
+
+_CLASSES = {"slurm": "Slurm"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What an engine places.
+
+    Attributes:
+        request: what the members do, as a request's record.
+        config: the launch; its `node_range` is the number of machines.
+        env: variables of the workers, of which some may be secrets.
+        shared: other jobs work on the same output: none is taken for another.
+        scratch: a private folder of this machine, which goes when the driver ends.
+    """
+
+    request: Mapping[str, Any]
+    config: LaunchConfig
+    env: Mapping[str, str]
+    shared: bool
+    scratch: Path
+
+    @property
+    def output(self) -> str:
+        """The URL of what the job makes."""
+        return str(self.request.get("output", ""))
+
+    def to_text(self) -> str:
+        """Return what a member needs as JSON text, without the variables."""
+        settings = {**asdict(self.config), "engine": None, "engine_options": {}}
+        return json.dumps({"request": dict(self.request), "config": settings})
+
+
+def read_member(text: str, **changes: Any) -> tuple[dict[str, Any], LaunchConfig]:
+    """Read the request and the settings of a member from `Job.to_text`; `changes` are those of its machine."""
+    record = json.loads(text)
+    return record["request"], replace(from_settings(record["config"]), **changes)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The machines wait or work; `doing` says so as a clause."""
+
+    doing: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The leading member ended with an exit code; `tail` is what the engine wrote last."""
+
+    code: int
+    tail: str = ""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The machines are gone: `failure` says why. `Preempted` where the cluster took them back."""
+
+    failure: TrainflowError
+
+
+State = Alive | Ended | Lost
+
+
+class Engine(Protocol):
+    """Places one job. Every call returns within seconds."""
+
+    outlives_driver: bool
+    """Whether what was placed goes on without the driver, and `place` of another driver finds it."""
+    restarts_workers: bool
+    """Whether the leading member starts lost workers again; else the machines are placed again."""
+
+    def place(self, job: Job) -> None:
+        """Ask for the machines and have a member start on each, or take up what was placed for this job before.
+
+        Raises:
+            ConfigError: the cluster cannot offer what is asked for, or cannot be reached.
+            InfrastructureError: it fails now.
+        """
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the machines, the leading one first; empty while there are none."""
+
+    def poll(self) -> tuple[list[str], State]:
+        """Return the lines that the leading member has written since the last call, and the state."""
+
+    def end(self, *, now: bool) -> None:
+        """Ask the workers to save and end; with `now`, end everything at once, and free and remove what is left."""
+
+
+def open_engine(name: str) -> Engine:
+    """Return a new engine by its name; its module is imported here, and nowhere else."""
+    module = importlib.import_module(f"trainer_lib.engines.{name}")
+    engine: Engine = getattr(module, _CLASSES[name])()
+    return engine

@@ -1,0 +1,210 @@
+"""Has an engine place a launch and stays until it ends. ``python -m trainer_lib.engines.driver <run dir>``.
+
+The guard of the launch starts it. What the leading member reports goes into the run directory, as a worker on this
+machine would have written it. SIGTERM comes when the launch is cancelled, or when its owner is gone: then a job that
+goes on without this process is left alone, for the same command to take up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.engines.base import Alive, Ended, Engine, Job, Lost, State, open_engine
+from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, from_exception, from_record
+from trainer_lib.launch import engine_files
+from trainer_lib.launch.run_dir import MARK, RunDir
+
+POLL_S = 0.25
+# How long the last lines of a machine may take to be seen here.
+REPORT_S = 20.0
+LOST_S = 2.0  # of one that was lost, which may have written nothing
+_OURS = (MARK, "TRAINFLOW_OWNER", "TRAINFLOW_GUARD")
+
+
+class Reports:
+    """What the leading member has written so far; lines and events are passed on as they come."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self.result: dict[str, Any] | None = None
+        self.failure: TrainflowError | None = None
+
+    def take(self, line: str) -> None:
+        """Take one line: a report of the member, or whatever else its machine has written."""
+        report = _parsed(line)
+        if "event" in report:
+            self.event(report["event"])
+        elif "result" in report:
+            self.result = report["result"]
+        elif "failure" in report:
+            self.failure = from_record(report["failure"])
+        elif "started" in report:  # for the second time where the cluster has put the job back into its queue
+            self.failure = None
+        else:
+            print(report.get("line", line), flush=True)  # noqa: T201 - the owner reads this process's output
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Append an event to those that the owner of the launch reads."""
+        with (self._run_dir.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+class Driver:
+    """Makes the calls of one engine for one job."""
+
+    def __init__(self, run_dir: RunDir, engine: Engine, job: Job) -> None:
+        self._run_dir = run_dir
+        self._engine = engine
+        self._job = job
+        self._reports = Reports(run_dir)
+        self._asked: float | None = None
+        self._stopped = False
+        self._doing = ""
+        self._failed: float | None = None
+
+    def stop(self, *_: object) -> None:
+        """Have `run` end what was placed, or leave it alone."""
+        self._stopped = True
+
+    def run(self) -> int:
+        """Place the job and stay until it has ended. Returns the exit code."""
+        try:
+            self._engine.place(self._job)
+            state = self._watch()
+            if state is None:
+                return 128 + signal.SIGTERM
+            failure = self._failure(state)
+        except Exception as error:
+            # Also of an engine's package: its classes are unknown where the launch is.
+            failure = from_exception(error)
+        if not self._reports.result or failure is not None:
+            self._write_failure(failure)
+        else:
+            self._run_dir.write_json("result.json", self._reports.result)
+        self._engine.end(now=True)
+        return 0 if failure is None else 1
+
+    def _watch(self) -> State | None:
+        """Pass on what comes, until there is a result or nothing is alive; None: left alone."""
+        while True:
+            lines, state = self._engine.poll()
+            for line in lines:
+                self._reports.take(line)
+            if self._reports.result is not None or not isinstance(state, Alive):
+                return state if self._reports.result is not None else self._last_lines(state)
+            self._say(state)
+            if self._is_overdue():
+                self._engine.end(now=True)
+            if self._stopped:
+                if self._engine.outlives_driver and not self._run_dir.was_cancelled():
+                    return None
+                self._end()
+            time.sleep(POLL_S)
+
+    def _end(self) -> None:
+        """Ask the workers to save, once, and end everything when they have not within the grace time."""
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self._engine.end(now=False)
+        elif time.monotonic() - self._asked > self._job.config.grace_s:
+            self._asked = float("inf")
+            self._engine.end(now=True)
+
+    def _last_lines(self, state: State) -> State:
+        """Wait for the last lines of a machine that has ended: a shared file system shows them late."""
+        deadline = time.monotonic() + (REPORT_S if isinstance(state, Ended) else LOST_S)
+        while time.monotonic() < deadline and not self._is_concluded():
+            time.sleep(POLL_S)
+            for line in self._engine.poll()[0]:
+                self._reports.take(line)
+        return state
+
+    def _is_overdue(self) -> bool:
+        """Whether the leading member has failed long ago, and others still hold their machines."""
+        if self._reports.failure is None or not self._engine.addresses():
+            self._failed = None
+            return False
+        self._failed = self._failed or time.monotonic()
+        return time.monotonic() - self._failed > self._job.config.grace_s + REPORT_S
+
+    def _is_concluded(self) -> bool:
+        return self._reports.result is not None or self._reports.failure is not None
+
+    def _say(self, state: Alive) -> None:
+        if state.doing != self._doing:
+            self._doing = state.doing
+            self._reports.event({"t": time.time(), "event": "wait", "message": state.doing})
+
+    def _failure(self, state: State) -> TrainflowError | None:
+        if self._reports.result is not None:
+            return None
+        reported = self._reports.failure
+        if isinstance(state, Lost):
+            # Why the machines went explains what the workers report of it, unless these have saved in time.
+            if reported is None or isinstance(reported, InfrastructureError):
+                return state.failure
+            if isinstance(reported, Preempted) and not isinstance(state.failure, InfrastructureError):
+                return _at_step(state.failure, reported)
+            return reported
+        if reported is not None:
+            return reported
+        code = state.code if isinstance(state, Ended) else 1
+        return InfrastructureError(
+            f"The leading machine's part ended with exit code {code} and without a result.",
+            field="train.launch.engine",
+            value=self._job.config.engine,
+            remedy="The last lines that the engine wrote are in the details (--debug).",
+            details=state.tail if isinstance(state, Ended) else None,
+        )
+
+    def _write_failure(self, failure: TrainflowError | None) -> None:
+        record = (failure or InfrastructureError("The engine ended without a result.")).to_record()
+        self._run_dir.write_json("agent.json", {"failures": [], "failure": record})
+        if record["step"] is not None:  # a launch that was cancelled says at which step it was saved
+            stop = {**record, "class": Preempted.__name__, "time": time.time()}
+            self._run_dir.write_json("error-rank0.json", stop)
+
+
+def _at_step(failure: TrainflowError, reported: TrainflowError) -> TrainflowError:
+    """Return the failure with the step at which the workers were saved."""
+    if reported.step is not None:
+        failure.step = reported.step
+        failure.message = f"{failure.message.rstrip('.')}; saved at step {reported.step}."
+        failure.args = (failure.message,)
+    return failure
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    if not line.startswith("{"):
+        return {}
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def main(argv: list[str]) -> int:
+    """Read the launch from the run directory and see it to its end. Returns the exit code."""
+    run_dir = RunDir(Path(argv[0]))
+    run_dir.record_process("agent", os.getpid())
+    # What this process starts is another machine's, also where it is this one: the run directory must not claim it.
+    for name in _OURS:
+        os.environ.pop(name, None)
+    config, request, names, shared = engine_files.read(run_dir)
+    env = {name: os.environ[name] for name in names if name in os.environ}
+    job = Job(request, config, env, shared, run_dir.path)
+    driver = Driver(run_dir, open_engine(str(config.engine)), job)
+    signal.signal(signal.SIGTERM, driver.stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return driver.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""The part of one machine: the first leads the launch, the others follow it. An engine starts it on each machine.
+
+``python -m trainer_lib.engines.member lead|follow JOB …``. It writes what it has to say to its output, one JSON object
+a line, and the engine brings the lines of the leading member to the driver::
+
+    {"started": "host:port"}     where the leading machine can be found
+    {"line": …} {"event": …}     what the workers print and report
+    {"result": …} {"failure": …} how it ended
+
+SIGTERM and SIGUSR2, which clusters send before they take a machine back, have the workers save and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.engines.base import read_member
+from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
+from trainer_lib.launch import follow, launch
+from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.records import to_record
+from trainer_lib.requests import read_request
+from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN
+
+_stopped = threading.Event()
+
+
+def main(argv: list[str]) -> int:
+    """Lead or follow, to the end. Returns the exit code: 0, or that of the failure."""
+    parser = argparse.ArgumentParser(prog="member")
+    parser.add_argument("part", choices=("lead", "follow"))
+    parser.add_argument("job", type=Path, help="file with the job; a file beside it has the leading machine's address")
+    parser.add_argument("--host", default="127.0.0.1", help="address of this machine, under which the others find it")
+    parser.add_argument("--nodes", required=True, help="machines that take part, or a range")
+    parser.add_argument("--address", type=Path, required=True, help="file with the leading machine's address")
+    given = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda *_: _stopped.set())
+    _keep_points_here()
+    try:
+        part = _lead if given.part == "lead" else _follow
+        part(given)
+    except BaseException as error:
+        failure = _as_stopped(from_exception(error))
+        _report(failure=failure.to_record())
+        return failure.exit_code
+    return 0
+
+
+def _lead(given: argparse.Namespace) -> None:
+    nodes: int | str = int(given.nodes) if given.nodes.isdigit() else given.nodes
+    request, config = read_member(given.job.read_text(encoding="utf-8"), nodes=nodes)
+    endpoint = f"{given.host}:{_free_port(given.host)}"
+    if config.several_nodes:
+        config = _changed(config, rendezvous=endpoint, node_rank=0)
+    temporary = given.address.with_suffix(f".{os.getpid()}")
+    temporary.write_text(endpoint, encoding="utf-8")
+    temporary.replace(given.address)  # the others may be waiting for it
+    _report(started=endpoint)
+    result = launch(
+        read_request(request),
+        config,
+        env={},
+        on_line=lambda line: _report(line=line),
+        on_event=lambda event: _report(event=event),
+        should_cancel=_stopped.is_set,
+    )
+    _report(result=to_record(result))
+
+
+def _follow(given: argparse.Namespace) -> None:
+    _, config = read_member(given.job.read_text(encoding="utf-8"))
+    deadline = time.monotonic() + config.join_timeout_s
+    while not given.address.exists():
+        if _stopped.is_set():
+            raise Interrupted("The machine was asked to stop.")
+        if time.monotonic() > deadline:
+            raise InfrastructureError(
+                f"The leading machine gave no address within {config.join_timeout_s:.0f} s.",
+                field="train.launch.join_timeout_s",
+                remedy="Wait longer, or look at what the leading machine has written.",
+            )
+        time.sleep(0.2)
+    config = _changed(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
+    follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)
+
+
+def _changed(config: LaunchConfig, **changes: Any) -> LaunchConfig:
+    from dataclasses import replace
+
+    return replace(config, **changes)
+
+
+def _keep_points_here() -> None:
+    """Metrics wait for MLflow on this machine where it is not the one whose flow delivers them."""
+    tracked = os.environ.get(TRACKED_RUN)
+    if tracked and json.loads(tracked).get("host") != socket.gethostname():
+        os.environ.pop(SPOOL_DIR, None)
+
+
+def _as_stopped(failure: TrainflowError) -> TrainflowError:
+    """Return a stop that the cluster asked for as a preemption, which is not a failure of the work."""
+    if not isinstance(failure, Interrupted):
+        return failure
+    saved = "" if failure.step is None else f"; saved at step {failure.step}"
+    return Preempted(
+        f"The cluster asked the workers to stop{saved}.", step=failure.step, remedy="The same command continues."
+    )
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _report(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)  # noqa: T201 - this output is what the driver reads
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
