@@ -33,7 +33,7 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 # Without compiled files each of the suite's processes compiles its modules again.
 unit test slow: export PYTHONDONTWRITEBYTECODE =
-unit: install  ## Run the unit tests (some 180 CPU seconds: about a minute and a half on two quiet cores)
+unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a half on two quiet cores)
 	@$(PYTEST) -n $(CORES) tests/unit
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
