@@ -170,6 +170,7 @@ class Plan:
             root=spec.root,
             folder=spec.folder,
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
+            flavor=spec.register.flavor if spec.register.name else None,
             limit=spec.limit,
             refresh=spec.max_ages(),
             force=frozenset(name for name in forced if name),

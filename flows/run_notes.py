@@ -19,6 +19,7 @@ from flows.spec.spec import PipelineSpec
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
+from trainer_lib.trackers.names import with_intervals
 from trainer_lib.trackers.params import flatten_params
 from trainer_lib.yaml_text import dump_yaml
 
@@ -88,8 +89,9 @@ def _measured(result: PipelineResult) -> str:
     outcome = result.outcome("evaluate")
     if outcome is None or outcome.manifest is None:
         return ""
-    found = collect_metrics([outcome])
-    return ", ".join(f"{name} **{value:.4g}**" for name, value in found.items())
+    found = with_intervals(collect_metrics([outcome]))
+    parts = {name: text.partition(" ") for name, text in found.items()}
+    return ", ".join(f"{name} **{value}**{gap}{interval}" for name, (value, gap, interval) in parts.items())
 
 
 def _heading(result: PipelineResult, run_id: str) -> str:

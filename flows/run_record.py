@@ -20,6 +20,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,16 +37,26 @@ from flows.run_tracking import RunTracking
 from flows.stages import all_stages
 from flows.training_history import read_training_history
 from tasks import tracking
-from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
+from tasks.configs import RegisterConfig
+from tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, TrainFacts
 from tasks.stage.gates import judge
-from tasks.stage.logged_models import LoggedModel, describe_exported, link_evaluation, log_models, register_model
+from tasks.stage.logged_models import (
+    LoggedModel,
+    describe_exported,
+    link_evaluation,
+    log_models,
+    log_outputs,
+    register_model,
+)
 from tasks.stage.manifest import StageManifest
+from tasks.stage.model_flavor import describe_flavor
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
 from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
+from trainer_lib.trackers.model_record import Flavor
 from trainer_lib.yaml_text import dump_yaml
 
 _log = logging.getLogger(__name__)
@@ -67,7 +78,7 @@ def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
     # A finished run that was not recorded in MLflow then gets its MLflow run now.
     is_tracked = record.get("mlflow_run_id") or tracking.is_known(Store.open(spec.storage), record.get("tracked_run"))
     registers = spec.register.name is not None and "evaluate" in plan.stages and plan.is_wanted("evaluate")
-    return bool(is_tracked) and (not registers or record.get("registered") == spec.register.name)
+    return bool(is_tracked) and (not registers or record.get("registered") == _registered_as(spec.register))
 
 
 class RunRecord:
@@ -99,6 +110,7 @@ class RunRecord:
         self._leftovers: tracking.Background | None = None
         self._data: StageManifest[PrepareFacts] | None = None
         self._exported: LoggedModel | None = None
+        self._flavor: Flavor | None = None
         self.history: list[dict[str, Any]] = []
 
     @property
@@ -289,9 +301,12 @@ class RunRecord:
         if isinstance(manifest.facts, EvaluateFacts) and self.tracked is not None and self._exported is not None:
             link_evaluation(self.tracked, self._exported, manifest)
             log_outcomes(self.tracked, manifest, {} if self._data is None else self._data.facts.info)
-            if judge(self.plan.spec.evaluate, manifest).passed:
-                register_model(self.tracked, self._exported, manifest, self.plan.spec.register)
-                self._registered = self.plan.spec.register.name
+            is_whole = self._flavor is not None or self.plan.context.flavor is None
+            if is_whole and judge(self.plan.spec.evaluate, manifest).passed:
+                register_model(self.tracked, self._exported, manifest, self.plan.spec.register, self._flavor)
+                self._registered = _registered_as(self.plan.spec.register)
+        if isinstance(manifest.facts, PredictFacts) and self.tracked is not None and self._exported is not None:
+            self._write("predicted columns", partial(log_outputs, self.tracked, self._exported, manifest))
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
@@ -314,6 +329,8 @@ class RunRecord:
             self._exported = describe_exported(trained, self._data, manifest)
             if self.tracked is not None:
                 log_models(self.tracked, trained, self._data, manifest)
+            if context.flavor is not None:
+                self._flavor = describe_flavor(trained.description, self._data, manifest)
         except (StorageError, CodeError) as unwritten:  # the model is committed all the same
             _log.warning("The model could not be described: %s", unwritten)
 
@@ -375,3 +392,8 @@ class RunRecord:
                 content = path.read_bytes()
                 self.folder.write_bytes(f"source/{name}", content)
                 self._sources[name] = hashlib.sha256(content).hexdigest()
+
+
+def _registered_as(config: RegisterConfig) -> str | None:
+    """The name of the registered model, with the flavor that it has: what a run has done for the registry."""
+    return config.name if config.name is None or config.flavor is None else f"{config.name} ({config.flavor})"

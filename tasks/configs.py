@@ -318,6 +318,10 @@ class RegisterConfig(Settings):
     resamples: int = Field(
         default=1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
     )
+    flavor: Literal["transformers"] | None = Field(
+        default=None,
+        description="transformers: mlflow.transformers.load_model loads a version, too; uploads its weights.",
+    )
     description: str = Field(default="", description="Text of the version.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the version.")
 

@@ -7,8 +7,7 @@
         trainer_lib.worker.train.run(Work[TrainRequest]) -> TrainResult
         result.json                        written by rank 0
 
-Both ends import this module, which imports neither torch nor pydantic. Requests hold no secrets: these go to the
-workers as environment variables.
+Both ends import this, and it imports neither torch nor pydantic. Secrets go to the workers as environment variables.
 """
 
 from __future__ import annotations
@@ -229,13 +228,14 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
 
     Attributes:
         eval_split: evaluated while training; None: none.
-        proof: set for a training that is part of a proof.
+        proof, flavor: of a training that is part of a proof; the library that the model must be of ("transformers").
         preemption: where to look for notice that the machine goes; None: nowhere.
     """
 
     train_split: str = "train"
     eval_split: str | None = None
     proof: Proof | None = None
+    flavor: str | None = None
     preemption: Preemption | None = None
 
 

@@ -30,6 +30,8 @@ class StageContext:
         sources: what the data is made from: an option that names one of them counts by its content.
         tracking: the MLflow run that the workers add their points to; None: no run.
         run_name: the run's name, for those that wait for its devices; None: the pipeline's.
+        flavor: the flavor of MLflow that the trained model is to have, so the library that its class must be of; None:
+            any.
         limit: rows of each split in a check of the pipeline; None: all rows.
         refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").
@@ -46,6 +48,7 @@ class StageContext:
     sources: tuple[str, ...] = ()
     tracking: RunHandle | None = None
     run_name: str | None = None
+    flavor: str | None = None
     limit: int | None = None
     refresh: Mapping[str, MaxAge] = field(default_factory=dict)
     force: frozenset[str] = frozenset()

@@ -20,8 +20,8 @@ from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.records import to_record
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.mlflow_registry import Registration, Score
-from trainer_lib.trackers.model_record import ModelRecord
-from trainer_lib.trackers.names import group_results
+from trainer_lib.trackers.model_record import Flavor, ModelRecord
+from trainer_lib.trackers.names import group_results, with_intervals
 from trainer_lib.trackers.params import clean_key
 
 _RESAMPLES_BYTES = 16 << 20
@@ -62,8 +62,26 @@ def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageMan
     run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
 
 
+def log_outputs(run: TrackedRun, exported: LoggedModel, predicted: StageManifest) -> None:
+    """Log the columns that the model predicts, as the stage wrote them.
+
+    Raises:
+        StorageError, DataError: the predictions cannot be read.
+    """
+    from trainer_lib.data.predictions import read_prediction_types  # pyarrow
+
+    parts = [entry.path for entry in predicted.files if entry.path.endswith(".parquet")]
+    if parts:
+        columns = read_prediction_types(predicted.store(), parts[0])
+        run.log_model({"outputs": {"digest": exported.record.digest, "columns": columns}}, {})
+
+
 def register_model(
-    run: TrackedRun, exported: LoggedModel, evaluation: StageManifest | None, config: RegisterConfig
+    run: TrackedRun,
+    exported: LoggedModel,
+    evaluation: StageManifest | None,
+    config: RegisterConfig,
+    flavor: Flavor | None = None,
 ) -> None:
     """Ask the registry for a version of the model; delivered with everything else of the run, once."""
     if config.name is None:
@@ -73,11 +91,18 @@ def register_model(
         name=config.name,
         digest=record.digest,
         alias=config.alias,
-        description=config.description,
+        description="\n\n".join(filter(None, [config.description, _measured(evaluation)])),
         tags={**record.tags, **config.tags},
         score=None if evaluation is None else _score(evaluation, config),
+        flavor=flavor,
     )
     run.log_model({"registration": to_record(asked)}, {})
+
+
+def _measured(evaluation: StageManifest | None) -> str:
+    """The evaluation in one line; empty without one."""
+    found = {} if evaluation is None else group_results(evaluation.stage, evaluation.metrics)
+    return ", ".join(f"{name} {text}" for name, text in with_intervals(found).items())
 
 
 def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:

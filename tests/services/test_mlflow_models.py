@@ -29,6 +29,7 @@ from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder import pyfunc
 from trainer_lib.model_folder.description import FILE, Places, read_description
 from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_models
 from trainer_lib.trackers.mlflow_client import connect_timed
 from trainer_lib.trackers.mlflow_models import send_model
@@ -53,10 +54,12 @@ def _code_is_removed() -> Iterator[None]:
 class Line:
     """A published line, as a run would log it."""
 
-    def __init__(self, folder: Path, *, slope: float = 2.0) -> None:
+    def __init__(self, folder: Path, *, slope: float = 2.0, url: str | None = None) -> None:
         publish_line(folder / "published", slope=slope)
         described = read_description((folder / "published" / FILE).read_bytes(), FILE)
-        where = str(folder / "published")
+        where = url or str(folder / "published")
+        if url is not None:
+            Store.open(url).write_bytes("model.safetensors", (folder / "published" / "model.safetensors").read_bytes())
         self.description = replace(described, places=Places(weights=where, data=where))
         self.digest = model_digest(self.description, content_digest(described.weights))
         self.files = {"code/recipe.py": folder / "published" / "code" / "recipe.py"}
@@ -186,9 +189,7 @@ def test_a_big_model_is_logged_as_fast_as_a_small_one(uri: str, tmp_path: Path) 
 
 def test_a_server_of_mlflow_answers_a_request(uri: str, tmp_path: Path) -> None:
     line = Line(tmp_path)
-    connected, run_id = _new_run(uri)
-    model_id = send_model(connected, "0", run_id, line.record, line.files)
-    register(connect_timed(uri, Clock()), model_id, run_id, Registration(name="served", digest=line.digest))
+    _register(line, uri, "served")
     with _served("models:/served@champion", uri, tmp_path) as port:
         assert _ask(port, {"x": [0.25]}) == (200, {"predictions": [{"prediction": [0.5]}]})
         assert _ask(port, {"x": [2]}) == (200, {"predictions": [{"prediction": [4.0]}]})
@@ -196,6 +197,26 @@ def test_a_server_of_mlflow_answers_a_request(uri: str, tmp_path: Path) -> None:
         assert status == 400
         assert "The rows have none of the columns" in answer["message"]
         assert "Traceback" not in json.dumps(answer)
+
+
+PREDICT = 'import mlflow; print(mlflow.pyfunc.load_model("models:/remote@champion").predict([{"x": [0.5]}]))'
+
+
+def test_a_model_whose_weights_are_on_s3_is_loaded_and_served(uri: str, tmp_path: Path, s3_url: str) -> None:
+    _register(Line(tmp_path, url=f"{s3_url}/weights"), uri, "remote")
+    with _served("models:/remote@champion", uri, tmp_path) as port:
+        assert _ask(port, {"x": [0.25]}) == (200, {"predictions": [{"prediction": [0.5]}]})
+    assert "[1.0]" in _fresh(PREDICT, uri).stdout
+    Store.open(f"{s3_url}/weights").write_bytes("model.safetensors", b"other")
+    refused = _fresh(PREDICT, uri)
+    assert refused.returncode == 1
+    assert "model.safetensors" in refused.stderr.splitlines()[-1]
+
+
+def _register(line: Line, uri: str, name: str) -> None:
+    connected, run_id = _new_run(uri)
+    model_id = send_model(connected, "0", run_id, line.record, line.files)
+    register(connect_timed(uri, Clock()), model_id, run_id, Registration(name=name, digest=line.digest))
 
 
 def _ask(port: int, row: dict[str, Any]) -> tuple[int, Any]:

@@ -78,6 +78,26 @@ def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
 
+def read_prediction_types(store: Store, path: str) -> dict[str, str]:
+    """The columns of a Parquet file of predictions without the row ids, with their types: `string`, `float64[*]`.
+
+    Raises:
+        StorageError: the file cannot be read. DataError: it is not a Parquet file.
+    """
+    with store.open_read(path) as stream:
+        try:
+            schema = pq.read_schema(stream)
+        except pa.ArrowInvalid as error:
+            raise DataError("This is not a Parquet file.", field="predictions", value=path) from error
+    return {field.name: _name_type(field.type) for field in schema if field.name != ROW_ID}
+
+
+def _name_type(kind: pa.DataType) -> str:
+    if pa.types.is_list(kind):
+        return f"{_name_type(kind.value_type)}[*]"
+    return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
+
+
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:
     """Build the table of predicted rows.
 

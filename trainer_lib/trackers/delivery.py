@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
 _KILLED = "Its process was killed, or its machine was lost: it recorded no end."
-_MODELS = {"model", "measured", "registration"}
+_MODELS = {"model", "measured", "outputs", "registration"}
 _log = logging.getLogger(__name__)
 
 
@@ -318,12 +318,12 @@ class _RunDelivery:
                 elif "params" in record:
                     calls.send_changed_params(self._client, run_id, record["params"], record["when"])
             except RefusedError as error:
-                self._warn(f"MLflow refuses {record.get('path', 'a file')}: {error}")
+                self._warn(f"MLflow refuses {_name_of(record)}: {error}")
             except (FileNotFoundError, StorageError) as error:
                 # A storage that does not answer, or refuses us today, still has it.
                 if not isinstance(error, FileNotFoundError) and not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                self._warn(f"{record.get('path')} is not logged to MLflow; it is not there any more: {error}")
+                self._warn(f"{_name_of(record)} is not logged to MLflow; it is not there any more: {error}")
             session.state.files_offset = behind
             session.save_state()
         session.state.files_offset = behind
@@ -360,6 +360,13 @@ class _RunDelivery:
 def _private_folder() -> Any:
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:  # made with mode 0700
         yield Path(folder)
+
+
+def _name_of(record: Mapping[str, Any]) -> str:
+    """What a record brings, in words."""
+    if asked := record.get("registration"):
+        return f"the version of {asked['name']}"
+    return str(record.get("path", "a model" if record.keys() & _MODELS else "a file"))
 
 
 def _is_flow(session: Session) -> bool:

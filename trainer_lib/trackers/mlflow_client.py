@@ -68,21 +68,35 @@ class _Timed:
         target = getattr(self._client, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            size = Path(args[1]).stat().st_size if name == "log_artifact" else 0
+            size = _bytes_below(Path(args[1])) if name in ("log_artifact", "log_model_artifacts") else 0
             with self._clock.request(size), _typed():
                 return target(*args, **kwargs)
 
         return call
 
     def read_artifact(self, run_id: str, path: str) -> bytes:
-        """Return the content of an artifact of a run. The client's own download leaves threads behind."""
+        """Return the content of an artifact of a run."""
+        return self._read(lambda: self._client.get_run(run_id).info.artifact_uri, path)
+
+    def read_model_artifact(self, model_id: str, path: str) -> bytes:
+        """Return the content of an artifact of a logged model."""
+        return self._read(lambda: self._client.get_logged_model(model_id).artifact_location, path)
+
+    def _read(self, find: Callable[[], str], path: str) -> bytes:
+        """Return the content of a file below an address. The client's own download leaves threads behind."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         with self._clock.request(), _typed(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
-            uri = self._client.get_run(run_id).info.artifact_uri
-            artifacts: Any = get_artifact_repository(uri, tracking_uri=self._client.tracking_uri)
+            artifacts: Any = get_artifact_repository(find(), tracking_uri=self._client.tracking_uri)
             with artifacts.thread_pool:
                 return Path(artifacts.download_artifacts(path, folder)).read_bytes()
+
+
+def _bytes_below(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; links count as what they lead to."""
+    if path.is_dir():
+        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return path.stat().st_size
 
 
 @contextlib.contextmanager

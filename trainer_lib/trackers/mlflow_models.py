@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.data.column import Column
 from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
 from trainer_lib.storage.outages import describe_outage
+from trainer_lib.trackers.mlflow_additions import send_flavor, send_outputs
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
 from trainer_lib.trackers.mlflow_registry import read_registration, register
-from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, ModelRecord, example_row
+from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, TYPES, ModelRecord, example_row, nested
 from trainer_lib.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOADER = "trainer_lib.model_folder.pyfunc"
-_TYPES = {"bool": "boolean", "string": "string", "bytes": "binary"}
-"""Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given."""
 
 
 def find_model(client: MlflowClient, experiment_id: str, digest: str, run_id: str | None = None) -> Any:
@@ -63,6 +62,7 @@ def download_model(address: str) -> Path:
     try:
         place = Path(download_artifacts(artifact_uri=address, dst_path=str(folder))) / FOLDER
     except Exception as error:  # whatever mlflow and its stores raise
+        shutil.rmtree(folder, ignore_errors=True)
         if describe_outage(error) is not None or not isinstance(error, MlflowException):
             remedy = "Check MLFLOW_TRACKING_URI, and try again."
             message = f"The registry does not answer: {first_line(error)}."
@@ -147,7 +147,7 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
 
 
 def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], folder: Path) -> None:
-    """Send what the spool holds about a model: the model itself, or what was measured with it.
+    """Send what the spool holds about a model: the model itself, its version, what it predicts, or what was measured.
 
     Args:
         folder: where the session's files are.
@@ -164,10 +164,16 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
             asked = read_registration(record["registration"])
             if (model := find_model(client, experiment_id, asked.digest)) is None:
                 raise RefusedError("the model is not logged there")
+            if asked.flavor is not None:  # before the version: nobody finds one that is not whole
+                send_flavor(client, str(model.model_id), asked.flavor)
             version, verdict = register(client, str(model.model_id), run_id, asked)
             client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
             note = "%s version %s is registered. %s"
             _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
+        elif "outputs" in record:
+            predicted = record["outputs"]
+            if (model := find_model(client, experiment_id, predicted["digest"])) is not None:
+                send_outputs(client, str(model.model_id), predicted["columns"])
         else:
             measured = record["measured"]
             model = find_model(client, experiment_id, measured["digest"], run_id)
@@ -238,7 +244,4 @@ def _type(text: str) -> dict[str, Any]:
     depth = 1 if column.kind == "list" else len(column.shape)
     if depth and number == "double":
         number = "any"  # MLflow refuses [1, 2] for an array of doubles, and JSON's writers leave out ".0"
-    found: dict[str, Any] = {"type": _TYPES.get(column.dtype or column.kind, number)}
-    for _ in range(depth):
-        found = {"type": "array", "items": found}
-    return found
+    return nested(TYPES.get(column.dtype or column.kind, number), depth)

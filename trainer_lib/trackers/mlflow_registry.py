@@ -17,7 +17,7 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 from trainer_lib.records import from_record, to_record
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
-from trainer_lib.trackers.model_record import DIGEST_TAG
+from trainer_lib.trackers.model_record import DIGEST_TAG, Flavor
 from trainer_lib.trackers.model_versions import versions_of
 
 CANDIDATE = "candidate"
@@ -131,6 +131,7 @@ class Registration:
         digest: SHA-256 of the run's model.
         description, tags: of the version.
         score: how the model scored; None: the alias is set only where there is none yet.
+        flavor: what MLflow gets beside the reference to the weights; None: nothing.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Registration:
     description: str = ""
     tags: dict[str, str] = field(default_factory=dict)
     score: Score | None = None
+    flavor: Flavor | None = None
 
 
 def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tuple[str, Verdict]:

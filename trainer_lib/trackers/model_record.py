@@ -10,6 +10,8 @@ from trainer_lib.data.column import Column
 DIGEST_TAG = "trainflow.model_digest"
 FOLDER = "trainflow"
 """The folder of our files among a logged model's artifacts."""
+TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "binary"}
+"""Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,46 @@ class ModelRecord:
     def all_tags(self) -> dict[str, str]:
         """The tags, with the digest by which the model is found again."""
         return {**self.tags, DIGEST_TAG: self.digest}
+
+
+@dataclass(frozen=True)
+class FlavorFile:
+    """A file that a flavor of MLflow needs among the model's artifacts, and where it lies.
+
+    Attributes:
+        path: among the artifacts.
+        folder, name: URL of a folder, and the path in it.
+        size, sha256: what was committed.
+    """
+
+    path: str
+    folder: str
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flavor:
+    """A flavor of MLflow beside the reference to the weights: the model loads by a library's own functions.
+
+    Attributes:
+        name: MLflow's name of it.
+        config: its section of the MLmodel file.
+        files: what it needs, weights included.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    files: tuple[FlavorFile, ...] = ()
+
+
+def nested(kind: str, depth: int) -> dict[str, Any]:
+    """A type of MLflow's signatures inside so many arrays."""
+    found: dict[str, Any] = {"type": kind}
+    for _ in range(depth):
+        found = {"type": "array", "items": found}
+    return found
 
 
 def example_row(columns: dict[str, str]) -> dict[str, Any]:

@@ -57,6 +57,17 @@ def group_results(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     return grouped
 
 
+def with_intervals(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Metrics as texts, each with its interval, `0.95 (0.93 to 0.97)`, in place of `<name>_low` and `<name>_high`."""
+    texts = {name: f"{value:.4g}" for name, value in metrics.items()}
+    for name in metrics:
+        ends = f"{name}_low", f"{name}_high"
+        if name in texts and all(end in texts for end in ends):
+            low, high = (texts.pop(end) for end in ends)
+            texts[name] += f" ({low} to {high})"
+    return texts
+
+
 def is_measurement(name: str) -> bool:
     """Whether a name in a result is neither a timing nor the epoch."""
     return name != "epoch" and not name.endswith("_epoch") and not _TIMINGS.search(name)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
@@ -15,12 +16,14 @@ from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.errors import ConfigError
 from trainer_lib.memory import read_peak_bytes
 from trainer_lib.peak_flops import utilization
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.trainer.models import innermost, is_adapted, is_transformers
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.preemption_notice import stopped_by_notice
 from trainer_lib.worker.resume_proof import proof_callbacks
@@ -51,6 +54,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     eval_set = ArrowSplit(prepared, request.eval_split) if request.eval_split else None
     events = events_callback(work, args)
     model = build_model(work, args, data)
+    require_flavor(model, request.flavor)
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
     callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
@@ -82,6 +86,19 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return result
+
+
+def require_flavor(model: nn.Module, flavor: str | None) -> None:
+    """Raise ConfigError for a model that could not be registered in the end as the spec says."""
+    if flavor is None or (is_transformers(innermost(model)) and not is_adapted(model)):
+        return
+    what = "an adapter" if is_adapted(model) else "not a model of transformers"
+    raise ConfigError(
+        f"build_model() returned a {type(model).__name__}, which is {what}: MLflow's flavor could not load it.",
+        field="register.flavor",
+        value=flavor,
+        remedy="Remove register.flavor: mlflow.pyfunc.load_model loads a version of any model without it.",
+    )
 
 
 def thin_losses(losses: Sequence[tuple[int, float]], most: int = _POINTS) -> list[dict[str, float | int | str]]:

@@ -247,3 +247,12 @@ def test_metrics_that_are_known_only_when_they_are_measured_are_accepted(tmp_pat
     assert "no compute_metrics" in refused(spec, "register.name=line", "register.metric=test_error").message
     left_out = refused(spec, "register.name=line", "register.metric=test_error", "evaluate.enabled=false")
     assert "which the spec leaves out" in left_out.message
+
+
+def test_a_flavor_is_refused_without_a_registered_model_and_by_another_name(spec: Path) -> None:
+    alone = refused(spec, "register.flavor=transformers")
+    assert (alone.field, alone.value) == ("register.flavor", "transformers")
+    assert "Set register.name" in str(alone.remedy)
+    other = refused(spec, "register.name=line", "register.flavor=transformer")
+    assert other.field == "register.flavor"
+    assert "transformers" in str(other.remedy)

@@ -79,13 +79,13 @@ def test_a_failure_is_a_tag_and_in_the_description_and_goes_with_the_next_succes
     assert tags["trainflow.failed_stage"] == "train"
     assert "trainflow resume abc --storage store" in (tags[NOTE] or "")
     assert "s3cret" not in str(tags)
-    measured = {"metrics": {"test": {"accuracy": 0.98765, "runtime": 3.0}}}
+    measured = {"metrics": {"test": {"accuracy": 0.98765, "runtime": 3.0, "accuracy_low": 0.93, "accuracy_high": 0.99}}}
     result.error = None
     result.stages = [StageOutcome("train", "ran", "new"), StageOutcome("evaluate", "ran", "new", 1.0, measured)]
     tags = describe_end(result, "abc")
     assert (tags[FAILURE_TAG], tags["trainflow.failed_stage"]) == (None, None)
     assert "| train | ran |" in (tags[NOTE] or "")
-    assert "\n\ntest_accuracy **0.9877**\n\n" in (tags[NOTE] or "")
+    assert "\n\ntest_accuracy **0.9877** (0.93 to 0.99)\n\n" in (tags[NOTE] or "")
 
 
 def test_planted_secrets_are_in_nothing_that_mlflow_or_a_card_shows(tmp_path: Path) -> None:

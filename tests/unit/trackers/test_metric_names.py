@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer_lib.trackers.names import group_log, group_results
+from trainer_lib.trackers.names import group_log, group_results, with_intervals
 
 
 def test_what_a_trainer_logs_is_grouped_and_its_timings_are_left_out() -> None:
@@ -46,3 +46,8 @@ def test_a_result_is_grouped_by_split_without_epoch_timings_and_texts() -> None:
 def test_a_result_without_splits_is_grouped_by_its_stage() -> None:
     assert group_results("count-rows", {"counted": 80}) == {"count-rows/counted": 80.0}
     assert group_results("train", {"train_loss": 0.5, "train_runtime": 9.0, "epoch": 3.0}) == {"train/mean_loss": 0.5}
+
+
+def test_an_interval_stands_behind_its_metric() -> None:
+    metrics = {"loss": 0.5, "accuracy": 0.95, "accuracy_low": 0.93, "accuracy_high": 0.97, "water_low": 2.0}
+    assert with_intervals(metrics) == {"loss": "0.5", "accuracy": "0.95 (0.93 to 0.97)", "water_low": "2"}
