@@ -51,6 +51,9 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     tags = [*_as_list(head.get("tags")), *_as_list(new_head.get("tags"))]
     if tags:
         merged["tags"] = list(dict.fromkeys(tags))
+    if results := [*_results(new_head), *_foreign_results(head)]:
+        models = new_head.get("model-index") or head["model-index"]
+        merged["model-index"] = [{**models[0], "results": results}]
     known = {found["name"] for found in _SECTION.finditer(text)}
     # One that is not written any more goes with the empty lines behind it, or they would add up.
     text = _SECTION.sub(lambda found: new.get(found["name"], _GONE), text)
@@ -106,6 +109,23 @@ def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], 
             remedy="Correct the lines between --- there, then publish again.",
         ) from problem
     return (head if isinstance(head, dict) else {}), parts[2]
+
+
+def _results(head: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results of the head's model-index; what is not one is left out."""
+    models = head.get("model-index")
+    found = [each.get("results") for each in models if isinstance(each, dict)] if isinstance(models, list) else []
+    return [each for results in found if isinstance(results, list) for each in results if isinstance(each, dict)]
+
+
+def _foreign_results(head: dict[str, Any]) -> list[dict[str, Any]]:
+    """The results that others have added, such as a leaderboard's: not on the data that trainflow measured on."""
+    ours = head.get("trainflow")
+    digest = ours.get("data_digest") if isinstance(ours, dict) else None
+    if digest is None:
+        return []
+    datasets = [(each, each.get("dataset")) for each in _results(head)]
+    return [each for each, dataset in datasets if isinstance(dataset, dict) and dataset.get("revision") != digest]
 
 
 def _as_list(value: Any) -> list[Any]:
