@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,9 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
         model_url=found.weights.url,
         split="",
     )
-    recipe = _load_recipe(recipe_file, description)
-    loaded = LoadedModel(Work(request, recipe, 0, 1, _no_events()), found)
+    with _naming_packages(description):
+        recipe = _load_recipe(recipe_file, description)
+        loaded = LoadedModel(Work(request, recipe, 0, 1, _no_events()), found)
     if found.checkpoint is None:
         load_weights(loaded.model, found.weights.url)
     else:
@@ -210,11 +212,30 @@ def _damaged(store: Store, entry: FileEntry) -> DamagedError:
     )
 
 
+@contextlib.contextmanager
+def _naming_packages(description: ModelDescription) -> Iterator[None]:
+    """Raise ConfigError where the model's code imports, anywhere, a package that is not installed."""
+    try:
+        yield
+    except CodeError as error:
+        cause = error.__cause__
+        if not isinstance(cause, ModuleNotFoundError):
+            raise
+        made = ", ".join(f"{package} {version}" for package, version in sorted(description.versions.items()))
+        raise ConfigError(
+            f"The model's code needs the package {cause.name}, which is not installed.",
+            field=FIELD,
+            value=cause.name,
+            remedy=f"Install it. The model was made with {made}." if made else "Install it.",
+        ) from error
+
+
 def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Recipe:
     """The recipe, with every module of the model from its own files.
 
     Raises:
-        ConfigError: a module of that name is imported from elsewhere, or a package is not installed.
+        ConfigError: a module of that name is imported from elsewhere.
+        CodeError: the recipe cannot be imported.
     """
     root = Path(file.root)
     for name in _modules(description):
@@ -230,19 +251,7 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
         place = str(root / path)
         if place not in sys.path:
             sys.path.append(place)  # the root's own files are found first: recipes append it as well
-    try:
-        recipe = recipes.load(file.path, root, needs=("build_model",), fallback=file.fallback)
-    except CodeError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError):
-            made = ", ".join(f"{package} {version}" for package, version in sorted(description.versions.items()))
-            raise ConfigError(
-                f"The model's code needs the package {cause.name}, which is not installed.",
-                field=FIELD,
-                value=cause.name,
-                remedy=f"Install it. The model was made with {made}.",
-            ) from error
-        raise
+    recipe = recipes.load(file.path, root, needs=("build_model",), fallback=file.fallback)
     for name in _modules(description):
         there = getattr(sys.modules.get(name), "__file__", None)
         if there is not None and not Path(there).resolve().is_relative_to(root.resolve()):

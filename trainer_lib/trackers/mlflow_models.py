@@ -27,6 +27,7 @@ from trainer_lib.trackers.mlflow_additions import send_flavor, send_outputs
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
 from trainer_lib.trackers.mlflow_registry import read_registration, register
 from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, TYPES, ModelRecord, example_row, nested
+from trainer_lib.trackers.shipper import shorten
 from trainer_lib.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def download_model(address: str) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         if describe_outage(error) is not None or not isinstance(error, MlflowException):
             remedy = "Check MLFLOW_TRACKING_URI, and try again."
-            message = f"The registry does not answer: {first_line(error)}."
+            message = f"The registry does not answer: {shorten(error).rstrip('.')}."
             raise StoreUnreachableError(message, field="model", value=address, remedy=remedy) from error
         raise ConfigError(
             f"The registry has no such model: {_plain(error)}.",
