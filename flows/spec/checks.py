@@ -307,12 +307,9 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
     """Refuse a metric for the comparison of versions that no evaluation can give: it would fail after the training."""
     metric, config = spec.register.metric, spec.evaluate
     if spec.register.flavor is not None and spec.register.name is None:
-        raise ConfigError(
-            "A flavor is for versions in the registry, and the spec registers no model.",
-            field="register.flavor",
-            value=spec.register.flavor,
-            remedy="Set register.name, or remove the flavor.",
-        )
+        what = "A flavor is for versions in the registry, and the spec registers no model."
+        remedy = "Set register.name, or remove the flavor."
+        raise ConfigError(what, field="register.flavor", value=spec.register.flavor, remedy=remedy)
     if metric is None or spec.register.name is None:
         return
     if not config.enabled:
