@@ -154,7 +154,7 @@ def test_the_dockerfile_copies_what_the_package_needs_and_installs_it() -> None:
     } <= copied
     assert all((ROOT / name).exists() for name in copied)
     [install] = [line.removeprefix("RUN ") for line in steps if line.startswith("RUN pip")]
-    assert shlex.split(install)[-2:] == ["constraints.txt", ".[s3]"]
+    assert shlex.split(install)[-2:] == ["constraints.txt", ".[torch,s3]"]
     # A run ends as Kubernetes asks only if the signal reaches it, and writes nothing as root.
     assert 'ENTRYPOINT ["tini", "-g", "--"]' in steps
     assert "USER 1000" in steps
