@@ -14,7 +14,7 @@ from flows.heartbeat import PAUSE_S
 from flows.past_runs import PastRun, list_runs, read_run
 from flows.plan import Plan
 from flows.run_status import RunStatus, read_status
-from flows.spec.checks import check_splits
+from flows.spec.prepared_checks import check_splits
 from flows.spec.spec import PipelineSpec
 from tasks import tracking
 from tasks.run_handle import RunHandle

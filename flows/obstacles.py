@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from flows.sizes import describe_bytes
-from flows.spec.checks import check_splits
+from flows.spec.prepared_checks import check_splits
 from tasks.stage.facts import PrepareFacts
 from tasks.tracking import tracking_uri
 from trainer_lib.errors import ConfigError, TrainflowError

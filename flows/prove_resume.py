@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
-from flows.spec.checks import check_splits
+from flows.spec.prepared_checks import check_splits
 from flows.spec.spec import PipelineSpec
 from tasks.stage import keys as _keys
 from tasks.stage import manifest as _manifests

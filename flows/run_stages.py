@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flows.plan import Plan, StagePlan
 from flows.results import StageOutcome, Status
 from flows.run_record import RunRecord
-from flows.spec.checks import check_splits
+from flows.spec.prepared_checks import check_splits
 from flows.stages import stage_names
 from tasks.stage import progress
 from tasks.stage.facts import PrepareFacts, TrainFacts

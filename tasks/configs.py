@@ -7,19 +7,19 @@ The Prefect UI draws its form from the descriptions below. Unknown keys are refu
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WrapValidator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from tasks.recipe_path import RecipePath
-from tasks.requirements import read_requirement
-from trainer_lib.durations import FORMS, describe, find_problem, read_seconds
+from tasks.requirements import read_metric_name, read_requirement
+from trainer_lib.durations import describe
 from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
 from trainer_lib.preemption import Preemption
 from trainer_lib.suggestions import nearest
 
@@ -103,27 +103,6 @@ def _read_launch(value: Any) -> Any:
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
-
-
-def _read_duration(value: Any, read: Callable[[Any], timedelta]) -> timedelta:
-    """Read seconds, what people write ("12h"), and the forms that pydantic takes besides (P1D, 01:30:00)."""
-    seconds = read_seconds(value) if isinstance(value, str) else value
-    problem = "This is not a duration." if isinstance(value, bool) else None
-    if problem is None and isinstance(seconds, int | float):
-        problem = find_problem(seconds)
-    try:
-        if problem is None:
-            length = read(value if seconds is None else seconds)
-            problem = find_problem(length.total_seconds())
-    except (ValueError, OverflowError):
-        problem = "This is not a duration."
-    if problem is None:
-        return length
-    raise PydanticCustomError("duration", "{problem} {hint}", {"problem": problem, "hint": FORMS})
-
-
-Duration = Annotated[timedelta, WrapValidator(_read_duration)]
-"""A length of time above zero: seconds, "12h", "1d", or what else pydantic takes."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +270,18 @@ class EvaluateConfig(StageSettings):
         lt=1,
         description="Write beside each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
         "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
+    )
+    metrics: list[Annotated[str, AfterValidator(read_metric_name)]] = setting(
+        affects="result",
+        default_factory=list,
+        description="Metrics by name, beside those of compute_metrics: "
+        f"of classes {', '.join(CLASS_METRICS)}; of numbers {', '.join(NUMBER_METRICS)}.",
+    )
+    slices: list[str] = setting(
+        affects="result",
+        default_factory=list,
+        description="Columns of the prepared rows: each metric is also measured on the rows of each value, and named "
+        "<metric>/<column>/<value>.",
     )
     args: Options = setting(
         affects="result",

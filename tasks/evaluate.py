@@ -40,7 +40,12 @@ def evaluate(
         model,
         # A tuple, because a request is frozen.
         request=partial(
-            EvaluateRequest, splits=tuple(config.splits), resamples=config.resamples, confidence=config.confidence
+            EvaluateRequest,
+            splits=tuple(config.splits),
+            resamples=config.resamples,
+            confidence=config.confidence,
+            metrics=tuple(config.metrics),
+            slices=tuple(config.slices),
         ),
         carry_out=_measure,
     )

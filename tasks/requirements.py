@@ -11,6 +11,9 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from trainer_lib.metric_names import NAMES
+from trainer_lib.suggestions import suggestion
+
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     ">": operator.gt,
@@ -65,3 +68,15 @@ def read_requirement(value: Any) -> str:
         return str(parse_requirement(value if isinstance(value, str) else ""))
     except ValueError as error:
         raise PydanticCustomError("requirement", "not a requirement", {"hint": _HELP}) from error
+
+
+def read_metric_name(value: str) -> str:
+    """A metric by name, as it is.
+
+    Raises:
+        PydanticCustomError: no metric has this name; the error has the nearest.
+    """
+    if value in NAMES:
+        return value
+    hint = suggestion(value, NAMES)
+    raise PydanticCustomError("metric_name", "no metric {value}. {hint}", {"value": value, "hint": hint})

@@ -110,8 +110,6 @@ class Proof:
     kill: bool = False
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
-
 R = TypeVar("R")
 
 
@@ -275,6 +273,8 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     splits: tuple[str, ...]
     resamples: int = 0
     confidence: float | None = None
+    metrics: tuple[str, ...] = ()
+    slices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

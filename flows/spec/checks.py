@@ -6,7 +6,7 @@ No engine and no torch is imported, and nothing is written.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -323,6 +323,8 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
     if split is None:
         raise _names_no_split(metric, config.splits, field="register.metric", value=metric)
     measured = _find_measured(spec, resolver)
+    if measured is not None:
+        measured += config.metrics
     names = [f"{each}_{name}" for each in config.splits for name in measured or ()]
     if measured is not None and metric not in names:
         raise ConfigError(
@@ -361,31 +363,6 @@ def _names_no_split(metric: str, splits: Sequence[str], *, field: str, value: st
         value=value,
         remedy=f"Did you mean '{nearest(metric, options) or options[-1]}'?",
     )
-
-
-def check_splits(spec: PipelineSpec, prepared: Collection[str]) -> None:
-    """Check that every split which a later stage names was prepared.
-
-    Raises:
-        ConfigError: a split is missing.
-    """
-    named = [
-        (f"{stage.section}.{setting}", split)
-        for stage in all_stages()
-        if stage.is_enabled(spec)
-        for setting, splits in stage.splits(stage.config(spec)).items()
-        for split in splits
-    ]
-    for field, split in named:
-        if split in prepared:
-            continue
-        near = nearest(split, list(prepared))
-        raise ConfigError(
-            "The prepared data has no such split.",
-            field=field,
-            value=split,
-            remedy=(f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}.",
-        )
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

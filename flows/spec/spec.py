@@ -20,7 +20,6 @@ from flows.spec.findings import spec_error
 from flows.spec.limit import limit_spec
 from flows.spec.spec_file import parse_override_value, read_spec_file
 from tasks.configs import (
-    Duration,
     EvaluateConfig,
     MaxAge,
     PredictConfig,
@@ -31,6 +30,7 @@ from tasks.configs import (
     TrackingConfig,
     TrainConfig,
 )
+from tasks.duration_setting import Duration
 from tasks.recipe_path import RecipePath
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver

@@ -217,6 +217,9 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
         fields.pop("resamples", None)
     if config.confidence is None:
         fields.pop("confidence", None)
+    for name in ("metrics", "slices"):
+        if not getattr(config, name):
+            fields.pop(name, None)
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)

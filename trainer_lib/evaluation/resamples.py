@@ -34,17 +34,18 @@ class Remembered:
     """A `compute_metrics` that keeps what it was given last.
 
     Attributes:
+        compute: the function.
         given: predictions and labels, trees of arrays ``[rows, …]``; None before the first call.
     """
 
     def __init__(self, compute_metrics: Callable[..., Any]) -> None:
-        self._compute = compute_metrics
+        self.compute = compute_metrics
         self.given: EvalPrediction | None = None
 
     def __call__(self, p: EvalPrediction, **more: Any) -> Any:
         """Call the function."""
         self.given = p
-        return self._compute(p, **more)
+        return self.compute(p, **more)
 
     def resampled(self, seed: str, resamples: int) -> dict[str, list[float]]:
         """Metric -> its value on each resample of the rows; empty where nothing was given.
@@ -66,7 +67,7 @@ class Remembered:
             chosen = draw.integers(0, rows, rows)
             predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
             with contextlib.redirect_stdout(silent):  # what it prints was printed for the rows themselves
-                values: Mapping[str, Any] = self._compute(EvalPrediction(predictions, labels))
+                values: Mapping[str, Any] = self.compute(EvalPrediction(predictions, labels))
             for name, value in values.items():
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))

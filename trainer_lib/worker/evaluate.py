@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_lib import distributed
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.hub.card import tidy_metrics
@@ -47,18 +50,20 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     measured: list[FileEntry] = []
     for name, split in splits.items():
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
-        function = trainer.compute_metrics
+        recipes_own = trainer.compute_metrics
+        function = _with_metrics_by_name(recipes_own, request, args)
         # A batch at a time leaves nothing to remember.
         remembered = None if function is None or args.batch_eval_metrics else Remembered(function)
         trainer.compute_metrics = remembered or function
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
-        trainer.compute_metrics = function
+        trainer.compute_metrics = recipes_own
         if remembered is not None and work.rank == 0:
             measured += _describe(work, store, name, split, remembered)
             if work.request.resamples:
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
                 metrics[name] |= intervals(resampled, work.request.confidence)
+            metrics[name] |= _sliced(request, split, remembered)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
@@ -70,6 +75,29 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return EvaluateResult(tuple(files), metrics)
+
+
+def _with_metrics_by_name(
+    function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
+) -> Callable[..., Any] | None:
+    """The recipe's function with the metrics that the spec names, which need all rows."""
+    if not request.metrics:
+        return function
+    if args.batch_eval_metrics:
+        raise ConfigError(
+            "Metrics by name are measured on all rows, and batch_eval_metrics keeps none of them.",
+            field="evaluate.metrics",
+            remedy="Set evaluate.args.batch_eval_metrics=false, or leave evaluate.metrics out.",
+        )
+    return NamedMetrics(function, request.metrics)
+
+
+def _sliced(request: EvaluateRequest, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:
+    """The metrics on the rows of each value of the columns that the spec names."""
+    if remembered.given is None or not request.slices:
+        return {}
+    columns = {column: [split[row][column] for row in range(len(split))] for column in request.slices}
+    return measure_slices(remembered.compute, remembered.given, columns)
 
 
 def _describe(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec.checks import check_splits
+from flows.spec.prepared_checks import check_splits
 from flows.spec.spec import _SECTION_PATHS, PipelineSpec, _section_paths, load_spec, parse_spec
 from flows.spec.spec_file import read_spec_file
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.verb_results import PreparedSplit
 
 
 @pytest.fixture
@@ -321,13 +322,14 @@ def test_a_recipe_may_take_its_functions_from_elsewhere(spec_file: Path) -> None
     ],
 )
 def test_a_split_that_was_not_prepared_is_named(spec_file: Path, override: str, field: str, words: str) -> None:
+    prepared = {"train": PreparedSplit(rows=1), "test": PreparedSplit(rows=1)}
     with pytest.raises(ConfigError) as caught:
-        check_splits(load_spec(spec_file, [override]), ["train", "test"])
+        check_splits(load_spec(spec_file, [override]), prepared)
     assert caught.value.field == field
     assert words in str(caught.value)
     off = ["evaluate.enabled=false", "predict.enabled=false"]
     if not field.startswith("train"):
-        check_splits(load_spec(spec_file, [override, *off]), ["train", "test"])
+        check_splits(load_spec(spec_file, [override, *off]), prepared)
 
 
 def test_what_a_stages_own_file_lacks_is_looked_for_in_the_pipelines_recipe(spec_file: Path) -> None:

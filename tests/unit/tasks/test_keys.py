@@ -82,6 +82,8 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "require": {"test_error": "< 1"},
         "resamples": 5,
         "confidence": 0.9,
+        "metrics": ["f1_macro"],
+        "slices": ["sex"],
         "args": {"eval_use_gather_object": True},
         "launch": LaunchSettings(threads=1),
     },

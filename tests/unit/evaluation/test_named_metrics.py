@@ -1,0 +1,97 @@
+"""Metrics by name: their values, the outputs that they suit, and those of slices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn import metrics
+
+from flows.spec.prepared_checks import check_splits
+from flows.spec.spec import parse_spec
+from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.named_metrics import NamedMetrics, measure, measure_slices
+from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.verb_results import PreparedSplit
+
+DRAW = np.random.default_rng(0)
+LABELS = DRAW.integers(0, 3, 200)
+SCORES = DRAW.normal(size=(200, 3)) + 1.5 * np.eye(3)[LABELS]
+TRUTH = DRAW.normal(size=200).astype(np.float32)
+PREDICTED = TRUTH + 0.3 * DRAW.normal(size=200)
+
+
+def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
+    found = measure(list(CLASS_METRICS), SCORES, LABELS)
+    assert set(found) == set(CLASS_METRICS)
+    guessed = SCORES.argmax(axis=1)
+    probabilities = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(LABELS, guessed))
+    assert found["balanced_accuracy"] == pytest.approx(metrics.balanced_accuracy_score(LABELS, guessed))
+    assert found["f1_weighted"] == pytest.approx(metrics.f1_score(LABELS, guessed, average="weighted"))
+    assert found["log_loss"] == pytest.approx(metrics.log_loss(LABELS, probabilities))
+    assert found["f1_micro"] == pytest.approx(found["accuracy"])
+
+
+def test_metrics_of_numbers_are_those_of_scikit_learn() -> None:
+    for outputs in (PREDICTED, PREDICTED[:, None], (PREDICTED, "hidden states")):
+        found = measure(list(NUMBER_METRICS), outputs, TRUTH)
+        assert set(found) == set(NUMBER_METRICS)
+        assert found["rmse"] == pytest.approx(metrics.root_mean_squared_error(TRUTH, PREDICTED))
+        assert found["r2"] == pytest.approx(metrics.r2_score(TRUTH, PREDICTED))
+        assert found["median_absolute_error"] == pytest.approx(metrics.median_absolute_error(TRUTH, PREDICTED))
+        assert found["bias"] == pytest.approx(float((PREDICTED - TRUTH).mean()))
+
+
+def test_calibration_compares_confidence_and_accuracy() -> None:
+    sure = np.array([[8.0, 0.0]] * 10)  # a confidence of 0.9997
+    half_right = np.array([0, 1] * 5)
+    assert measure(["calibration_error"], sure, half_right)["calibration_error"] == pytest.approx(0.4997, abs=1e-4)
+    assert measure(["calibration_error"], sure, np.zeros(10, int))["calibration_error"] < 0.001
+
+
+def test_a_metric_of_the_other_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not for outputs") as caught:
+        measure(["accuracy", "rmse"], SCORES, LABELS)
+    assert caught.value.value == "rmse"
+    assert "f1_macro" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="not for outputs"):
+        measure(["accuracy"], PREDICTED, TRUTH)
+    with pytest.raises(ConfigError, match="not for outputs") as caught:
+        measure(["accuracy"], np.zeros((2, 3, 4)), np.zeros((2, 3), int))
+    assert "compute_metrics" in str(caught.value.remedy)
+
+
+def test_the_recipes_own_values_stay() -> None:
+    given: Any = EvalPrediction(SCORES, LABELS)
+    both = NamedMetrics(lambda p: {"accuracy": -1.0, "mine": 2.0}, ["accuracy", "f1_macro"])(given)
+    assert (both["accuracy"], both["mine"]) == (-1.0, 2.0)
+    assert both["f1_macro"] == measure(["f1_macro"], SCORES, LABELS)["f1_macro"]
+    assert list(NamedMetrics(None, ["accuracy"])(given)) == ["accuracy"]
+
+
+def test_slices_are_measured_on_their_rows_alone() -> None:
+    groups = ["a/b" if row % 4 else "c" for row in range(200)]
+    given: Any = EvalPrediction(SCORES, LABELS)
+    found = measure_slices(NamedMetrics(None, ["accuracy"]), given, {"group": groups})
+    assert set(found) == {f"{name}/group/{value}" for name in ("accuracy", "rows") for value in ("a_b", "c")}
+    assert found["rows/group/c"] == 50
+    assert found["accuracy/group/c"] == measure(["accuracy"], SCORES[::4], LABELS[::4])["accuracy"]
+    with pytest.raises(ConfigError, match="200 different values"):
+        measure_slices(NamedMetrics(None, ["accuracy"]), given, {"row": range(200)})
+
+
+def test_typos_are_refused_before_the_training() -> None:
+    spec = {"name": "x", "recipe": "tabular-classification", "storage": "s"}
+    with pytest.raises(ConfigError) as caught:
+        parse_spec({**spec, "evaluate": {"metrics": ["f1_marco"]}})
+    assert 'Did you mean "f1_macro"?' in f"{caught.value.message} {caught.value.remedy}"
+    found = parse_spec({**spec, "evaluate": {"metrics": ["f1_macro"], "slices": ["sexe"]}})
+    split = PreparedSplit(rows=1, columns={"sex": "string", "age": "float64"})
+    prepared = dict.fromkeys(("train", "test"), split)
+    with pytest.raises(ConfigError, match="rows of the split 'test' have no such column") as late:
+        check_splits(found, prepared)
+    assert late.value.remedy == 'Did you mean "sex"?'
+    check_splits(parse_spec({**spec, "evaluate": {"slices": ["sex"]}}), prepared)

@@ -1,0 +1,141 @@
+"""Metrics by name: of classes or of numbers, by scikit-learn where it has them; of all rows, and of slices of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation import nested
+from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
+from trainer_lib.outputs import EvalPrediction
+
+FIELD = "evaluate.metrics"
+SLICES = "evaluate.slices"
+MAX_SLICES = 50
+_BINS = 15  # Guo et al., On calibration of modern neural networks, 2017
+
+
+class NamedMetrics:
+    """A `compute_metrics` that adds metrics by name to those of another one, whose own values stay.
+
+    Args:
+        compute_metrics: the recipe's function; None: it has none.
+        names: some of `trainer_lib.metric_names.NAMES`.
+    """
+
+    def __init__(self, compute_metrics: Callable[..., Any] | None, names: Sequence[str]) -> None:
+        self._compute, self._names = compute_metrics, names
+
+    def __call__(self, p: EvalPrediction) -> dict[str, Any]:
+        """Measure predictions and labels ``[rows, …]``. Raises ConfigError for metrics that do not suit them."""
+        own = {} if self._compute is None else dict(self._compute(p))
+        return {**measure(self._names, p.predictions, p.label_ids), **own}
+
+
+def measure(names: Sequence[str], predictions: Any, labels: Any) -> dict[str, float]:
+    """The metrics of these names.
+
+    Args:
+        names: of classes or of numbers, not of both.
+        predictions: scores ``[rows, classes]``, or numbers ``[rows]`` or ``[rows, 1]``; of several outputs the first.
+        labels: whole ones ``[rows]``, or numbers of the size of the predictions.
+
+    Raises:
+        ConfigError: a metric is of the other kind, or the outputs are neither.
+    """
+    outputs, truth = (np.asarray(each[0] if isinstance(each, tuple) else each) for each in (predictions, labels))
+    is_classes = outputs.ndim == 2 and truth.ndim == 1 and truth.dtype.kind in "iu" and outputs.shape[1] > 1
+    is_numbers = outputs.size == truth.size == len(truth) and truth.dtype.kind == "f"
+    known = CLASS_METRICS if is_classes else NUMBER_METRICS if is_numbers else {}
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None:
+        shapes = f"outputs {list(outputs.shape)} and labels {list(truth.shape)} of {truth.dtype}"
+        fitting = f"These are for them: {', '.join(known)}." if known else "Write compute_metrics in the recipe."
+        raise ConfigError(f"This metric is not for {shapes}.", field=FIELD, value=wrong, remedy=fitting)
+    if is_classes:
+        return _of_classes(names, outputs.astype(np.float64), truth)
+    return _of_numbers(names, outputs.reshape(-1).astype(np.float64), truth.reshape(-1).astype(np.float64))
+
+
+def measure_slices(
+    compute: Callable[[EvalPrediction], Mapping[str, Any]], given: EvalPrediction, columns: Mapping[str, Sequence[Any]]
+) -> dict[str, float]:
+    """The metrics of the rows that have one value in a column, as ``<metric>/<column>/<value>``, for each value.
+
+    Args:
+        compute: what measured all rows.
+        given: predictions and labels of all rows, trees of arrays ``[rows, …]``.
+        columns: column -> its value in each row.
+
+    Raises:
+        ConfigError: a column has more than 50 different values.
+    """
+    arrays: list[Any] = []
+    tree = (given.predictions, given.label_ids)
+    nested.flatten_tree(tree, arrays)
+    structure = nested.describe_structure(tree)
+    found: dict[str, float] = {}
+    for column, values in columns.items():
+        places: dict[str, list[int]] = {}
+        for row, value in enumerate(values):
+            places.setdefault(re.sub(r"[^\w .:-]", "_", str(value)), []).append(row)
+        if len(places) > MAX_SLICES:
+            what = f"The column has {len(places)} different values, and {MAX_SLICES} slices are the most."
+            remedy = "Name a column of few values."
+            raise ConfigError(what, field=SLICES, value=column, remedy=remedy)
+        for value, rows in sorted(places.items()):
+            chosen = np.array(rows)
+            part = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
+            measured = {**compute(EvalPrediction(*part)), "rows": len(rows)}
+            numbers = {name: each for name, each in measured.items() if isinstance(each, int | float | np.number)}
+            found |= {f"{name}/{column}/{value}": float(each) for name, each in numbers.items()}
+    return found
+
+
+def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    from sklearn import metrics
+
+    guessed = scores.argmax(axis=1)
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+    def averaged(function: Callable[..., Any], average: str) -> Callable[[], Any]:
+        return lambda: function(labels, guessed, average=average, zero_division=0)
+
+    table: dict[str, Callable[[], Any]] = {
+        "accuracy": lambda: (guessed == labels).mean(),
+        "balanced_accuracy": lambda: np.mean([(guessed[labels == one] == one).mean() for one in np.unique(labels)]),
+        "f1_macro": averaged(metrics.f1_score, "macro"),
+        "f1_micro": averaged(metrics.f1_score, "micro"),
+        "f1_weighted": averaged(metrics.f1_score, "weighted"),
+        "precision_macro": averaged(metrics.precision_score, "macro"),
+        "recall_macro": averaged(metrics.recall_score, "macro"),
+        "matthews": lambda: metrics.matthews_corrcoef(labels, guessed),
+        "log_loss": lambda: -logs[np.arange(len(labels)), labels].mean(),
+        "calibration_error": lambda: _calibration_error(np.exp(logs.max(axis=1)), guessed == labels),
+    }
+    return {name: float(table[name]()) for name in names}
+
+
+def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    gaps = np.bincount(bins, confidence, _BINS) - np.bincount(bins, right, _BINS)
+    return float(np.abs(gaps).sum() / len(right))
+
+
+def _of_numbers(names: Sequence[str], predicted: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    error = predicted - truth
+    spread = ((truth - truth.mean()) ** 2).sum()
+    table: dict[str, Callable[[], Any]] = {
+        "rmse": lambda: np.sqrt((error**2).mean()),
+        "mae": lambda: np.abs(error).mean(),
+        "median_absolute_error": lambda: np.median(np.abs(error)),
+        "max_error": lambda: np.abs(error).max(),
+        "r2": lambda: 1 - (error**2).sum() / spread if spread > 0 else 0.0,
+        "bias": lambda: error.mean(),
+    }
+    return {name: float(table[name]()) for name in names}
