@@ -4,9 +4,10 @@
 
     plain       `_plain_digits`: the training of examples/digits in one process, without a pipeline
     digits      `trainflow run examples/digits/pipeline.yaml` from nothing, while an embedded server lingers
-    unchanged   the same command again: nothing is left to do
-    cold        the same again without a server, which also ends with it
+    unchanged   the same command again, while a server lingers: nothing is left to do
+    cold        the same again where no server lingers
     stages      `_noop_stages`: a flow of five stages that do nothing, while a server lingers
+    prefect     the same with five tasks of Prefect in place of the stages
     torch       `import torch` alone, in which a busy machine's seconds can be counted
 
 They alternate, so their ratios hold on a busy machine, too. Processor seconds count every process of a command and what
@@ -81,6 +82,7 @@ def measure(folder: Path, rounds: int, epochs: int) -> dict[str, Any]:
         taken["digits"].append(_take(digits, environment))
         taken["unchanged"].append(_take(digits, environment))
         taken["stages"].append(_take([*stages, str(folder / f"stages-{number}")], environment))
+        taken["prefect"].append(_take(stages, environment))
         _end_servers(folder)
         taken["cold"].append(_take(digits, {**environment, LINGER: "0"}))
         _take([*stages, str(folder / f"again-{number}")], environment)  # starts the server of the next round
@@ -93,9 +95,13 @@ def _summary(taken: Mapping[str, list[Taken]]) -> dict[str, Any]:
         name: {unit: spread([getattr(one, unit) for one in each]) for unit in units} for name, each in taken.items()
     }
     quietest = {name: {unit: min(getattr(one, unit) for one in each) for unit in units} for name, each in taken.items()}
-    ratios = {unit: quietest["digits"][unit] / quietest["plain"][unit] for unit in ("wall_s", "cpu_s")}
+    pairs = {"digits_to_plain": ("digits", "plain"), "stages_to_prefect": ("stages", "prefect")}
+    ratios = {
+        name: {unit: quietest[one][unit] / quietest[other][unit] for unit in ("wall_s", "cpu_s")}
+        for name, (one, other) in pairs.items()
+    }
     imports = {name: round(each["wall_s"] / quietest["torch"]["wall_s"], 2) for name, each in quietest.items()}
-    return {"digits_to_plain": ratios, "times_import_torch": imports, "quietest": quietest, "spread": spreads}
+    return {**ratios, "times_import_torch": imports, "quietest": quietest, "spread": spreads}
 
 
 def _take(command: list[str], environment: Mapping[str, str]) -> Taken:
