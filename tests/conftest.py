@@ -180,6 +180,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
+    "ray": lambda: importlib.util.find_spec("ray") is not None,
     "slurm": slurm_cluster.is_installed,
     "xla": xla.is_installed,
 }

@@ -6,13 +6,12 @@ import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.launch.config import LaunchConfig, from_settings
 
-_CLASSES = {"slurm": "Slurm"}
+_CLASSES = {"ray": "Ray", "slurm": "Slurm"}
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,12 @@ class Job:
         config: the launch; its `node_range` is the number of machines.
         env: variables of the workers, of which some may be secrets.
         shared: other jobs work on the same output: none is taken for another.
-        scratch: a private folder of this machine, which goes when the driver ends.
     """
 
     request: Mapping[str, Any]
     config: LaunchConfig
     env: Mapping[str, str]
     shared: bool
-    scratch: Path
 
     @property
     def output(self) -> str:
@@ -40,7 +37,7 @@ class Job:
 
     def to_text(self) -> str:
         """Return what a member needs as JSON text, without the variables."""
-        settings = {**asdict(self.config), "engine": None, "engine_options": {}}
+        settings = {**asdict(self.config), "engine": None, "address": None, "engine_options": {}}
         return json.dumps({"request": dict(self.request), "config": settings})
 
 

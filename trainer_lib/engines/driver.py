@@ -12,11 +12,13 @@ import os
 import signal
 import sys
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.engines.base import Alive, Ended, Engine, Job, Lost, State, open_engine
-from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, from_exception, from_record
+from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, first_line, from_record
 from trainer_lib.launch import engine_files
 from trainer_lib.launch.run_dir import MARK, RunDir
 
@@ -80,9 +82,12 @@ class Driver:
             if state is None:
                 return 128 + signal.SIGTERM
             failure = self._failure(state)
+        except TrainflowError as error:
+            failure = error
         except Exception as error:
-            # Also of an engine's package: its classes are unknown where the launch is.
-            failure = from_exception(error)
+            reason = f"The engine failed: {type(error).__name__}: {first_line(error)}"
+            remedy = "The same command tries again; the traceback is in the details (--debug)."
+            failure = InfrastructureError(reason, remedy=remedy, details=traceback.format_exc())
         if not self._reports.result or failure is not None:
             self._write_failure(failure)
         else:
@@ -199,8 +204,10 @@ def main(argv: list[str]) -> int:
         os.environ.pop(name, None)
     config, request, names, shared = engine_files.read(run_dir)
     env = {name: os.environ[name] for name in names if name in os.environ}
-    job = Job(request, config, env, shared, run_dir.path)
-    driver = Driver(run_dir, open_engine(str(config.engine)), job)
+    engine = open_engine(str(config.engine))
+    if not engine.restarts_workers:
+        config = replace(config, max_restarts=0)
+    driver = Driver(run_dir, engine, Job(request, config, env, shared))
     signal.signal(signal.SIGTERM, driver.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return driver.run()

@@ -13,7 +13,7 @@ from trainer_lib.launch.refusal import refused
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Engine = Literal["slurm"]
+Engine = Literal["ray", "slurm"]
 _LEAST = {
     **dict.fromkeys(("processes", "threads", "per_device"), 1),
     **dict.fromkeys(("max_restarts", "grace_s", "timeout_s", "join_timeout_s"), 0),
@@ -101,13 +101,17 @@ class LaunchConfig:
     config_file: str | None = _option(None, "Configuration file of `accelerate config`; kind accelerate only.")
     engine: Engine | None = _option(
         None,
-        "What places the machines of a cluster and starts the work there: slurm. unset: this machine, and those that "
-        "join it.",
+        "What places the machines of a cluster and starts the work there: ray or slurm. unset: this machine, and those "
+        "that join it.",
+    )
+    address: str | None = _option(
+        None, "Ray: host:port of the cluster; unset: the cluster that this machine is part of (RAY_ADDRESS counts)."
     )
     engine_options: Mapping[str, bool | int | float | str] = field(
         default_factory=dict,
         metadata={
-            "description": "Slurm: options of sbatch by their long names (partition, account, time), and folder."
+            "description": "Slurm: options of sbatch by their long names (partition, account, time), and folder. "
+            "Ray: cpus, gpus, memory, and custom resources by name, of each machine."
         },
     )
 
@@ -167,7 +171,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     _check_numbers(config)
     check_installed(config.kind)
     _check_environment(config)
-    if config.engine is not None or config.engine_options:
+    if config.engine is not None or config.address is not None or config.engine_options:
         from trainer_lib.launch import engine_settings  # few launches have an engine
 
         engine_settings.check(config, get_args(Engine))

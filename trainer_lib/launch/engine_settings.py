@@ -5,10 +5,13 @@ Nothing of an engine's package is imported: whether it is installed is all that 
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainer_lib.errors import MissingExtraError
 from trainer_lib.launch.refusal import refused
 from trainer_lib.suggestions import suggestion
 
@@ -35,6 +38,7 @@ _SBATCH = (
     *("qos", "requeue", "reservation", "sockets-per-node", "spread-job", "switches", "thread-spec"),
     *("threads-per-core", "time", "time-min", "tmp", "tres-per-task", "uid", "use-min-nodes", "wckey", "container"),
 )
+_RESOURCE = re.compile(r"[A-Za-z_][\w:.-]*")
 
 
 def check(config: LaunchConfig, known: Sequence[str]) -> None:
@@ -44,8 +48,10 @@ def check(config: LaunchConfig, known: Sequence[str]) -> None:
         ConfigError: an unknown engine, one that is not installed here, settings that do not belong to it.
     """
     if config.engine is None:
-        options = dict(config.engine_options)
-        raise refused("engine_options", options, "Only an engine reads this.", f"Set engine ({', '.join(known)}).")
+        name = "address" if config.address is not None else "engine_options"
+        raise refused(
+            name, getattr(config, name), "Only an engine reads this setting.", f"Set engine ({', '.join(known)})."
+        )
     if config.engine not in known:
         raise refused("engine", config.engine, "This is not an engine.", f"Choose one of {', '.join(known)}.")
     if config.kind not in ("auto", "torchrun", "process"):
@@ -64,7 +70,35 @@ def check(config: LaunchConfig, known: Sequence[str]) -> None:
         )
     if config.is_one_process and config.several_nodes:
         raise refused("nodes", config.nodes, "The launcher 'process' runs one process.", "Set kind=auto.")
-    _check_slurm(config)
+    if config.engine == "ray":
+        _check_ray(config)
+    else:
+        _check_slurm(config)
+
+
+def _check_ray(config: LaunchConfig) -> None:
+    if importlib.util.find_spec("ray") is None:  # finds it without importing it
+        raise MissingExtraError(
+            "This engine belongs to the package ray, which is not installed.",
+            extra="ray",
+            field="train.launch.engine",
+            value="ray",
+        )
+    if config.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", config.address):
+        raise refused(
+            "address",
+            config.address,
+            "This is not the address of a Ray cluster.",
+            "Give host:port of its head, and run the command on a machine of the cluster; ray:// is not served.",
+        )
+    for name, value in config.engine_options.items():
+        if not _RESOURCE.fullmatch(name) or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise refused(
+                f"engine_options.{name}",
+                value,
+                "This is not an amount of a resource.",
+                "Give a number from 0 on for cpus, gpus, memory (bytes) or a custom resource of the cluster.",
+            )
 
 
 def _check_slurm(config: LaunchConfig) -> None:
@@ -76,6 +110,10 @@ def _check_slurm(config: LaunchConfig) -> None:
                 f"Slurm's program {program} is not on this machine's PATH.",
                 "Run the command where jobs are submitted, on a login node of the cluster.",
             )
+    if config.address is not None:
+        raise refused(
+            "address", config.address, "Slurm's programs know their cluster.", "Remove it (engine_options.clusters)."
+        )
     for name, value in config.engine_options.items():
         field = f"engine_options.{name}"
         if name in _OURS:

@@ -1,0 +1,155 @@
+"""Launches on a real Ray cluster, whose machines are raylets on this one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiny
+from tests.support.engine_launch import Launch
+from tests.support.launched import request
+from tests.support.ray_cluster import VARIABLES, RayCluster
+from tests.support.repository import ROOT
+from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, Interrupted, Preempted
+from trainer_lib.launch.gpu_selection import num_cores
+from trainer_lib.requests import PreparedData
+
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """Two machines of two CPUs each, for tests that take none away."""
+    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 2, 2)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """Two machines of one CPU each."""
+    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 1, 1)  # paths of sockets are short
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+
+
+def ray_launch(cluster: RayCluster, asked: Any, env: dict[str, str] | None = None, **config: Any) -> Launch:
+    usual = {"engine": "ray", "address": cluster.address, "grace_s": 20.0}
+    return Launch(asked, env, **{**usual, **config})
+
+
+def test_two_machines_train_what_two_processes_train(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, shared_cluster: RayCluster
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = ray_launch(shared_cluster, asked, nodes=2)
+    result = started.join(200)
+    assert (result.world_size, result.global_step) == (2, 36)
+    assert tiny.weights(asked.output) == uninterrupted_weights
+    assert any(event["message"].startswith("runs on ") for event in started.reported("wait"))
+    assert list((tmp_path / "train" / "attempts").iterdir()) == []
+
+
+def test_workers_have_the_threads_of_the_machine_and_not_those_that_ray_sets(
+    tmp_path: Path, shared_cluster: RayCluster
+) -> None:
+    found = "raise ValueError(os.environ['OMP_NUM_THREADS'])"
+    asked = request(tmp_path, f"import os\ndef prepare(o, out):\n    {found}\ndef build_model(o, d): ...\n")
+    failure = Launch(asked, {"OMP_NUM_THREADS": ""}, engine="ray", address=shared_cluster.address).failure()
+    assert isinstance(failure, CodeError)
+    assert failure.message == f"ValueError: {num_cores()}"
+
+
+def test_a_machine_that_is_killed_is_replaced_and_training_goes_on_to_the_same_bits(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, own_cluster: RayCluster
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = ray_launch(own_cluster, asked, {"STEP_S": "0.1"}, nodes=2, max_restarts=1, join_timeout_s=120.0)
+    started.wait_for("save", 2)
+    own_cluster.tell("kill", 1)
+    started.wait_for("warning")
+    own_cluster.tell("add", 1)
+    result = started.join(250)
+    assert (result.world_size, result.global_step) == (2, 36)
+    assert result.resumed_from >= 12
+    (lost,) = started.reported("warning")
+    assert "was lost" in lost["message"]
+    assert "Starting again (1 of 1)" in lost["message"]
+    assert tiny.weights(asked.output) == uninterrupted_weights
+
+
+def test_a_range_of_machines_goes_on_without_the_one_that_is_lost(
+    tmp_path: Path, prepared_data: PreparedData, own_cluster: RayCluster
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = ray_launch(own_cluster, asked, {"STEP_S": "0.1"}, nodes="1:4", max_restarts=1)
+    started.wait_for("save", 2)
+    own_cluster.tell("kill", 0)
+    result = started.join(250)
+    assert (result.world_size, result.global_step) == (1, 36)
+    assert result.resumed_from >= 12
+
+
+def test_a_machine_that_is_drained_is_left_with_everything_saved(
+    tmp_path: Path, prepared_data: PreparedData, own_cluster: RayCluster
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = ray_launch(own_cluster, asked, {"STEP_S": "0.2"}, nodes=2)
+    started.wait_for("save")
+    own_cluster.tell("drain", 1, 60)
+    failure = started.failure()
+    assert isinstance(failure, Preempted)
+    assert "The cluster took the machine" in failure.message
+    assert (Path(asked.output) / "checkpoints" / f"checkpoint-{failure.step}").is_dir()
+
+
+def test_cancelling_saves(tmp_path: Path, prepared_data: PreparedData, shared_cluster: RayCluster) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    started = ray_launch(shared_cluster, asked, {"STEP_S": "0.1"}, nodes=2)
+    started.wait_for("save")
+    started.stop.set()
+    failure = started.failure()
+    assert isinstance(failure, Interrupted)
+    assert (Path(asked.output) / "checkpoints" / f"checkpoint-{failure.step}").is_dir()
+
+
+def test_an_error_of_the_recipe_is_that_of_the_launch(tmp_path: Path, shared_cluster: RayCluster) -> None:
+    recipe = "def prepare(options, out):\n    raise KeyError('gone')\n\ndef build_model(o, d): ...\n"
+    failure = ray_launch(shared_cluster, request(tmp_path, recipe), max_restarts=3).failure()
+    assert isinstance(failure, CodeError)
+    assert "KeyError: 'gone'" in failure.message
+
+
+def test_more_than_the_cluster_has(tmp_path: Path, shared_cluster: RayCluster) -> None:
+    failure = ray_launch(shared_cluster, request(tmp_path), nodes=3, processes=2, join_timeout_s=3.0).failure()
+    assert isinstance(failure, ConfigError)
+    expected = "the cluster offers CPU 4 on 3 machine(s), of which 2 have CPU 2; 3 with that were asked for"
+    assert expected in failure.message
+
+
+def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    failure = Launch(request(tmp_path), engine="ray", address="127.0.0.1:1").failure()
+    assert isinstance(failure, ConfigError)
+    assert (failure.field, failure.value) == ("train.launch.address", "127.0.0.1:1")
+    assert time.monotonic() - begun < 30
+
+
+def test_without_its_token_the_cluster_takes_nothing(
+    tmp_path: Path, shared_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "1" * 64)
+    failure = ray_launch(shared_cluster, request(tmp_path)).failure()
+    assert isinstance(failure, ConfigError | InfrastructureError)
+    assert "oken" in str(failure)

@@ -1,0 +1,395 @@
+"""Ray, its core only: a placement group with one bundle for each machine, and an agent actor in each.
+
+An agent starts its machine's member under a guard, so that nothing of it outlives the agent. Agents and driver exchange
+JSON text. Ray's own transport pickles calls; nothing that a member says is more than text in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer_lib import guard
+from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
+from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError, first_line
+from trainer_lib.launch.variables import thread_variables
+from trainer_lib.storage import Store
+
+SMALLER_S = 10.0  # for a group that would be placed with fewer machines
+CALL_S = 10.0
+LOOK_S = 1.0  # between two looks at the machines that follow, and at those that are drained
+SILENT_S = 15.0  # for an agent that does not answer while its machine counts as alive
+KILL_S = 5.0
+_NAMES = {"cpus": "CPU", "gpus": "GPU"}
+
+
+class Agent:
+    """What runs on one machine, as an actor. Every method takes and returns JSON text."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def describe(self, text: str) -> str:
+        """Describe this machine; `seen` says whether a file of the driver is there."""
+        import ray
+
+        path = json.loads(text)["path"]
+        node = ray.get_runtime_context().get_node_id()
+        seen = path is None or Path(path).exists()
+        host = ray.util.get_node_ip_address()
+        return json.dumps({"host": host, "node": node, "seen": seen})
+
+    def start(self, text: str) -> str:
+        """Start the member, in an environment without what Ray sets for its own workers."""
+        asked = json.loads(text)
+        self._folder = tempfile.TemporaryDirectory(prefix="trainflow-ray-")
+        folder = Path(self._folder.name)
+        (folder / "job.json").write_text(asked["job"], encoding="utf-8")
+        if asked["leader"] is not None:
+            (folder / "address").write_text(asked["leader"], encoding="utf-8")
+        part = "lead" if asked["leader"] is None else "follow"
+        # Results' bits depend on the number of threads, which Ray sets to the CPUs of an actor.
+        kept = {name: value for name, value in os.environ.items() if name not in thread_variables("")}
+        member = [sys.executable, "-u", "-m", "trainer_lib.engines.member", part, str(folder / "job.json")]
+        member += ["--host", asked["host"], "--nodes", str(asked["nodes"]), "--address", str(folder / "address")]
+        self._process = subprocess.Popen(
+            # Without its agent no machine is heard of: nothing there may go on, not even to save.
+            [sys.executable, "-I", "-S", str(guard.__file__), "--grace", "0", "--", *member],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**kept, **asked["env"]},
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, daemon=True).start()
+        return "{}"
+
+    def _listen(self) -> None:
+        assert self._process is not None and self._process.stdout is not None  # noqa: S101
+        for line in self._process.stdout:
+            self._lines.append(line.decode(errors="replace").rstrip("\n"))
+
+    def read(self, text: str) -> str:
+        """Return the lines from a number on, and the exit code once the member has ended."""
+        code = None if self._process is None else self._process.poll()
+        return json.dumps({"lines": self._lines[json.loads(text)["after"] :], "code": code})
+
+    def tell(self, text: str) -> str:
+        """Have the workers save and end, or kill them, after which the member is gone."""
+        word = json.loads(text)["word"]
+        if self._process is None or self._process.poll() is not None:
+            return "{}"
+        if word == "stop":  # as Slurm does it: what starts the workers ignores this signal
+            for process in guard.descendants(self._process.pid):
+                guard.send_signal(process, signal.SIGUSR2)
+        elif self._process.stdin is not None:
+            self._process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_S)
+        return "{}"
+
+
+class Ray:
+    """One placement group of a Ray cluster."""
+
+    outlives_driver = False
+    restarts_workers = False
+
+    def __init__(self) -> None:
+        self._ray: Any = None
+        self._marker: Path | None = None
+        self._group: Any = None
+        self._agents: list[Any] = []
+        self._places: list[dict[str, Any]] = []
+        self._leader: str | None = None
+        self._read = 0
+        self._looked = float("-inf")
+        self._silent: dict[int, float] = {}
+        self._drained: str | None = None
+        self._next: Callable[[], State] = self._wait_for_machines
+
+    def place(self, job: Job) -> None:
+        """Connect to the cluster; the group is asked for as soon as enough machines are there."""
+        self._job = job
+        self._marker = _marker(job)
+        self._bundle = _bundle(job)
+        self._since = time.monotonic()
+        self._connect(job.config.address)
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of the machines."""
+        return tuple(place["host"] for place in self._places)
+
+    def poll(self) -> tuple[list[str], State]:
+        """Go on with what comes next, and read what the leading member has written."""
+        try:
+            state = self._next()
+            if self._next != self._watch or isinstance(state, Lost):
+                return [], state
+            answer = self._call(0, "read", after=self._read)
+        except self._ray.exceptions.RayError as error:
+            return [], self._take(error)
+        lines: list[str] = [] if answer is None else answer["lines"]
+        self._read += len(lines)
+        for line in lines:
+            self._follow(line)
+        if answer is None or answer["code"] is None:
+            return lines, state
+        if self._drained is not None:
+            return lines, Lost(self._preempted())
+        return lines, Ended(int(answer["code"]), "\n".join(lines[-20:]))
+
+    def end(self, *, now: bool) -> None:
+        """Have the leading member save and end; with `now`, kill every member and free the group."""
+        if now and self._marker is not None:
+            self._marker.unlink(missing_ok=True)
+        if self._ray is None or not self._ray.is_initialized():
+            return
+        if now or self._leader is None:
+            self._next = lambda: Ended(1)
+        if not now:
+            with contextlib.suppress(self._ray.exceptions.RayError, IndexError):  # it may not have started yet
+                self._call(0, "tell", word="stop")
+            return
+        alive = [agent for index, agent in enumerate(self._agents) if index not in self._silent]
+        if alive:
+            killed = [agent.tell.remote(json.dumps({"word": "kill"})) for agent in alive]
+            self._ray.wait(killed, num_returns=len(killed), timeout=KILL_S)
+        for agent in self._agents:
+            self._ray.kill(agent)
+        # Ray frees the group of a driver that leaves.
+        self._ray.shutdown()
+
+    def _connect(self, address: str | None) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        address = address or os.environ.get("RAY_ADDRESS") or "auto"
+        if address != "auto":
+            host, _, port = address.rpartition(":")
+            try:
+                socket.create_connection((host, int(port)), timeout=CALL_S).close()
+            except OSError as error:
+                raise self._unreachable(address, str(error)) from error
+        self._ray = importlib.import_module("ray")
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            self._ray.init(address, log_to_driver=False, configure_logging=False, namespace=uuid.uuid4().hex)
+        except (ConnectionError, RuntimeError, ValueError, OSError, self._ray.exceptions.RayError) as error:
+            raise self._unreachable(address, first_line(error)) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
+
+    def _unreachable(self, address: str, reason: str) -> ConfigError:
+        versions = f"Python {platform.python_version()}"
+        if self._ray is not None:
+            versions = f"Ray {self._ray.__version__} and {versions}"
+        return ConfigError(
+            f"The Ray cluster cannot be used from this machine: {reason.rstrip('.')}.",
+            field="train.launch.address",
+            value=address,
+            remedy=f"Run the command on a machine of a cluster that has {versions} everywhere, with its token.",
+        )
+
+    def _wait_for_machines(self) -> State:
+        """Ask for a group as soon as there are machines for it."""
+        least, most = self._job.config.node_range
+        fitting = [node for node in self._ray.nodes() if node["Alive"] and self._fits(node["Resources"])]
+        if len(fitting) < least:
+            if time.monotonic() - self._since > self._job.config.join_timeout_s:
+                return Lost(self._unplaceable(len(fitting)))
+            return Alive(f"waits for machines: {self._offer(len(fitting))}")
+        return self._ask_for(min(most, len(fitting)))
+
+    def _ask_for(self, count: int) -> State:
+        self._count, self._asked = count, time.monotonic()
+        self._group = self._ray.util.placement_group([self._bundle] * count, strategy="STRICT_SPREAD")
+        self._ready = self._group.ready()
+        self._next = self._wait_for_group
+        return Alive(f"waits for {count} machine(s) of the cluster")
+
+    def _wait_for_group(self) -> State:
+        if self._ray.wait([self._ready], timeout=0)[0]:
+            return self._start_agents()
+        waited = time.monotonic() - self._asked
+        if waited > SMALLER_S and self._count > self._job.config.node_range[0]:
+            self._ray.util.remove_placement_group(self._group)
+            return self._ask_for(self._count - 1)
+        if time.monotonic() - self._since > self._job.config.join_timeout_s:
+            return Lost(self._unplaceable(self._count))
+        return Alive(f"waits for {self._count} machine(s) of the cluster, which are in use")
+
+    def _start_agents(self) -> State:
+        self._ray.get(self._ready)
+        scheduling = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        extra = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU", "memory")}
+        options = {"num_cpus": self._bundle["CPU"], "num_gpus": self._bundle.get("GPU", 0), "resources": extra}
+        options |= {"memory": self._bundle.get("memory"), "max_restarts": 0, "max_concurrency": 4}
+        actor = self._ray.remote(Agent)
+        self._agents = [
+            actor.options(**options, scheduling_strategy=scheduling(self._group, index)).remote()
+            for index in range(self._count)
+        ]
+        path = None if self._marker is None else str(self._marker)
+        self._described = [agent.describe.remote(json.dumps({"path": path})) for agent in self._agents]
+        self._next = self._wait_for_agents
+        return Alive(f"starts on {self._count} machine(s)")
+
+    def _wait_for_agents(self) -> State:
+        ready, _ = self._ray.wait(self._described, num_returns=self._count, timeout=0)
+        if len(ready) < self._count:
+            return Alive(f"starts on {self._count} machine(s)")
+        self._places = [json.loads(text) for text in self._ray.get(self._described)]
+        for place in self._places:
+            if not place["seen"]:
+                return Lost(self._unshared(place["host"]))
+        self._start(0, None)
+        self._next = self._watch
+        return Alive(f"runs on {', '.join(self.addresses())}")
+
+    def _start(self, index: int, leader: str | None) -> None:
+        env = {**self._job.env, "PYTHONSAFEPATH": "1"}
+        place = {"leader": leader, "host": self._places[index]["host"], "nodes": self._count}
+        text = json.dumps({"job": self._job.to_text(), "env": env, **place})
+        self._ray.get(self._agents[index].start.remote(text), timeout=CALL_S * 3)
+
+    def _follow(self, line: str) -> None:
+        """Start the other members once the leading one has reported where it is."""
+        if line.startswith('{"started"'):
+            self._leader = str(json.loads(line)["started"])
+            for index in range(1, self._count):
+                self._start(index, self._leader)
+
+    def _watch(self) -> State:
+        """Look whether every machine is alive and none is drained."""
+        if time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
+            for index in range(1, self._count):
+                self._call(index, "read", after=1 << 30)
+            self._look_for_drains()
+        for index, since in self._silent.items():
+            node = self._places[index]["node"]
+            dead = any(each["NodeID"] == node and not each["Alive"] for each in self._ray.nodes())
+            if dead or time.monotonic() - since > SILENT_S:
+                return Lost(self._lost(index))
+        return Alive(f"runs on {', '.join(self.addresses())}")
+
+    def _look_for_drains(self) -> None:
+        """Have the workers save before their machine is taken away. Ray offers this list to its own libraries."""
+        if self._drained is not None:
+            return
+        state = importlib.import_module("ray._private.state").state
+        drained = state.get_draining_nodes()
+        for place in self._places:
+            if place["node"] in drained:
+                self._drained = place["host"]
+                self._call(0, "tell", word="stop")
+                return
+
+    def _call(self, index: int, method: str, **fields: Any) -> Any:
+        """Call an agent; None when it does not answer, which is not yet a death."""
+        unavailable = (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError)
+        try:
+            ref = getattr(self._agents[index], method).remote(json.dumps(fields))
+            answer = json.loads(self._ray.get(ref, timeout=CALL_S))
+        except unavailable:
+            self._silent.setdefault(index, time.monotonic())
+            return None
+        except self._ray.exceptions.RayActorError as error:
+            error.trainflow_index = index
+            raise
+        self._silent.pop(index, None)
+        return answer
+
+    def _take(self, error: Any) -> State:
+        """Return what an error of Ray means."""
+        known, reason = self._ray.exceptions, first_line(error)
+        if isinstance(error, known.OutOfMemoryError) or ("memory" in reason.lower() and "OOM" in str(error)):
+            remedy = "Ask for more (engine_options.memory), or lower per_device_train_batch_size."
+            return Lost(OutOfMemoryError(f"Ray ended an agent for lack of memory: {reason}", remedy=remedy))
+        if isinstance(error, known.RuntimeEnvSetupError):
+            remedy = "Correct the runtime environment of the cluster's job."
+            return Lost(ConfigError(f"Ray could not make the runtime environment: {reason}", remedy=remedy))
+        if self._drained is not None or getattr(error, "preempted", False):
+            return Lost(self._preempted())
+        if isinstance(error, known.RayActorError):
+            return Lost(self._lost(getattr(error, "trainflow_index", 0)))
+        return Lost(
+            InfrastructureError(f"Ray failed: {reason}", remedy="The same command continues.", details=str(error))
+        )
+
+    def _lost(self, index: int) -> TrainflowError:
+        host = self._places[index]["host"] if self._places else "of an agent"
+        return InfrastructureError(
+            f"The machine {host} was lost: its agent does not answer.",
+            field="train.launch.nodes",
+            remedy="The same command continues from the last save, on the machines that are left.",
+        )
+
+    def _preempted(self) -> TrainflowError:
+        where = "a machine" if self._drained is None else f"the machine {self._drained}"
+        return Preempted(f"The cluster took {where} back.", remedy="The same command continues.")
+
+    def _fits(self, offered: dict[str, float]) -> bool:
+        return all(offered.get(name, 0) >= amount for name, amount in self._bundle.items())
+
+    def _offer(self, fitting: int) -> str:
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        names = ", ".join(f"{name} {amount:g}" for name, amount in self._bundle.items())
+        total = {name: sum(node["Resources"].get(name, 0) for node in alive) for name in self._bundle}
+        offered = ", ".join(f"{name} {amount:g}" for name, amount in total.items())
+        least = self._job.config.node_range[0]
+        return (
+            f"the cluster offers {offered} on {len(alive)} machine(s), of which {fitting} have {names}; "
+            f"{least} with that were asked for"
+        )
+
+    def _unplaceable(self, fitting: int) -> ConfigError:
+        return ConfigError(
+            f"The machines could not be placed within {self._job.config.join_timeout_s:.0f} s: {self._offer(fitting)}.",
+            field="train.launch.nodes",
+            value=self._job.config.nodes,
+            remedy="Ask for less (nodes, processes, engine_options), or add machines to the cluster.",
+        )
+
+    def _unshared(self, host: str) -> ConfigError:
+        return ConfigError(
+            f"The machine {host} does not see this folder as this machine does.",
+            field="storage",
+            value=self._job.output,
+            remedy="Use a store, or a folder, that all machines of the cluster share.",
+        )
+
+
+def _bundle(job: Job) -> dict[str, float]:
+    """Return what is asked of each machine, by Ray's names."""
+    config = job.config
+    asked = {_NAMES.get(name, name): float(amount) for name, amount in config.engine_options.items()}
+    # One CPU for each thread, unless the options say otherwise.
+    return {"CPU": float(int(config.processes) * (config.threads or 1)), **asked}
+
+
+def _marker(job: Job) -> Path | None:
+    """Write a file that every machine has to see; None where the output is not a folder."""
+    store = Store.open(job.output)
+    if not store.is_local:
+        return None
+    folder = store.local_path() / "attempts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"seen-{uuid.uuid4().hex[:12]}"
+    path.touch()
+    return path
