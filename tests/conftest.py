@@ -6,6 +6,7 @@ sandbox is set up before any test module is imported, because Prefect and MLflow
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -163,6 +164,12 @@ def _leak_police(request: pytest.FixtureRequest, _private_tmp: None) -> Iterator
 
 
 # ------------------------------------------------------------------------------------------------- needs(...)
+def _has_registry() -> bool:
+    """Whether pip reaches a package registry; a dry run that gives up in seconds."""
+    asked = ["install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--timeout", "10", "--retries", "1"]
+    return subprocess.run([sys.executable, "-m", "pip", *asked, "packaging"], capture_output=True).returncode == 0
+
+
 def _has_namespaces() -> bool:
     unshare = shutil.which("unshare")
     return unshare is not None and subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode == 0
@@ -181,6 +188,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
     "ray": lambda: importlib.util.find_spec("ray") is not None,
+    "registry": functools.cache(_has_registry),
     "slurm": slurm_cluster.is_installed,
     "xla": xla.is_installed,
 }

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
+from flows.cli.examples import epilog
 from flows.cli.options import Debug, Json, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
@@ -23,7 +24,7 @@ app = typer.Typer(help="List, verify, prune and import checkpoints, wherever the
 Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a stage's folder, or a storage.")]
 
 
-@app.command("list")
+@app.command("list", epilog=epilog("checkpoints list"))
 def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
     """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
     from flows.cli import inventory
@@ -35,7 +36,7 @@ def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
         terminal.show(inventory.listing(found))
 
 
-@app.command()
+@app.command(epilog=epilog("checkpoints verify"))
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
     as_json: Json = False,
@@ -53,7 +54,7 @@ def verify(
     terminal.show(inventory.intact_lines(problems))
 
 
-@app.command()
+@app.command(epilog=epilog("checkpoints prune"))
 def prune(
     url: Url,
     keep: Annotated[
@@ -82,7 +83,7 @@ def prune(
         terminal.show(inventory.pruned(removed, dry_run=dry_run))
 
 
-@app.command("import")
+@app.command("import", epilog=epilog("checkpoints import"))
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint-N folder of the transformers Trainer.")],
     destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The folder of checkpoints to resume in.")],

@@ -26,6 +26,7 @@ def execute(
     again: Sequence[str],
     place: Sequence[str],
     debug: bool,
+    quiet: bool,
     as_json: bool,
     **choice: Any,
 ) -> None:
@@ -35,6 +36,7 @@ def execute(
         title: the first line.
         again: the command that continues it.
         place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
+        quiet: whether progress and summary are left out.
         choice: which stages, as `flows.pipeline.run_pipeline` takes them.
 
     Raises:
@@ -47,7 +49,7 @@ def execute(
     # Before an engine starts, which takes seconds.
     require_torch()
     Store.open(spec.storage).ensure_writable()
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
     which = "This" if choice.get("force") else "The same"
     with stoppable(out.print, remedy=f"{which} command continues: {shlex.join(again)}") as stop:
         out.print(title)
@@ -56,7 +58,7 @@ def execute(
             result = unchanged or run_and_show(spec, out, debug=debug, **choice)
             stop.too_late = True
             # Inside the block: the engine takes a second to end.
-            _show_result(result, place, as_json=as_json, limit=spec.limit)
+            _show_result(result, place, quiet=quiet, as_json=as_json, limit=spec.limit)
     if result.error is not None:
         terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
         raise typer.Exit(result.error.exit_code)
@@ -96,10 +98,13 @@ def _shown(out: Console, *, debug: bool) -> Iterator[None]:
         yield
 
 
-def _show_result(result: PipelineResult, place: Sequence[str], *, as_json: bool, limit: int | None) -> None:
+def _show_result(
+    result: PipelineResult, place: Sequence[str], *, quiet: bool, as_json: bool, limit: int | None
+) -> None:
     ui, sync = (["trainflow", command, *place] for command in ("ui", "sync"))
     if not as_json:
-        terminal.show([*presentation.summary(result, ui, sync), *presentation.check_note(result, limit)])
+        if not quiet:
+            terminal.show([*presentation.summary(result, ui, sync), *presentation.check_note(result, limit)])
         return
     code = result.error.exit_code if result.error is not None else 0
     plain = {"ok": result.ok, "exit_code": code, "limit": limit, **result.to_dict()}

@@ -10,17 +10,18 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flows.cli import presentation, terminal
+from flows.cli.examples import epilog
 from flows.cli.execution import execute
 from flows.cli.join import follow as follow_leader
 from flows.cli.join import follower_config
-from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Spec, print_json
+from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
@@ -81,7 +82,8 @@ def application(wanted: str | None = None) -> typer.Typer:
         if name in _GROUPS:
             app.add_typer(_load(_GROUPS[name]), name=name)
         else:
-            app.command(name)(here[name] if name in here else _load(_ELSEWHERE[name]))
+            command = here[name] if name in here else _load(_ELSEWHERE[name])
+            app.command(name, epilog=epilog(name))(command)
     return app
 
 
@@ -149,6 +151,7 @@ def run(
     from_run: FromRun = None,
     limit: Limit = None,
     debug: Debug = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Run a pipeline: prepare, train, evaluate, predict, publish. Stages that are committed already are not run again.
@@ -159,7 +162,8 @@ def run(
     overrides = [*(overrides or []), *([] if limit is None else [f"limit={limit}"])]
     parsed = load_spec(spec, overrides, Resolver())
     if (follower := follower_config(parsed)) is not None:
-        follow_leader(follower, terminal.console(stderr=as_json))  # it starts no engine and writes no record
+        # It starts no engine and writes no record.
+        follow_leader(follower, terminal.console(stderr=as_json, quiet=quiet))
         return
     from flows.plan import Plan
     from flows.stages import require_stage
@@ -171,22 +175,26 @@ def run(
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
     given = [str(spec), *overrides]
     chosen = {"--only": only, "--from": start, "--from-run": from_run}
-    again = ["trainflow", "run", *given, *(word for name, value in chosen.items() if value for word in (name, value))]
-    if forced:
-        # Given again, --force would discard the checkpoints of the forced stage; without it the stage may be cached.
-        again = ["trainflow", "resume", "--storage", parsed.storage]
     execute(
         parsed,
         title=presentation.title(parsed, spec),
-        again=again,
+        # Given again, --force would discard the checkpoints of the forced stage; without it the stage may be cached.
+        again=["trainflow", "resume", "--storage", parsed.storage] if forced else _again(given, chosen),
         place=_place_words(spec, overrides),
         debug=debug,
+        quiet=quiet,
         as_json=as_json,
         only=only,
         start=start,
         force=forced,
         from_run=from_run,
     )
+
+
+def _again(given: Sequence[str], chosen: Mapping[str, str | None]) -> list[str]:
+    """The command that continues a run: the spec with its overrides, and the options that chose the stages."""
+    options = (word for name, value in chosen.items() if value for word in (name, value))
+    return ["trainflow", "run", *given, *options]
 
 
 def _place_words(spec: Path, overrides: Sequence[str]) -> list[str]:

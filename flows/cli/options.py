@@ -34,6 +34,7 @@ Limit = Annotated[
     typer.Option(metavar="N", help="Check the whole pipeline on N rows of each split, apart from real results."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and failures.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 
 

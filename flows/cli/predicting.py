@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tasks.stage.manifest import StageManifest
 
 _SHOWN = "predict"
+_NewData = Annotated[
+    list[str],
+    typer.Argument(metavar="NEW_DATA", help="Files, folders or patterns: CSV, JSON lines, Parquet, Arrow; any URL."),
+]
 _Trust = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
@@ -38,12 +42,7 @@ _MaxErrors = Annotated[
 
 def predict(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a stage, a checkpoint, a publication, hf://…")],
-    new_data: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NEW_DATA", help="Files, folders or patterns: CSV, JSON lines, Parquet, Arrow; any URL."
-        ),
-    ],
+    new_data: _NewData,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of the predictions; unset: predictions/<key> here.")
     ] = None,
@@ -63,6 +62,7 @@ def predict(
     workers: _Workers = 1,
     threads: _Threads = None,
     max_errors: _MaxErrors = 0,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -85,14 +85,14 @@ def predict(
         batch_size=batch_size,
         max_errors=max_errors,
     )
-    _run(asked, workers=workers, threads=threads, as_json=as_json, debug=debug)
+    _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
 
 
-def _run(asked: NewRows, *, workers: int, threads: int | None, as_json: bool, debug: bool) -> None:
+def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> None:
     quiet_environment()
     from tasks.new_rows import RowsJob, predict_new_rows
 
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
@@ -107,7 +107,8 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, as_json: bool, de
                 on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": mask(line)}),
                 on_event=lambda event: display({**event, "stage": _SHOWN}),
             )
-    _show(manifest, was_done=was_done, as_json=as_json)
+    if as_json or not quiet:
+        _show(manifest, was_done=was_done, as_json=as_json)
 
 
 def _show(manifest: StageManifest[NewRowsFacts], *, was_done: bool, as_json: bool) -> None:

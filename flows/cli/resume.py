@@ -10,7 +10,7 @@ import typer
 
 from flows.cli import presentation, terminal
 from flows.cli.execution import execute
-from flows.cli.options import Debug, Json
+from flows.cli.options import Debug, Json, Quiet
 from flows.server.api import quiet_environment
 from flows.spec.storage_here import storage_here
 from trainer_lib.errors import ConfigError
@@ -35,6 +35,7 @@ def resume(
         typer.Option(metavar="URL", help="The storage; unset: that of pipeline.yaml here, else .trainflow here."),
     ] = None,
     debug: Debug = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Go on with a run that failed, was stopped or died: with its own spec and overrides, on any machine.
@@ -44,7 +45,7 @@ def resume(
     quiet_environment()
     from flows.resumption import prepare_resumption
 
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
 
     def say(line: str) -> None:
         out.print(line, markup=False, highlight=False)
@@ -59,6 +60,7 @@ def resume(
         again=["trainflow", "resume", *named],
         place=["--storage", spec.storage],
         debug=debug,
+        quiet=quiet,
         as_json=as_json,
         **ready.choice,
     )

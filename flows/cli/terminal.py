@@ -36,9 +36,9 @@ STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "di
 _MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
 
 
-def console(*, stderr: bool = False) -> Console:
-    """A console that never breaks a line: paths and commands are there to be copied."""
-    return Console(stderr=stderr, soft_wrap=True, highlight=False, markup=False, emoji=False)
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that never breaks a line: paths and commands are there to be copied. A quiet one shows nothing."""
+    return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class Display(Protocol):

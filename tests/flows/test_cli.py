@@ -173,6 +173,29 @@ def test_the_same_command_finds_everything_done(finished: Finished) -> None:
     assert "cached: committed" in again.err
 
 
+def test_a_quiet_run_shows_nothing_but_what_went_wrong(finished: Finished) -> None:
+    again = trainflow("run", finished.spec, "tracking.enabled=true", "--quiet", cwd=finished.folder)
+    assert (again.code, again.out, again.err) == (0, "", "")
+    answer = trainflow("run", finished.spec, "tracking.enabled=true", "-q", "--json", cwd=finished.folder)
+    assert json.loads(answer.out)["ok"]
+    assert answer.err == ""
+    wrong = trainflow("run", finished.spec, "evaluate.splits=[tset]", "--quiet", cwd=finished.folder)
+    assert wrong.code != 0
+    assert wrong.out == ""
+    assert "tset" in wrong.err
+
+
+def test_colours_are_for_terminals_and_turn_off(finished: Finished) -> None:
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
+    command = [*TRAINFLOW, "why", str(finished.spec), "train.args.learning_rate=0.1"]
+    shown, code = on_a_terminal(command, NO_COLOR="")
+    assert code == 0
+    assert colour.search(shown)
+    plain, _ = on_a_terminal(command, NO_COLOR="1")
+    assert not colour.search(plain)
+    assert "\x1b" not in trainflow("why", finished.spec, env={"NO_COLOR": ""}).out
+
+
 def test_why_tells_what_would_run(finished: Finished) -> None:
     told = trainflow("why", finished.spec, "train.args.learning_rate=0.1").out
     assert re.search(r"^  prepare-data +kept +committed ", told, re.MULTILINE), told
@@ -273,9 +296,9 @@ def test_on_a_terminal_the_progress_is_drawn_while_another_command_runs_beside_i
     assert "report" in summary
 
 
-def on_a_terminal(command: list[str]) -> tuple[str, int]:
+def on_a_terminal(command: list[str], **env: str) -> tuple[str, int]:
     """Run a command on a terminal of its own: everything it wrote there, and its exit code."""
-    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **env}
     ours, theirs = pty.openpty()
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True)
     os.close(theirs)

@@ -1,0 +1,106 @@
+"""`pip install trainflow` as it will be: wheel and sdist, in an environment of their own, outside of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import HOUSES, ROOT
+
+pytestmark = [pytest.mark.needs("registry"), pytest.mark.timeout(1500)]
+
+# What is not there in a clone, or does not belong into a distribution.
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", ".trainflow", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+)
+
+
+def _environment() -> dict[str, str]:
+    """The sandbox's variables with the user's own home: pip's cache and settings are there."""
+    return {**os.environ, "HOME": pwd.getpwuid(os.getuid()).pw_dir, "XDG_CACHE_HOME": "", "PYTHONPATH": ""}
+
+
+def _run(*command: str | Path, cwd: Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, env=_environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist, and the wheel that is built from it."""
+    source, folder = tmp_path_factory.mktemp("source") / "trainflow", tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, source, ignore=LEFT_OUT)
+    done = _run(sys.executable, "-m", "build", "--outdir", folder, source, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def light(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The bin folder of an environment with the wheel and what it requires."""
+    folder = tmp_path_factory.mktemp("environment")
+    assert _run(sys.executable, "-m", "venv", folder, cwd=folder).returncode == 0
+    _install(folder / "bin", str(_wheel(distributions)))
+    yield folder / "bin"
+    shutil.rmtree(folder)  # two gigabytes
+
+
+def _wheel(distributions: Path) -> Path:
+    (wheel,) = distributions.glob("*.whl")
+    return wheel
+
+
+def _install(binaries: Path, requirement: str) -> None:
+    pip = [binaries / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
+    done = _run(*pip, requirement, cwd=binaries, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert _run(binaries / "python", "-m", "pip", "check", cwd=binaries).returncode == 0
+
+
+def test_wheel_and_sdist_hold_the_packages_and_nothing_else(distributions: Path) -> None:
+    with zipfile.ZipFile(_wheel(distributions)) as wheel:
+        names = wheel.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(HOUSES)
+    here = {
+        path.relative_to(ROOT).as_posix() for house in HOUSES for path in (ROOT / house).rglob("*") if path.is_file()
+    }
+    assert {name for name in here if "__pycache__" not in name} <= set(names)
+    (archive,) = distributions.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        below = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= below
+    assert not any(name.startswith(("tests", "benchmarks", "docs", "shared")) for name in below)
+
+
+def test_the_light_installation_looks_at_runs_and_says_what_training_needs(light: Path, tmp_path: Path) -> None:
+    missing = (
+        "import importlib.util as i; print([n for n in ('torch', 'accelerate', 'transformers') if i.find_spec(n)])"
+    )
+    assert _run(light / "python", "-c", missing, cwd=tmp_path).stdout == "[]\n"
+    for words in ("--version", "init wine", "why wine/pipeline.yaml", "runs wine/pipeline.yaml"):
+        done = _run(light / "trainflow", *words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    refused = _run(light / "trainflow", "run", "wine/pipeline.yaml", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert 'pip install "trainflow[torch]"' in refused.stderr
+    assert not (tmp_path / "wine" / ".trainflow" / "runs").exists()
+
+
+def test_a_project_runs_outside_of_the_repository(light: Path, distributions: Path, tmp_path: Path) -> None:
+    _install(light, f"trainflow[torch] @ {_wheel(distributions).as_uri()}")
+    assert _run(light / "trainflow", "init", "wine", cwd=tmp_path).returncode == 0
+    for status in ("ran", "cached"):
+        done = _run(light / "trainflow", "run", "wine/pipeline.yaml", "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert {stage["status"] for stage in json.loads(done.stdout)["stages"]} == {status}
