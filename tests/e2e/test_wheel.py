@@ -62,7 +62,16 @@ def _wheel(distributions: Path) -> Path:
 
 
 def _install(binaries: Path, requirement: str) -> None:
-    pip = [binaries / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt"]
+    pip = [
+        binaries / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--constraint",
+        ROOT / "constraints.txt",
+    ]
     done = _run(*pip, requirement, cwd=binaries, timeout=900)
     assert done.returncode == 0, done.stderr
     assert _run(binaries / "python", "-m", "pip", "check", cwd=binaries).returncode == 0
