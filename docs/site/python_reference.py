@@ -24,6 +24,7 @@ _STAGES = {
     "tasks.stage.runner": "run_stage stage_key StageContext StageAttempt StageOutput",
     "tasks.stage.manifest": "StageManifest",
 }
+_FIRST = ("Spec", "Run", "runs", "Trainer", "Seq2SeqTrainer", "TrainerCallback", "load_model", "LoadedModel")
 _MEMBERS = (griffe.Kind.FUNCTION, griffe.Kind.ATTRIBUTE)
 # Arguments have a page of their own.
 _ELSEWHERE = {"TrainingArguments", "Seq2SeqTrainingArguments", "TFTrainingArguments"}
@@ -39,14 +40,20 @@ def pages() -> dict[str, str]:
     for file, (title, module) in _PAGES.items():
         package = houses[module]
         names = [name for name in package.exports or () if isinstance(name, str) and name not in _ELSEWHERE]
-        blocks = [_object(package[name], name) for name in sorted(names, key=str.lower)]
-        written[file] = "\n".join((f"# {title}\n", _text(package), *blocks))
+        blocks = [_object(package[name], name) for name in sorted(names, key=_rank)]
+        head = package.docstring.value.split("\n\n")[0] if package.docstring else ""
+        written[file] = "\n".join((f"# {title}\n", f"{head}\n", *blocks))
     imported = [(module, name) for module, names in _STAGES.items() for name in names.split()]
     blocks = [_object(loader.modules_collection[f"{module}.{name}"], name, module) for module, name in imported]
     head = "# Stages\n\nWhat [a flow of your own](../python.md#a-flow-of-your-own) is built from.\n"
     written["stages.md"] = "\n".join((head, *blocks))
     written["arguments.md"] = _arguments()
     return written
+
+
+def _rank(name: str) -> tuple[int, str]:
+    """What a reader looks for first comes first; the rest by name."""
+    return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name.lower())
 
 
 def _object(found: griffe.Object | griffe.Alias, name: str, module: str = "") -> str:
@@ -75,13 +82,32 @@ def _members(cls: griffe.Class) -> Iterator[str]:
 def _signature(found: griffe.Object | griffe.Alias, name: str) -> str:
     """`name(parameters) -> what it returns`, one parameter a line where there are many."""
     function = found.all_members.get("__init__") if isinstance(found, griffe.Class) else found
-    if function is None or not hasattr(function, "parameters"):
+    parameters = getattr(function, "parameters", None)
+    if parameters is None:
         return f"class {name}"
-    given = [str(each) for each in function.parameters if each.name not in ("self", "cls")]
+    given = list(_written(parameters))
     gives = getattr(found, "returns", None)
     returns = f" -> {gives}" if gives else ""
     line = f"{name}({', '.join(given)}){returns}"
     return line if len(line) <= 100 else f"{name}(\n    " + ",\n    ".join(given) + f",\n){returns}"
+
+
+def _written(parameters: griffe.Parameters) -> Iterator[str]:
+    """The parameters as they are written in Python."""
+    starred = False
+    for each in parameters:
+        if each.name in ("self", "cls"):
+            continue
+        kind = each.kind or griffe.ParameterKind.positional_or_keyword
+        if kind is griffe.ParameterKind.keyword_only and not starred:
+            starred = True
+            yield "*"
+        starred = starred or kind is griffe.ParameterKind.var_positional
+        prefix = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}.get(kind, "")
+        annotation = f": {each.annotation}" if each.annotation else ""
+        equals = " = " if annotation else "="
+        default = "" if prefix or each.default is None else f"{equals}{each.default}"
+        yield f"{prefix}{each.name}{annotation}{default}"
 
 
 def _code(text: str) -> str:

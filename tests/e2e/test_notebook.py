@@ -18,7 +18,7 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "pipeline.ipynb"
 
 
 def test_it_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = _read(NOTEBOOK)
     assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []
 
 
@@ -33,7 +33,7 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
     env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    executed = nbformat.read(folder / "executed.ipynb", as_version=4)
+    executed = _read(folder / "executed.ipynb")
     shown = [_shown(cell) for cell in executed.cells if cell.cell_type == "code"]
     assert "'wine'" in shown[0]
     assert "never run before" in shown[1]
@@ -47,6 +47,10 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
     assert "<svg" in last
     assert "push-to-hub" in last
     assert (folder / ".trainflow" / "hub" / "wine").is_dir()
+
+
+def _read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
 
 
 def _shown(cell: nbformat.NotebookNode) -> str:

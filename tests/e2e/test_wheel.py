@@ -62,17 +62,9 @@ def _wheel(distributions: Path) -> Path:
 
 
 def _install(binaries: Path, requirement: str) -> None:
-    pip = [
-        binaries / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",
-        "--constraint",
-        ROOT / "constraints.txt",
-    ]
-    done = _run(*pip, requirement, cwd=binaries, timeout=900)
+    # Not compiled: most of it is never imported here.
+    pip = [str(binaries / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+    done = _run(*pip, "--constraint", ROOT / "constraints.txt", requirement, cwd=binaries, timeout=900)
     assert done.returncode == 0, done.stderr
     assert _run(binaries / "python", "-m", "pip", "check", cwd=binaries).returncode == 0
 

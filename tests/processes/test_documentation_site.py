@@ -51,6 +51,7 @@ def test_the_reference_is_that_of_the_code(site: Path) -> None:
     assert "MissingExtraError" in reference["errors"]
     assert "gradient_accumulation_steps" in reference["arguments"]
     assert 'id="trainertrain"' in reference["trainer_lib"]
+    assert "[positional or keyword]" not in reference["trainer_lib"]
     assert 'id="spec"' in reference["trainflow"]
     assert 'id="stage_task"' in reference["stages"]
 
