@@ -50,7 +50,8 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
 
 
 def _read(path: Path) -> nbformat.NotebookNode:
-    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    return notebook
 
 
 def _shown(cell: nbformat.NotebookNode) -> str:
