@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainer_lib.errors import Interrupted
+from trainer_lib.errors import Interrupted, Pruned
 
 if TYPE_CHECKING:
     from flows.results import PipelineResult
@@ -26,6 +26,23 @@ _log = logging.getLogger(__name__)
 _expected: ContextVar[Ending | None] = ContextVar("trainflow_ending", default=None)
 
 
+class StopRequest(threading.Event):
+    """Set by the caller of a flow, from any thread: the stage at work saves and ends, and the run ends as pruned.
+
+    Attributes:
+        reason: why, as a sentence.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = "Ended early."
+
+    def ask(self, reason: str) -> None:
+        """Ask for the end."""
+        self.reason = reason
+        self.set()
+
+
 class Ending:
     """How one flow's body ended.
 
@@ -34,9 +51,20 @@ class Ending:
         interrupt: the signal that ended it; its argument names another one than Ctrl-C.
         is_expected: whether there is a caller that reads this.
         outlives_flow: whether that caller goes on after the flow, and calls `finish`.
+        stop: with which the caller ends the run early.
+        delivers_later: whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
     """
 
-    def __init__(self, *, is_expected: bool = True, outlives_flow: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        is_expected: bool = True,
+        outlives_flow: bool = False,
+        stop: StopRequest | None = None,
+        delivers_later: bool = False,
+    ) -> None:
+        self.stop = stop or StopRequest()
+        self.delivers_later = delivers_later
         self.is_expected = is_expected
         self.outlives_flow = outlives_flow
         self.result: PipelineResult | None = None
@@ -65,6 +93,15 @@ class Ending:
         while self._afterwards:
             self._afterwards.pop()()
 
+    def run_unless_pruned(self, work: Callable[[StopRequest], None]) -> None:
+        """Do the work; the end that the caller asked for is raised as `Pruned`."""
+        try:
+            work(self.stop)
+        except Interrupted as error:
+            if not self.stop.is_set():
+                raise
+            raise Pruned(self.stop.reason, step=error.step, remedy="The sweep goes on.") from error
+
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
         # Python lets only the main thread set handlers; without a caller nothing would put them back.
@@ -83,9 +120,9 @@ class Ending:
 
 
 @contextlib.contextmanager
-def expect_ending() -> Iterator[Ending]:
+def expect_ending(stop: StopRequest | None = None, *, delivers_later: bool = False) -> Iterator[Ending]:
     """Receive the ending of the flow that is called inside the block."""
-    ending = Ending(outlives_flow=True)
+    ending = Ending(outlives_flow=True, stop=stop, delivers_later=delivers_later)
     token = _expected.set(ending)
     try:
         yield ending

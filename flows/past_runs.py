@@ -49,7 +49,8 @@ class PastRun:
     Attributes:
         id: name of its folder below `runs/`.
         name: the pipeline's name.
-        status: RUNNING, FINISHED, FAILED or KILLED; one that died without a word stays RUNNING until it is swept.
+        status: RUNNING, FINISHED, FAILED, KILLED or PRUNED; one that died without a word stays RUNNING until it is
+            swept.
         started: when the command began, ISO-8601 in UTC.
         run_name: its name in Prefect and MLflow; the pipeline's name where an older version recorded it.
         stages: stage -> content key of the result that this run made or found committed.
@@ -79,8 +80,8 @@ class PastRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it came to its end without a failure."""
-        return self.status == "FINISHED"
+        """Whether it came to its end without a failure; a trial that its sweep ended early did."""
+        return self.status in ("FINISHED", "PRUNED")
 
     @property
     def first_started(self) -> datetime | None:
@@ -98,6 +99,12 @@ class PastRun:
             return (ended - datetime.fromisoformat(self.started)).total_seconds()
         except (ValueError, TypeError):
             return None
+
+    @property
+    def sweep(self) -> str | None:
+        """The sweep that it is a trial of; None: of none."""
+        found = self.record.get("sweep")
+        return str(found) if found else None
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -24,7 +24,7 @@ from prefect.states import Cancelled
 from pydantic_core import to_jsonable_python
 from typing_extensions import override
 
-from flows.ending import expect_ending, expected_ending
+from flows.ending import StopRequest, expect_ending, expected_ending
 from flows.heartbeat import beating
 from flows.live_report import live_report
 from flows.past_runs import read_run
@@ -33,6 +33,7 @@ from flows.prefect_artifacts import run_artifacts
 from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_logs import keep_logs
+from flows.run_message import tell_of_run
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.run_status import read_status, sweep
@@ -100,7 +101,7 @@ def pipeline(
     result = PipelineResult(spec.name, "", spec.storage)
     ending = expected_ending()
     try:
-        with own_flow_run() as flow_run:
+        with own_flow_run() as flow_run, _told(spec, result):
             choose = partial(Plan.of, spec, only=only, start=start, from_run=from_run, debug=debug)
             plan = plan_of_try(choose, force or (), flow_run.began)
             # Before the first stage: hours of training must not end at a read-only folder.
@@ -108,7 +109,7 @@ def pipeline(
             plan.require_committed()
             with _recorded(plan, result) as record:
                 flow_run.rename(result.run_name)
-                run_stages(plan, record)
+                ending.run_unless_pruned(lambda stop: run_stages(plan, record, stop))
                 ending.close_undisturbed()
         ending.result = result
     except TrainflowError as error:
@@ -122,6 +123,22 @@ def pipeline(
             raise
         return Cancelled(message="Interrupted (Ctrl-C).")
     return result
+
+
+@contextlib.contextmanager
+def _told(spec: PipelineSpec, result: PipelineResult) -> Iterator[None]:
+    """After the block, send how it ended to where the spec says."""
+    try:
+        yield
+    except TrainflowError as error:
+        result.error = error
+        tell_of_run(spec.notify, result)
+        raise
+    except KeyboardInterrupt:
+        result.error = Interrupted("Stopped by a signal.")
+        tell_of_run(spec.notify, result)
+        raise
+    tell_of_run(spec.notify, result)
 
 
 @contextlib.contextmanager
@@ -151,14 +168,18 @@ def run_pipeline(
     force: Sequence[str] = (),
     from_run: str | None = None,
     debug: bool = False,
+    stop: StopRequest | None = None,
+    delivers_later: bool = False,
 ) -> PipelineResult:
     """Run the flow in this process and return how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
 
     A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
-    `raise_for_error` raises it. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow run
-    has been ended.
+    `raise_for_error` raises it. `stop` ends the run early from another thread, as pruned; with `delivers_later` it does
+    not wait for MLflow at its end. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow
+    run has been ended.
     """
-    with expect_ending() as ending, masked_api_logs(), quiet_failures(not debug), created_by_this_process():
+    expected = expect_ending(stop, delivers_later=delivers_later)
+    with expected as ending, masked_api_logs(), quiet_failures(not debug), created_by_this_process():
         try:
             state = pipeline(
                 spec, only=only, start=start, force=list(force), from_run=from_run, debug=debug, return_state=True

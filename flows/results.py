@@ -111,13 +111,17 @@ def collect_metrics(outcomes: Iterable[StageOutcome]) -> dict[str, float]:
     return found
 
 
-def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics by one name each: ``{"test": {"test_error": 0.1}}`` is ``{"test_error": 0.1}``. Timings are left out."""
+def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[str, float]:
+    """Metrics by one name each: ``{"test": {"test_error": 0.1}}`` is ``{"test_error": 0.1}``.
+
+    Args:
+        timings: keep times and speeds, which are left out otherwise.
+    """
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
-            inner = {f"{name}_{key.removeprefix(f'{name}_')}": number for key, number in flat_metrics(value).items()}
-            flat |= inner
-        elif isinstance(value, int | float) and not isinstance(value, bool) and is_measurement(name):
+            inner = flat_metrics(value, timings=timings)
+            flat |= {f"{name}_{key.removeprefix(f'{name}_')}": number for key, number in inner.items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool) and (timings or is_measurement(name)):
             flat[name] = value
     return flat

@@ -17,6 +17,7 @@ from flows.results import PipelineResult, collect_metrics
 from flows.run_summary import summarize
 from flows.spec.spec import PipelineSpec
 from trainer_lib.arguments.numeric import numeric_fields
+from trainer_lib.errors import Pruned
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import with_intervals
@@ -25,6 +26,7 @@ from trainer_lib.yaml_text import dump_yaml
 
 NOTE = "mlflow.note.content"
 FAILED_STAGE = "trainflow.failed_stage"
+PRUNED_TAG = "trainflow.pruned"
 FLOW_RUN, FLOW_RUN_URL = "trainflow.prefect_flow_run", "trainflow.prefect_url"
 SPEC_FILE, ARGUMENTS_FILE = "settings/spec.yaml", "settings/arguments.json"
 NOTE_CHARS = 5000
@@ -76,12 +78,15 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     failed = next((each.stage for each in result.stages if each.status == "failed"), None)
     reason = None
     note = "\n\n".join(filter(None, [_heading(result, run_id), _measured(result), summarize(result)]))
-    if result.error is not None:
+    pruned = result.error.message if isinstance(result.error, Pruned) else None
+    if pruned is not None:
+        note += f"\n\nPruned: {pruned}"
+    elif result.error is not None:
         reason = mask(f"{type(result.error).__name__}: {result.error.message}")[:NOTE_CHARS]
         note += f"\n\nIt goes on from there: `trainflow resume {run_id} --storage {mask(result.storage)}`"
     if len(note) > NOTE_CHARS:
         note = f"{note[:NOTE_CHARS]}..."
-    return {NOTE: note, FAILURE_TAG: reason, FAILED_STAGE: failed}
+    return {NOTE: note, FAILURE_TAG: reason, FAILED_STAGE: None if pruned else failed, PRUNED_TAG: pruned}
 
 
 def _measured(result: PipelineResult) -> str:

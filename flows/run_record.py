@@ -24,6 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+from flows.ending import expected_ending
 from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
@@ -52,7 +53,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.model_flavor import describe_flavor
 from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
-from trainer_lib.errors import CodeError, Interrupted, Preempted, StorageError, TrainflowError
+from trainer_lib.errors import CodeError, Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
@@ -135,11 +136,10 @@ class RunRecord:
         if isinstance(error, TrainflowError):
             self.result.error = error
         status = "FINISHED" if error is None else "FAILED"
-        # Ctrl-C outside of a stage comes as KeyboardInterrupt, which is not an Exception.
         if error is not None and (isinstance(error, Interrupted | Preempted) or not isinstance(error, Exception)):
-            status = "KILLED"
+            status = "PRUNED" if isinstance(error, Pruned) else "KILLED"
         self.result.seconds = round(time.monotonic() - self._start_s, 3)
-        stages = len(self.plan.stages)
+        stages = 0 if expected_ending().delivers_later else len(self.plan.stages)
         for _ in range(3):
             try:
                 self._close(status, stages=stages)
@@ -369,6 +369,7 @@ class RunRecord:
                 "from_run": None if plan.past is None else plan.past.id,
                 "limit": plan.spec.limit,
                 "sources": self._sources,
+                **{name: plan.spec.tracking.tags.get(f"trainflow.{name}") for name in ("sweep", "trial")},
             }
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from prefect.futures import PrefectFuture
 
 
-def run_stages(plan: Plan, record: RunRecord) -> None:
+def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     """Run every stage that the plan wants, and add the outcome of every stage to the record's result.
+
+    Args:
+        stop: once set, the stages at work save and end.
 
     Raises:
         TrainflowError: the failure of the first stage that failed. Stages that ran beside it have ended, too: their
@@ -34,7 +38,7 @@ def run_stages(plan: Plan, record: RunRecord) -> None:
     """
     _warn(plan)
     _expect_launches(plan)
-    run = _StageRun(plan, record)
+    run = _StageRun(plan, record, stop)
     for group in plan.groups():
         if any(plan.is_wanted(name) and plan.stages[name].stage.gated for name in group):
             run.enforce_gates()
@@ -58,7 +62,7 @@ def keep_stages(plan: Plan, record: RunRecord) -> None:
         TrainflowError: a result was removed since the plan was made, or a gate is not passed.
     """
     _warn(plan)
-    run = _StageRun(plan, record)
+    run = _StageRun(plan, record, threading.Event())  # nothing starts that could be stopped
     for group in plan.groups():
         for name in group:
             run.leave_out(name)
@@ -89,13 +93,13 @@ def _expect_launches(plan: Plan) -> None:
 class _StageRun:
     """The manifests and the outcomes of one run, as the stages end."""
 
-    def __init__(self, plan: Plan, record: RunRecord) -> None:
+    def __init__(self, plan: Plan, record: RunRecord, stop: threading.Event) -> None:
         self._plan = plan
         self._record = record
         self._result = record.result
         self._tracked = record.tracked
         handle = None if record.tracked is None else record.tracked.handle
-        self._context = replace(plan.context, tracking=handle, run_name=record.result.run_name)
+        self._context = replace(plan.context, tracking=handle, run_name=record.result.run_name, stop=stop)
         self._manifests: dict[str, StageManifest] = {}
 
     def run_alone(self, plan: StagePlan) -> None:

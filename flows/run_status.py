@@ -15,9 +15,9 @@ from flows.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
 from tasks.stage.retry import now
 from trainer_lib.storage import Store
 
-State = Literal["running", "suspended", "silent", "finished", "failed", "stopped", "died"]
+State = Literal["running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died"]
 _LIVING: dict[str, State] = {"running": "running", "suspended": "suspended"}
-_ENDED: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+_ENDED: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "PRUNED": "pruned"}
 _log = logging.getLogger(__name__)
 
 
@@ -27,8 +27,8 @@ class RunStatus:
 
     Attributes:
         state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
-            no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel);
-            died (its process ended without a word).
+            no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel),
+            pruned (by its sweep); died (its process ended without a word).
         sign: the process at work on it, or the one that died; None: the run has ended, or died before it began.
         unswept: signs of dead processes, which `sweep` removes.
     """

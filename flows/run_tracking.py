@@ -96,7 +96,7 @@ class RunTracking:
 
     def end(self, status: str) -> None:
         """Note how the run has ended."""
-        self.run.end(DISCARDED if self.is_discarded() else status)
+        self.run.end(DISCARDED if self.is_discarded() else _status_in_mlflow(status))
 
     def _listen(self, event: Event) -> None:
         if event.get("stage") == "train":
@@ -106,7 +106,7 @@ class RunTracking:
         """End the run, and wait a second per stage for the server. Safe to repeat."""
         self._listening.close()
         self._load.close()
-        self.run.finish(status, stages=stages)
+        self.run.finish(_status_in_mlflow(status), stages=stages)
 
 
 def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[str, str]:
@@ -116,3 +116,8 @@ def _origin(committed: Iterable[StageManifest | None], storage: Store) -> dict[s
             run_id = manifest.facts.mlflow_run_id or tracking.find_run_id(storage, manifest.facts.tracked_run)
             return {} if run_id is None else {"trainflow.origin_run": run_id}
     return {}
+
+
+def _status_in_mlflow(status: str) -> str:
+    """The status in MLflow, which knows no pruned runs."""
+    return "KILLED" if status == "PRUNED" else status

@@ -24,6 +24,7 @@
     |-- NotReproducibleError          20   a resumed or repeated run differs from the first   never retried
     |-- GateError                     21   an evaluation misses what the spec requires        never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
+        `-- Pruned                  130   a sweep ended this trial early                     never retried
 
 A failure is rendered as one line, ``field = value: message remedy``, where message and remedy are whole sentences::
 
@@ -268,6 +269,12 @@ class Interrupted(TrainflowError):
     title = "interrupted"
 
 
+class Pruned(Interrupted):
+    """A sweep ended this trial early: others reached more by then."""
+
+    title = "pruned"
+
+
 # By name, so that a record can name no class but these.
 _CLASSES: dict[str, type[TrainflowError]] = {
     cls.__name__: cls
@@ -293,6 +300,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         NotReproducibleError,
         GateError,
         Interrupted,
+        Pruned,
     )
 }
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.errors import TrainflowError
     from trainer_lib.model_folder.loaded import load_model
+    from trainflow.finished_sweep import Sweep
     from trainflow.recorded_run import Run, Runs, runs
     from trainflow.specification import Spec
 
@@ -26,12 +27,13 @@ _NAMES = {
     "Run": "trainflow.recorded_run",
     "Runs": "trainflow.recorded_run",
     "Spec": "trainflow.specification",
+    "Sweep": "trainflow.finished_sweep",
     "TrainflowError": "trainer_lib.errors",
     "load_model": "trainer_lib.model_folder.loaded",
     "runs": "trainflow.recorded_run",
 }
 
-__all__ = ["Run", "Runs", "Spec", "TrainflowError", "load_model", "runs"]
+__all__ = ["Run", "Runs", "Spec", "Sweep", "TrainflowError", "load_model", "runs"]
 
 
 def __getattr__(name: str) -> Any:

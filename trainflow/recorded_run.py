@@ -204,10 +204,9 @@ class Run:
     def _repr_html_(self) -> str | None:
         """The report, as a notebook shows it: in a frame of its own, which runs no scripts."""
         try:
-            page = html.escape(self.report(), quote=True)
+            return framed(self.report())
         except ConfigError:
             return None
-        return f'<iframe srcdoc="{page}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'
 
     def __repr__(self) -> str:
         return f"Run({self.id!r}, name={self.name!r}, status={self.status!r})"
@@ -303,6 +302,12 @@ def _storage_here() -> str:
         field="storage",
         remedy='Name it: storage="…", a folder or a URL.',
     )
+
+
+def framed(page: str) -> str:
+    """A page of HTML, as a notebook shows it: in a frame of its own, which runs no scripts."""
+    text = html.escape(page, quote=True)
+    return f'<iframe srcdoc="{text}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'
 
 
 def _ignore(_: str) -> None:

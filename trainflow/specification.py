@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from flows.plan import Plan
+    from trainflow.finished_sweep import Sweep
 
 
 class Spec:
@@ -88,6 +89,30 @@ class Spec:
         forced = [stage for name in force if (stage := require_stage(name, "force"))]
         choice = {"only": only, "start": start, "force": forced, "from_run": from_run}
         return Run.of(run_here(self.settings, progress=progress, **choice))
+
+    def sweep(self, *, progress: bool = True) -> Sweep:
+        """Run the trials that its section `sweep` describes, in processes of their own, and return what they came to.
+
+        The same call goes on with a sweep that was interrupted; no trial runs twice.
+
+        Args:
+            progress: show a line for each trial; False: show nothing.
+
+        Raises:
+            ConfigError: the spec has no sweep, or one that cannot work.
+            TrainflowError: it ended before its last trial. What had ended stays, and the same call goes on.
+        """
+        from flows.cli import sweep as shown
+        from flows.cli import terminal
+        from flows.sweeps.sweeping import run_sweep
+        from flows.sweeps.trial_specs import sweep_of
+        from trainflow.finished_sweep import Sweep
+
+        display = shown.SweepDisplay(terminal.console(), sweep_of(self.settings), quiet=not progress)
+        with display.status():
+            result = run_sweep(self.settings, listener=display)
+        result.raise_for_error()
+        return Sweep(result)
 
     def why(self) -> pd.DataFrame:
         """Whether each stage is committed, and if not, what differs: columns hit, certain and reason. Runs nothing.

@@ -21,6 +21,9 @@ _EXAMPLES = {
     "plan": """
         trainflow plan pipeline.yaml
         trainflow plan pipeline.yaml train.launch.processes=4 --probe""",
+    "sweep": """
+        trainflow sweep pipeline.yaml
+        trainflow sweep pipeline.yaml sweep.trials=40 sweep.parallel=2""",
     "resume": """
         trainflow resume
         trainflow resume 3fa9c1

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "init": "flows.cli.scaffold:init",
     "schema": "flows.cli.scaffold:schema",
     "plan": "flows.cli.planning:plan",
+    "sweep": "flows.cli.sweep:sweep",
     "resume": "flows.cli.resume:resume",
     "prove-resume": "flows.cli.proof:prove_resume",
     "gc": "flows.cli.cleaning:collect_garbage",

@@ -33,11 +33,12 @@ COLOURS = {
     "suspended": "yellow",
     "silent": "yellow",
     "stopped": "yellow",
+    "pruned": "dim",
     "interrupted": "yellow",
     "failed": "bold red",
     "died": "bold red",
 }
-_STATES = ("running", "suspended", "silent", "finished", "failed", "stopped", "died")
+_STATES = ("running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died")
 _SHORT_ID = 8
 _MOST_METRICS = 3
 _DIGEST = 12
@@ -56,6 +57,9 @@ def runs(
     metric: Annotated[
         list[str] | None,
         typer.Option(metavar="CONDITION", help='Runs with such a metric: "test_accuracy>=0.9"; repeatable.'),
+    ] = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
     ] = None,
     sort: Annotated[
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
@@ -77,6 +81,7 @@ def runs(
         for each in found
         if (name is None or name in each.run.name or name in each.run.run_name)
         and (not state or each.state in state)
+        and (sweep is None or each.run.sweep == sweep)
         and (oldest is None or _started(each.run) >= oldest)
         and all(one.accepts(each.run.metrics) for one in filters)
     ]
@@ -87,7 +92,8 @@ def runs(
         plain = [{**each.to_dict(), **_listed(each.run), "tags": tags[each.run.id]} for each in listed]
         print_json({"ok": True, "exit_code": 0, "storage": chosen.storage, "runs": plain})
         return
-    terminal.show(_run_lines(listed, tags, filters, sort, chosen.storage, len(found)))
+    shown_ones, trials = (listed, {}) if sweep or state or filters else _grouped(listed)
+    terminal.show(_run_lines(shown_ones, tags, filters, sort, chosen.storage, len(found), trials))
 
 
 def show(
@@ -182,7 +188,9 @@ def _started(run: PastRun) -> datetime:
 
 
 def _listed(run: PastRun) -> dict[str, Any]:
-    return {"run_name": run.run_name, "metrics": dict(run.metrics), "seconds": run.seconds, "failed": run.failed}
+    return {"run_name": run.run_name, "metrics": dict(run.metrics), "seconds": run.seconds, "failed": run.failed} | {
+        name: run.record.get(name) for name in ("sweep", "trial")
+    }
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -195,6 +203,22 @@ def number(value: float | None) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def _grouped(listed: Sequence[RunStatus]) -> tuple[list[RunStatus], dict[str, int]]:
+    """The runs without all trials of a sweep but the first one listed; how many there are, by the id of that one."""
+    first: dict[tuple[str, str], str] = {}
+    trials: dict[str, int] = {}
+    kept = []
+    for each in listed:
+        if each.run.sweep is None:
+            kept.append(each)
+            continue
+        one = first.setdefault((each.run.name, each.run.sweep), each.run.id)
+        trials[one] = trials.get(one, 0) + 1
+        if one == each.run.id:
+            kept.append(each)
+    return kept, trials
+
+
 def _run_lines(
     listed: Sequence[RunStatus],
     tags: Mapping[str, Sequence[str]],
@@ -202,6 +226,7 @@ def _run_lines(
     sort: str,
     storage: str,
     total: int,
+    trials: Mapping[str, int],
 ) -> list[Text]:
     if not listed:
         return [Text(f"No run of {total} fits." if total else f"No run is recorded in {shown(storage)}.")]
@@ -217,11 +242,22 @@ def _run_lines(
                 each.run.started[:16].replace("T", " "),
                 "" if seconds is None else duration(seconds),
                 *(number(each.run.metrics.get(name)) for name in columns),
-                ", ".join(filter(None, (*(f"#{tag}" for tag in tags[each.run.id]), each.where))),
+                ", ".join(
+                    filter(None, (*(f"#{tag}" for tag in tags[each.run.id]), *_of_sweep(each.run, trials), each.where))
+                ),
             )
         )
     styles = [("", "", COLOURS.get(each.state, "")) for each in listed]
     return table(rows, styles, right=frozenset(range(5, 5 + len(columns))))
+
+
+def _of_sweep(run: PastRun, trials: Mapping[str, int]) -> list[str]:
+    """What to say of a trial; of one that stands for others, how many there are."""
+    if run.sweep is None:
+        return []
+    number = f"trial {run.record.get('trial')} of sweep {run.sweep}"
+    count = trials.get(run.id, 1)
+    return [number if count == 1 else f"{number}, and {count - 1} more: trainflow runs --sweep {run.sweep}"]
 
 
 def _metric_columns(found: Iterable[PastRun], asked: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ _COLOURS = {
     "failed": "bold red",
     "died": "bold red",
     "stopped": "yellow",
+    "pruned": "dim",
 }
 _SHORT_ID = 8
 _BAR = 20

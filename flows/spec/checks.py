@@ -35,7 +35,6 @@ _TRACKING_SCHEMES = {
     "uc",
 }
 
-# Arguments that the pipeline itself decides, and what to set instead.
 DECIDED = {
     "output_dir": "The stage's folder below 'storage' is used: remove it.",
     "resume_from_checkpoint": "A stage always continues from its own newest checkpoint: remove it.",
@@ -90,6 +89,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_launches(spec, resolver)
     _check_gates(spec)
     _check_register(spec, resolver)
+    spec.notify.check()
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
@@ -298,7 +298,7 @@ def _check_gates(spec: PipelineSpec) -> None:
         )
     for metric in config.require:
         if not any(metric.startswith(f"{split}_") for split in (*config.splits, "overall")):
-            raise _names_no_split(
+            raise names_no_split(
                 metric, config.splits, field=f"evaluate.require.{metric}", value=config.require[metric]
             )
 
@@ -321,10 +321,8 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
         )
     split = next((split for split in config.splits if metric.startswith(f"{split}_") and metric != f"{split}_"), None)
     if split is None:
-        raise _names_no_split(metric, config.splits, field="register.metric", value=metric)
-    measured = _find_measured(spec, resolver)
-    if measured is not None:
-        measured += config.metrics
+        raise names_no_split(metric, config.splits, field="register.metric", value=metric)
+    measured = find_measured(spec, resolver)
     names = [f"{each}_{name}" for each in config.splits for name in measured or ()]
     if measured is not None and metric not in names:
         raise ConfigError(
@@ -337,7 +335,7 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
         )
 
 
-def _find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
+def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
     """The names that the recipe's compute_metrics returns; None where that is known only when it runs."""
     from tasks.stage.closure import top_level_names
 
@@ -350,11 +348,12 @@ def _find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
         if "compute_metrics" in defined:
             names = find_returned_names(tree, "compute_metrics")
             # The Trainer takes its prefix off those that have it already.
-            return None if names is None else [name.removeprefix("eval_") for name in names]
-    return []
+            return None if names is None else [*(name.removeprefix("eval_") for name in names), *spec.evaluate.metrics]
+    return list(spec.evaluate.metrics)
 
 
-def _names_no_split(metric: str, splits: Sequence[str], *, field: str, value: str) -> ConfigError:
+def names_no_split(metric: str, splits: Sequence[str], *, field: str, value: str) -> ConfigError:
+    """The error of a metric whose name begins with that of no split."""
     options = [f"{split}_{metric.partition('_')[2] or metric}" for split in splits]
     options += [f"{split}_{metric}" for split in splits]
     return ConfigError(

@@ -43,6 +43,8 @@ _OWN = {
     "requirement": "This is not a requirement.",
     "duration": "This is not a duration.",
     "recipe_name": "No recipe has this name.",
+    "sweep": "This sweep cannot work.",
+    "place": "This is not the name of a place.",
 }
 _BOUNDS = {
     "greater_than": ("above", "gt"),

@@ -18,7 +18,8 @@ from pydantic import Field, PrivateAttr, ValidationError
 from flows.spec import checks as _checks
 from flows.spec.findings import spec_error
 from flows.spec.limit import limit_spec
-from flows.spec.spec_file import parse_override_value, read_spec_file
+from flows.spec.spec_file import read_spec_file
+from flows.spec.spec_overrides import apply_override
 from tasks.configs import (
     EvaluateConfig,
     MaxAge,
@@ -31,9 +32,11 @@ from tasks.configs import (
     TrainConfig,
 )
 from tasks.duration_setting import Duration
+from tasks.notify_settings import NotifySettings
 from tasks.recipe_path import RecipePath
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
+from tasks.sweep_settings import SweepSettings
 from trainer_lib.errors import ConfigError
 from trainer_lib.path_options import absolute_path, is_path, map_paths
 from trainer_lib.recipe_names import is_recipe_name
@@ -94,6 +97,8 @@ class PipelineSpec(Settings):
         default=RegisterConfig(), description="From a model to a version in MLflow's registry."
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
+    notify: NotifySettings = Field(default=NotifySettings(), description="Who learns how a run ended.")
+    sweep: SweepSettings | None = Field(default=None, description="Many trainings of this spec, and the best of them.")
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Hand the field `register` to a spec of your own."""
@@ -233,7 +238,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
     """
     path = Path(path)
     raw, lines = read_spec_file(path)
-    overridden = [_override(raw, text) for text in overrides]
+    overridden = [apply_override(raw, text) for text in overrides]
     source = _Source(path, lines, frozenset(overridden))
     try:
         _checks.refuse_secrets(raw)
@@ -272,48 +277,6 @@ def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
     except ValidationError as error:
         raise spec_error(error, raw, PipelineSpec) from None
     return spec if spec.root is not None else spec.model_copy(update={"root": str(find_root(spec.recipe))})
-
-
-def _override(raw: dict[str, Any], text: str) -> str:
-    """Set ``a.b=value`` in `raw`; the dotted key."""
-    key, equals, value_text = text.partition("=")
-    key = key.strip()
-    parts = key.split(".")
-    if not equals or not all(parts):
-        raise ConfigError(
-            "An override has the form key=value.",
-            field=key or "override",
-            value=value_text if equals else None,
-            remedy="Write for example train.args.seed=1.",
-        )
-    place: Any = raw
-    for depth, part in enumerate(parts[:-1], start=1):
-        inner = place.setdefault(part, {})
-        # `train:` with nothing below it is None in YAML.
-        if inner is None:
-            inner = place[part] = {}
-        # The spec may name a launcher alone (`launch: torchrun`); its settings can be overridden all the same.
-        elif part == "launch" and isinstance(inner, str):
-            inner = place[part] = {"kind": inner}
-        if not isinstance(inner, dict):
-            raise ConfigError(
-                f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set "
-                f"(from the command line: {key}=…).",
-                field=key,
-                value=value_text,
-                remedy=f"Set {'.'.join(parts[:depth])} itself.",
-            )
-        place = inner
-    try:
-        place[parts[-1]] = parse_override_value(value_text.strip())
-    except ValueError as error:
-        raise ConfigError(
-            f"This is not a value: {error} (from the command line: {key}=…).",
-            field=key,
-            value=value_text,
-            remedy="Quote it for the shell.",
-        ) from error
-    return key
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:

@@ -69,7 +69,7 @@ def test_documented_make_targets_exist() -> None:
 
 def test_every_field_of_a_spec_is_documented() -> None:
     from flows.spec.spec import PipelineSpec
-    from tasks import configs
+    from tasks import configs, notify_settings, sweep_settings
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     settings = (configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig)
@@ -80,6 +80,10 @@ def test_every_field_of_a_spec_is_documented() -> None:
         configs.PublishConfig,
         configs.TrackingConfig,
         configs.RegisterConfig,
+        notify_settings.NotifySettings,
+        sweep_settings.SweepSettings,
+        sweep_settings.PrunerSettings,
+        sweep_settings.Range,
     )
     launch: Any = configs.LaunchSettings  # a dataclass of pydantic's, whose fields have another name
     for cls, fields in (*((model, model.model_fields) for model in models), (launch, launch.__pydantic_fields__)):

@@ -1,0 +1,157 @@
+"""`trainflow sweep`: many trainings of one spec, and the best of them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from flows.cli import presentation, terminal
+from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from flows.cli.presentation import shown
+from flows.cli.signals import stoppable
+from flows.spec.spec import PipelineSpec, load_spec
+from flows.sweeps.sweep_result import reached_text
+from tasks.stage.progress import duration
+from tasks.stage.resolver import Resolver
+from tasks.sweep_settings import SweepSettings
+
+if TYPE_CHECKING:
+    from flows.sweeps.sweep_result import SweepResult
+
+_STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
+
+
+def sweep(
+    spec: Spec, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False, debug: Debug = False
+) -> None:
+    """Run the trials that the spec's section `sweep` describes, and write out the spec of the best one.
+
+    Interrupt it, kill it or pull the plug: the same command goes on, and no trial runs twice.
+    """
+    parsed = load_spec(spec, overrides or [], Resolver())
+    from flows.sweeps.sweeping import run_sweep
+    from flows.sweeps.trial_specs import sweep_of
+
+    settings = sweep_of(parsed)
+    out = terminal.console(stderr=as_json)
+    again = shlex.join(["trainflow", "sweep", str(spec), *(overrides or [])])
+    with stoppable(out.print, remedy=f"The same command continues: {again}"):
+        if not quiet:
+            out.print(title(parsed, settings, spec))
+        display = SweepDisplay(out, settings, quiet=quiet)
+        with display.status():
+            result = run_sweep(parsed, listener=display, debug=debug)
+    if as_json:
+        code = 0 if result.error is None else result.error.exit_code
+        print_json({"ok": result.ok, "exit_code": code, **result.to_dict()})
+    elif not quiet:
+        terminal.show(summary(result, ["trainflow", "ui", str(spec)]))
+    if result.error is not None:
+        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
+        raise typer.Exit(result.error.exit_code)
+
+
+def title(spec: PipelineSpec, settings: SweepSettings, path: Path) -> str:
+    """The first line."""
+    aims = ", ".join(f"{way} {name}" for name, way in zip(settings.objective, settings.direction, strict=True))
+    return f"{spec.name}: {aims} over {', '.join(settings.space)}: {shown(str(path))} -> {shown(spec.storage)}"
+
+
+class SweepDisplay:
+    """A line for each trial that ends; on a terminal, below them, what is at work."""
+
+    def __init__(self, out: Console, settings: SweepSettings, *, quiet: bool) -> None:
+        self._out = out
+        self._settings = settings
+        self._quiet = quiet
+        self._values: dict[int, Mapping[str, Any]] = {}
+        self._at_work: dict[int, str] = {}
+        self._ended = 0
+        self._began = time.monotonic()
+        self._best: list[float] | None = None
+        self._status = out.status("starting")
+
+    def status(self) -> Any:
+        """What is at work, drawn in place for the length of the block."""
+        import contextlib
+
+        return contextlib.nullcontext() if self._quiet or not self._out.is_terminal else self._status
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Take one event."""
+        kind, number = event.get("event"), int(event.get("trial") or 0)
+        if kind == "warning":
+            terminal.console(stderr=True).print(f"warning: {event.get('message')}")
+        elif kind == "began":
+            self._values[number] = event["values"]
+            self._at_work[number] = "goes on" if event.get("resumed") else "begins"
+            if event.get("resumed") and not self._quiet:
+                self._out.print(Text(f"trial {number:<4} goes on: {values_text(event['values'])}", "dim"))
+        elif kind == "progress" and event.get("max_steps"):
+            self._at_work[number] = f"step {event['step']}/{event['max_steps']}"
+        elif kind == "ended":
+            self._end(number, event)
+        self._status.update(self._now())
+
+    def _end(self, number: int, event: Mapping[str, Any]) -> None:
+        self._at_work.pop(number, None)
+        self._ended += 1
+        if self._quiet:
+            return
+        state = str(event["state"])
+        reached = event.get("objective")
+        words = reached_text(self._settings.objective, reached) if reached else str(event.get("reason") or "")
+        mark = "  best so far" if reached and self._is_best(list(reached)) else ""
+        values = values_text(self._values.get(number, {}))
+        self._out.print(
+            Text.assemble(f"trial {number:<4} ", (f"{state:<9}", _STYLES.get(state, "")), f"{words}  ", (values, "dim"))
+            + Text(mark, "green")
+        )
+
+    def _is_best(self, reached: list[float]) -> bool:
+        if len(reached) > 1:
+            return False
+        sign = 1 if self._settings.direction[0] == "maximize" else -1
+        if self._best is None or sign * reached[0] > sign * self._best[0]:
+            self._best = reached
+            return True
+        return False
+
+    def _now(self) -> str:
+        work = ", ".join(f"trial {number} {what}" for number, what in sorted(self._at_work.items()))
+        return f"{self._ended} ended in {duration(time.monotonic() - self._began)}; {work or 'starting'}"
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    """``learning_rate=0.01 width=64``."""
+    numbers = {key: f"{value:.4g}" for key, value in values.items() if isinstance(value, float)}
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in {**values, **numbers}.items())
+
+
+def summary(result: SweepResult, ui: list[str]) -> list[Text]:
+    """How many trials there are, the best, and what to do with it."""
+    from flows.sweeps.sweep_report import count_words
+
+    saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
+    lines = [Text(), Text(f"  {count_words(result)}{saved}")]
+    for number in result.best:
+        best = result.trial(number)
+        reached = reached_text(result.objective, best.objective or ())
+        label = "best" if len(result.best) == 1 else "not beaten"
+        lines.append(Text.assemble((f"  {label:<12} ", "dim"), (f"trial {number}  {reached}", "bold")))
+        lines += [Text.assemble((f"  {'':<12} ", "dim"), f"{key} = {value}") for key, value in best.values.items()]
+        if number in result.best_specs:
+            command = shlex.join(["trainflow", "run", shown(result.best_specs[number])])
+            lines.append(Text.assemble(("  run it       ", "dim"), (command, "bold")))
+    if result.report_url:
+        lines.append(Text.assemble(("  report       ", "dim"), shown(result.report_url)))
+    if result.mlflow_run_id or result.best:
+        lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui), "bold")))
+    return [*lines, Text()]

@@ -1,0 +1,100 @@
+"""What a sweep came to: its trials, the best of them, and where they can be looked at. No engine is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_lib.errors import TrainflowError
+from trainer_lib.search.ledger import TrialState
+
+
+@dataclass
+class SweepResult:
+    """A sweep, as its ledger has it when a command on it ends.
+
+    Attributes:
+        name, pipeline, storage: the sweep's, the pipeline's, and where everything lies.
+        objective, direction: the metrics, and what is wanted of each.
+        wanted: how many trials there are to be.
+        best: the number of the best trial; several: those that no other beats in everything.
+        best_specs: trial -> the spec that runs it, with everything else that the sweep's spec has on.
+        report_url: the report.
+        error: the failure that ended the command; the trials that had ended stay.
+    """
+
+    name: str
+    pipeline: str
+    storage: str
+    objective: Sequence[str]
+    direction: Sequence[str]
+    wanted: int
+    trials: Sequence[TrialState] = ()
+    best: Sequence[int] = ()
+    best_specs: dict[int, str] = field(default_factory=dict)
+    report_url: str | None = None
+    mlflow_run_id: str | None = None
+    run_url: str | None = None
+    seconds: float = 0.0
+    error: TrainflowError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command was not ended by a failure."""
+        return self.error is None
+
+    def count(self, state: str) -> int:
+        """How many trials are in a state."""
+        return sum(trial.state == state for trial in self.trials)
+
+    @property
+    def saved_share(self) -> float | None:
+        """The share of all optimizer steps that was not trained because trials were ended early; None: none was."""
+        ended = [each.notes for each in self.trials if each.state in ("complete", "pruned")]
+        planned = sum(int(notes.get("max_steps") or 0) for notes in ended)
+        trained = sum(int(notes.get("steps") or 0) for notes in ended)
+        return 1 - trained / planned if planned and self.count("pruned") else None
+
+    def trial(self, number: int) -> TrialState:
+        """One trial."""
+        return next(trial for trial in self.trials if trial.number == number)
+
+    def raise_for_error(self) -> None:
+        """Raise the failure that ended the command, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {
+            "name": self.name,
+            "pipeline": self.pipeline,
+            "storage": self.storage,
+            "objective": list(self.objective),
+            "direction": list(self.direction),
+            "wanted": self.wanted,
+            "best": list(self.best),
+            "best_specs": {str(number): url for number, url in self.best_specs.items()},
+            "saved_share": self.saved_share,
+            "report_url": self.report_url,
+            "mlflow_run_id": self.mlflow_run_id,
+            "run_url": self.run_url,
+            "seconds": self.seconds,
+            "trials": [
+                {
+                    "number": each.number,
+                    "state": each.state,
+                    "values": dict(each.values),
+                    "objective": None if each.objective is None else list(each.objective),
+                    **{key: value for key, value in each.notes.items() if key != "objective"},
+                }
+                for each in self.trials
+            ],
+            "error": None if self.error is None else self.error.to_record(),
+        }
+
+
+def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
+    """``test_error 0.1013``."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=False))

@@ -1,0 +1,396 @@
+"""A sweep: its ledger, its slots, its MLflow run, and what came of it.
+
+    <storage>/sweeps/<pipeline>-<name>/
+        study.db        the ledger (`trainer_lib.search.ledger`); of a storage that is not a disk in a folder of this
+                        user's own, where MLflow's database is, too
+        slot-<n>.log    what the processes that train printed outside of their runs
+        report.html     trials, history, importance, values
+        best.yaml       the spec of the best trial; best-<n>.yaml of each where no trial is best in everything
+
+Trials are pipeline runs like any other. They share whatever has an equal key, so data is prepared once, and a training
+that was made already is not made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flows.past_runs import RUN_FILE, read_record, run_folder
+from flows.report import write_page
+from flows.run_message import describe_error, state_of
+from flows.server.api import quiet_environment
+from flows.spec.spec import PipelineSpec
+from flows.sweeps.study_plots import draw_study
+from flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
+from flows.sweeps.sweep_result import SweepResult, reached_text
+from flows.sweeps.trial_specs import (
+    SWEEP,
+    check_sweep,
+    design_of,
+    identify,
+    pruning_metric,
+    require_same,
+    sweep_of,
+    with_values,
+)
+from tasks import tracking
+from trainer_lib.errors import InfrastructureError, TrainflowError, from_record
+from trainer_lib.search.ledger import Ledger, TrialState
+from trainer_lib.storage import Store
+from trainer_lib.yaml_text import dump_yaml
+
+SWEEPS = "sweeps"
+_DEATHS = 3
+"""Slots that may die without a word before the sweep gives up."""
+_POLL_S = 0.2
+_KEPT_S = 60.0
+"""Seconds that slots get to save what is at work when the sweep is stopped."""
+
+Listener = Callable[[Mapping[str, Any]], object]
+
+
+def sweep_folder(spec: PipelineSpec) -> Store:
+    """The folder of a sweep on its storage."""
+    return Store.open(spec.storage).child(SWEEPS, f"{spec.name}-{sweep_of(spec).name}")
+
+
+def ledger_folder(spec: PipelineSpec) -> Path:
+    """The folder of its ledger on this machine."""
+    storage = Store.open(spec.storage)
+    return tracking.spool_dir(storage).parent / SWEEPS / f"{spec.name}-{sweep_of(spec).name}"
+
+
+def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug: bool = False) -> SweepResult:
+    """Run the trials that are missing, and say what all of them came to. A failure is held in the result's `error`.
+
+    Args:
+        listener: called with each event: "began", "progress", "ended" and "warning", each with its `trial`.
+        debug: keep the workers' run files.
+
+    Raises:
+        ConfigError: the spec has no sweep, or a sweep that cannot work, or its ledger is of another one.
+        StorageError: the storage cannot be written.
+    """
+    settings = sweep_of(spec)
+    check_sweep(spec)
+    Store.open(spec.storage).ensure_writable(field="storage")
+    quiet_environment()
+    ledger = Ledger.open(ledger_folder(spec), design_of(settings))
+    try:
+        _take_up(spec, ledger)
+        return _Sweep(spec, ledger, listener, debug=debug).run()
+    finally:
+        ledger.close()
+
+
+def _take_up(spec: PipelineSpec, ledger: Ledger) -> None:
+    """Make sure that the ledger's trials are those of this spec."""
+    known = ledger.identity
+    if known and any(each.state in ("complete", "pruned", "failed") for each in ledger.trials()):
+        require_same(spec, known)
+        return
+    now = identify(spec)
+    if known and known != now:
+        ledger.start_again()  # nothing has come of it
+    ledger.identify(now)
+
+
+class _Sweep:
+    """One command on a sweep."""
+
+    def __init__(self, spec: PipelineSpec, ledger: Ledger, listener: Listener, *, debug: bool) -> None:
+        self._spec = spec
+        self._settings = sweep_of(spec)
+        self._ledger = ledger
+        self._listener = listener
+        self._debug = debug
+        self._folder = sweep_folder(spec)
+        self._run: tracking.TrackedRun | None = None
+        self._failure: TrainflowError | None = None
+        self._deaths = 0
+        self._has_worked = False
+
+    def run(self) -> SweepResult:
+        began = time.monotonic()
+        status = "KILLED"
+        try:
+            if not self._ledger.is_done():
+                self._has_worked = True
+                self._open_run()
+                self._work()
+            result = self._conclude(time.monotonic() - began)
+            status = "FINISHED" if result.ok else "FAILED"
+        finally:
+            if self._run is not None:
+                self._run.finish(status)
+        result.mlflow_run_id = tracking.find_run_id(self._storage(), self._token())
+        result.trials = [self._with_run_id(trial) for trial in result.trials]
+        if self._has_worked:
+            self._tell(result)
+        return result
+
+    def _tell(self, result: SweepResult) -> None:
+        if not self._spec.notify.to:
+            return
+        from tasks.notifying import Message, send
+
+        best = [result.trial(number) for number in result.best]
+        lines = [
+            count_words(result),
+            *(f"best: trial {each.number}, {reached_text(result.objective, each.objective or ())}" for each in best),
+            *describe_error(result.error),
+            f"Report: {result.report_url}",
+        ]
+        state = state_of(result.error)
+        send(self._spec.notify, Message(state, f"{result.pipeline}-{result.name} {state}", lines))
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        """Keep slots at work until every trial has ended, one of them reports a failure, or we are interrupted."""
+        missing = self._ledger.design.num_trials - sum(
+            each.state in ("complete", "pruned", "failed") for each in self._ledger.trials()
+        )
+        wanted = max(1, min(self._settings.parallel, missing))
+        slots = [_SlotProcess(number, self._orders(), self._ledger.folder) for number in range(wanted)]
+        try:
+            with _selector(slots) as ready:
+                while any(slot.is_alive for slot in slots):
+                    self._listen(ready)
+                    if self._failure is not None:
+                        break
+                    self._look_after(slots, ready)
+        finally:
+            for slot in slots:
+                slot.stop()
+            deadline = time.monotonic() + _KEPT_S
+            for slot in slots:
+                slot.wait(max(deadline - time.monotonic(), 0.0))
+                self._take_lines(slot)
+                slot.output.close()
+
+    def _listen(self, ready: selectors.BaseSelector) -> None:
+        for key, _ in ready.select(_POLL_S):
+            slot: _SlotProcess = key.data
+            if not self._take_lines(slot):
+                ready.unregister(slot.output)
+
+    def _take_lines(self, slot: _SlotProcess) -> bool:
+        """Pass on what a slot wrote; False at its end."""
+        data = slot.read()
+        for line in slot.split(data):
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if event.get("event") == "failed":
+                    self._failure = self._failure or from_record(event["error"])
+                else:
+                    self._listener(event)
+        return bool(data)
+
+    def _look_after(self, slots: list[_SlotProcess], ready: selectors.BaseSelector) -> None:
+        """Start another slot for one that died without a word; its trial is claimed again."""
+        for index, slot in enumerate(slots):
+            if slot.is_alive or slot.process.poll() in (0, None) or slot.is_replaced:
+                continue
+            slot.is_replaced = True
+            self._deaths += 1
+            if self._deaths > _DEATHS:
+                self._failure = InfrastructureError(
+                    f"Processes that run trials ended without a word {self._deaths} times.",
+                    field=str(slot.log),
+                    remedy="Read the end of that file; the same command goes on.",
+                )
+                return
+            self._listener(
+                {"event": "warning", "message": f"A slot ended (code {slot.process.poll()}); another takes its place."}
+            )
+            slot.wait(0.0)
+            slot.output.close()
+            slots[index] = _SlotProcess(slot.number, self._orders(), self._ledger.folder)
+            ready.register(slots[index].output, selectors.EVENT_READ, slots[index])
+
+    def _orders(self) -> dict[str, Any]:
+        return {
+            "spec": self._spec.to_record(),
+            "folder": str(self._ledger.folder),
+            "token": None if self._run is None else self._run.handle.token,
+            "debug": self._debug,
+        }
+
+    # -- the MLflow run -----------------------------------------------------------------------------------------------
+
+    def _storage(self) -> Store:
+        return Store.open(self._spec.storage)
+
+    def _token(self) -> str | None:
+        found = self._ledger.read_note("tracked_run")
+        return None if found is None else str(found)
+
+    def _open_run(self) -> None:
+        """The parent of the trials' runs; a repeated command goes on with the same one."""
+        settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
+        chosen = settings.model_dump(mode="json", exclude={"name", "parallel"}, exclude_none=True)
+        chosen["space"] = {key: json.dumps(each) for key, each in chosen["space"].items()}
+        self._run = tracking.open_run(
+            self._spec.tracking,
+            self._storage(),
+            name=self._spec.name,
+            run_name=name,
+            pipeline_key=f"sweep-{name}",
+            params={"sweep": chosen},
+            resume=False,
+            token=self._token(),
+            tags={SWEEP: settings.name},
+            project=Path(self._spec.root or "."),
+        )
+        if self._run is not None:
+            self._ledger.write_note("tracked_run", self._run.handle.token)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _with_run_id(self, trial: TrialState) -> TrialState:
+        """The trial with the id of its MLflow run, which it did not wait for; its run's record gets it as well."""
+        if trial.notes.get("mlflow_run_id") or not trial.notes.get("run"):
+            return trial
+        folder = run_folder(self._spec.storage, str(trial.notes["run"]))
+        record = read_record(folder)
+        run_id = tracking.find_run_id(self._storage(), record.get("tracked_run"))
+        if run_id is None:
+            return trial
+        if record.get("mlflow_run_id") != run_id:
+            folder.write_bytes(RUN_FILE, json.dumps({**record, "mlflow_run_id": run_id}, indent=1).encode())
+        return replace(trial, notes={**trial.notes, "mlflow_run_id": run_id})
+
+    def _conclude(self, seconds: float) -> SweepResult:
+        """Write the best spec and the report, here and to MLflow."""
+        settings, ledger = self._settings, self._ledger
+        result = SweepResult(
+            settings.name,
+            self._spec.name,
+            self._spec.storage,
+            settings.objective,
+            settings.direction,
+            ledger.design.num_trials,
+            trials=ledger.trials(),
+            best=ledger.best(),
+            report_url=f"{self._folder.url}/{SWEEP_REPORT}",
+            seconds=round(seconds, 3),
+            error=self._failure,
+        )
+        self._write_best(result)
+        pictures = draw_study(ledger.study(), settings.objective, pruning_metric(self._spec))
+        page = render_sweep(result, pictures)
+        write_page(self._folder, SWEEP_REPORT, page)
+        if self._run is not None:
+            self._log(result, page)
+        return result
+
+    def _write_best(self, result: SweepResult) -> None:
+        for number in result.best:
+            name = "best.yaml" if len(result.best) == 1 else f"best-{number}.yaml"
+            text = best_spec(self._spec, result, number)
+            self._folder.write_bytes(name, text.encode())
+            result.best_specs[number] = f"{self._folder.url}/{name}"
+            if self._run is not None:
+                self._run.log_file(text, name)
+
+    def _log(self, result: SweepResult, page: str) -> None:
+        assert self._run is not None  # noqa: S101 - the caller looked
+        self._run.log_file(page, SWEEP_REPORT)
+        tags: dict[str, str | None] = {"trainflow.sweep.trials": count_words(result)}
+        if len(result.best) == 1:
+            best = self._with_run_id(result.trial(result.best[0]))
+            tags["trainflow.sweep.best_trial"] = str(best.number)
+            tags["trainflow.sweep.best_run"] = str(best.notes.get("run_name") or best.notes.get("run"))
+            tags["trainflow.sweep.best_run_id"] = best.notes.get("mlflow_run_id")
+            tags |= {f"trainflow.sweep.best.{name}": str(value) for name, value in best.values.items()}
+            values = dict(zip(result.objective, best.objective or (), strict=False))
+            self._run.log_metrics({f"best/{name}": value for name, value in values.items()}, len(result.trials))
+        elif result.best:
+            tags["trainflow.sweep.best_trials"] = ", ".join(map(str, result.best))
+        self._run.set_tags(tags)
+
+
+def best_spec(spec: PipelineSpec, result: SweepResult, number: int) -> str:
+    """The spec of a trial as YAML: what the sweep's spec says otherwise, with the trial's values, and ready to run."""
+    best = result.trial(number)
+    own = with_values(spec, best.values)
+    reached = reached_text(result.objective, best.objective or ())
+    head = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n"
+    return head + dump_yaml(own.model_dump(mode="json", exclude_defaults=True))
+
+
+class _SlotProcess:
+    """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it."""
+
+    def __init__(self, number: int, orders: Mapping[str, Any], folder: Path) -> None:
+        self.number = number
+        self.log = folder / f"slot-{number + 1}.log"
+        self.is_replaced = False
+        self._partial = b""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.sweeps.trial_slot"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
+        assert self.process.stdout is not None  # noqa: S101 - likewise
+        self.output = self.process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{json.dumps(orders)}\n".encode())
+            self.process.stdin.flush()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+    def read(self) -> bytes:
+        """What it wrote since the last look; empty at its end."""
+        return b"" if self.output.closed else os.read(self.output.fileno(), 1 << 16)
+
+    def split(self, data: bytes) -> list[bytes]:
+        """The whole lines of it."""
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return lines
+
+    def stop(self) -> None:
+        """Ask it to save what is at work, and to end."""
+        if self.is_alive:
+            self.process.send_signal(signal.SIGINT)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end; end it at once after that time, or when another interruption comes."""
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        finally:
+            if self.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def _selector(slots: list[_SlotProcess]) -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as ready:
+        for slot in slots:
+            ready.register(slot.output, selectors.EVENT_READ, slot)
+        yield ready

@@ -1,0 +1,269 @@
+"""One slot of a sweep: a process that claims trials and runs them, one after the other.
+
+    python -m flows.sweeps.trial_slot      orders as one line of JSON on stdin; events as lines of JSON on stdout
+
+Its owner keeps stdin open: when that ends, however the owner ended, the slot ends at once, and the guards of its
+workers end those. What it was at work on is claimed again by the next slot, and goes on from its checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flows.ending import StopRequest
+from flows.results import RUN_ID_CHARS, PipelineResult, flat_metrics
+from flows.server.api import prefect_api, quiet_environment
+from flows.spec.spec import parse_spec
+from flows.sweeps.trial_specs import (
+    PARENT,
+    SWEEP,
+    TRIAL,
+    design_of,
+    missing_metric,
+    pruning_metric,
+    sweep_of,
+    trial_spec,
+)
+from flows.training_history import read_training_history
+from tasks import tracking
+from tasks.stage.facts import TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.progress import Event, subscribe
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    NonFiniteError,
+    OutOfMemoryError,
+    Preempted,
+    Pruned,
+    TrainflowError,
+    from_exception,
+)
+from trainer_lib.search.ledger import Claim, Ledger
+from trainer_lib.storage import Store
+
+_PARENT_S = 20.0
+"""Seconds that the first trial waits for the id of the sweep's own MLflow run."""
+_MISTAKES = (ConfigError, CodeError, DataError)
+_OF_THE_TRIAL = (NonFiniteError, OutOfMemoryError, *_MISTAKES)
+_log = logging.getLogger(__name__)
+
+
+class Slot:
+    """What one process needs to run trials of a sweep."""
+
+    def __init__(self, orders: Mapping[str, Any]) -> None:
+        self._spec = parse_spec(orders["spec"])
+        self._settings = sweep_of(self._spec)
+        self._metric = pruning_metric(self._spec)
+        self._token = orders.get("token")
+        self._debug = bool(orders.get("debug"))
+        self._parent: str | None = None
+        self._has_waited = False
+        self._out = threading.Lock()
+        self.ledger = Ledger.open(Path(orders["folder"]), design_of(self._settings))
+
+    def work(self) -> None:
+        """Run trials until there is none left to claim.
+
+        Raises:
+            TrainflowError: a failure that would meet every trial, or one that another try may not meet.
+        """
+        while (claim := self.ledger.claim()) is not None:
+            try:
+                self._run(claim)
+            finally:
+                claim.release()
+
+    def _run(self, claim: Claim) -> None:
+        self.emit({"event": "began", "trial": claim.number, "values": claim.values, "resumed": claim.is_resumed})
+        began = time.monotonic()
+        tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), **self._parent_tag()}
+        watch = _Watch(self, claim, self._metric)
+        try:
+            spec = trial_spec(self._spec, claim.values, tags)
+            from flows.pipeline import run_pipeline
+
+            with subscribe(watch):
+                result = run_pipeline(spec, debug=self._debug, stop=watch.stop, delivers_later=True)
+        except TrainflowError as error:  # refused before the flow began
+            result = PipelineResult(self._spec.name, "", self._spec.storage, error=error)
+        claim.note(
+            run=result.pipeline_key[:RUN_ID_CHARS] or None,
+            run_name=result.run_name,
+            mlflow_run_id=result.mlflow_run_id,
+            report=result.report_url,
+            seconds=round(claim.seconds_before + time.monotonic() - began, 3),
+            steps=watch.step or _steps(result),
+            max_steps=watch.max_steps or _steps(result),
+        )
+        self._conclude(claim, result)
+
+    def _conclude(self, claim: Claim, result: PipelineResult) -> None:
+        error = result.error
+        if error is None:
+            objective = self._objective(result)
+            claim.complete(objective)
+            self.emit({"event": "ended", "trial": claim.number, "state": "complete", "objective": objective})
+        elif isinstance(error, Pruned):
+            claim.note(reason=error.message)
+            claim.prune()
+            self.emit({"event": "ended", "trial": claim.number, "state": "pruned", "reason": error.message})
+        elif isinstance(error, _OF_THE_TRIAL) and not self._ends_the_sweep(error):
+            claim.note(reason=str(error))
+            claim.fail()
+            self.emit({"event": "ended", "trial": claim.number, "state": "failed", "reason": str(error)})
+        else:
+            raise error
+
+    def _ends_the_sweep(self, error: TrainflowError) -> bool:
+        """Whether a mistake is one of the spec or the recipe, and not of the trial's values: none went through yet."""
+        return isinstance(error, _MISTAKES) and not any(each.state == "complete" for each in self.ledger.trials())
+
+    def _objective(self, result: PipelineResult) -> list[float]:
+        """What the trial reached. Raises ConfigError for a metric that no stage reports."""
+        there = reported_metrics(result)
+        for name in self._settings.objective:
+            if name not in there:
+                raise missing_metric(name, list(there))
+        return [there[name] for name in self._settings.objective]
+
+    def _parent_tag(self) -> dict[str, str]:
+        """The tag that makes a trial's MLflow run a child; empty while the sweep's run has no id yet."""
+        storage = Store.open(self._spec.storage)
+        deadline = time.monotonic() + (0.0 if self._has_waited else _PARENT_S)
+        while self._token and self._parent is None:
+            self._parent = tracking.find_run_id(storage, self._token)
+            if self._parent is None and time.monotonic() >= deadline:
+                break
+            if self._parent is None:
+                time.sleep(0.1)
+        self._has_waited = True
+        return {} if self._parent is None else {PARENT: self._parent}
+
+    def emit(self, event: Mapping[str, Any]) -> None:
+        """Tell the owner."""
+        with self._out, contextlib.suppress(OSError):
+            sys.stdout.write(f"{json.dumps(event, default=str)}\n")
+            sys.stdout.flush()
+
+
+class _Watch:
+    """Follows one trial: its steps for the owner, its evaluations for the ledger, and its early end."""
+
+    def __init__(self, slot: Slot, claim: Claim, metric: str | None) -> None:
+        self.stop = StopRequest()
+        self.step = self.max_steps = 0
+        self._slot = slot
+        self._claim = claim
+        self._metric = metric
+        self._is_warned = False
+
+    def __call__(self, event: Event) -> None:
+        if event.get("event") == "warning":
+            self._slot.emit({"event": "warning", "trial": self._claim.number, "message": event.get("message")})
+        if event.get("stage") != "train" or event.get("event") == "stage":
+            return
+        self.step = int(event.get("step") or self.step)
+        self.max_steps = int(event.get("max_steps") or self.max_steps)
+        if event.get("event") == "log" and isinstance(logs := event.get("logs"), Mapping):
+            self._report(logs)
+        position = {"step": self.step, "max_steps": self.max_steps, "eta_s": event.get("eta_s")}
+        self._slot.emit({"event": "progress", "trial": self._claim.number, **position})
+
+    def _report(self, logs: Mapping[str, Any]) -> None:
+        measured = any(name.startswith("eval_") for name in logs)
+        if self._metric is None or not measured or self.stop.is_set():
+            return
+        value = logs.get(self._metric)
+        if not isinstance(value, int | float):
+            if not self._is_warned:
+                self._is_warned = True
+                there = ", ".join(name for name in logs if name.startswith("eval_"))
+                text = f"No trial is ended early: evaluations report no {self._metric}, only {there}."
+                self._slot.emit({"event": "warning", "trial": self._claim.number, "message": text})
+            return
+        try:
+            if self._claim.report(self.step, float(value)):
+                self.stop.ask(f"Others were better than {self._metric} {value:.4g} after as many evaluations.")
+        except Exception as error:  # the training is worth more than its early end
+            _log.warning("Trial %d: an evaluation is missing from the ledger: %s", self._claim.number, error)
+
+
+def reported_metrics(result: PipelineResult) -> dict[str, float]:
+    """Every number that a trial's stages report, by name; of evaluations while training the last ones."""
+    found: dict[str, float] = {}
+    for outcome in result.stages:
+        if outcome.manifest is None:
+            continue
+        found |= flat_metrics(outcome.manifest["metrics"], timings=True)
+        if outcome.stage == "train":
+            with contextlib.suppress(ValueError, TrainflowError):
+                for entry in read_training_history(Store.open(outcome.manifest["url"])):
+                    evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+                    found |= {name: float(value) for name, value in evaluated.items() if isinstance(value, int | float)}
+    return found
+
+
+def _steps(result: PipelineResult) -> int | None:
+    """The steps of a training that was committed already."""
+    outcome = result.outcome("train")
+    if outcome is None or outcome.manifest is None:
+        return None
+    facts = StageManifest.from_dict(outcome.manifest).facts
+    return facts.global_step if isinstance(facts, TrainFacts) else None
+
+
+def main() -> int:
+    """Work as the orders on stdin say; returns the exit code."""
+    orders = json.loads(sys.stdin.buffer.readline())
+    quiet_environment()
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    slot: Slot | None = None
+    try:
+        with prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")):
+            slot = Slot(orders)
+            slot.work()
+    except (KeyboardInterrupt, Interrupted, Preempted):
+        return Interrupted.exit_code
+    except Exception as error:
+        failure = from_exception(error)
+        line = {"event": "failed", "error": failure.to_record()}
+        sys.stdout.write(f"{json.dumps(line, default=str)}\n")
+        sys.stdout.flush()
+        return failure.exit_code
+    finally:
+        if slot is not None:
+            slot.ledger.close()
+    return 0
+
+
+def _end_with_owner() -> None:
+    # Not by `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
+    while os.read(0, 1024):
+        pass
+    os._exit(Interrupted.exit_code)
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(*([] if number == signal.SIGINT else [signal.Signals(number).name]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

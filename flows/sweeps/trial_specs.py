@@ -1,0 +1,301 @@
+"""The spec of each trial, and the checks of a sweep before its first one. Nothing is run, and no engine is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flows.plan import Plan
+from flows.spec.checks import find_measured, names_no_split
+from flows.spec.spec import PipelineSpec, parse_spec
+from flows.spec.spec_overrides import set_field
+from tasks.notify_settings import NotifySettings
+from tasks.stage.manifest import compare_keys
+from tasks.stage.resolver import Resolver
+from tasks.sweep_settings import Range, SweepSettings
+from trainer_lib.errors import ConfigError
+from trainer_lib.search.ledger import Axis, Design
+from trainer_lib.suggestions import nearest, suggestion
+
+PARENT, SWEEP, TRIAL = "mlflow.parentRunId", "trainflow.sweep", "trainflow.trial"
+_VARIED = ("prepare", "train", "evaluate")
+_EVALUATED = "eval_"
+# What every evaluation reports, beside what compute_metrics returns.
+_ALWAYS = ("loss", "runtime", "samples_per_second", "steps_per_second", "rows")
+# A change of these makes trials that cannot be compared with the earlier ones.
+_FIXED = ("space", "objective", "direction", "sampler", "seed")
+
+
+def sweep_of(spec: PipelineSpec) -> SweepSettings:
+    """The sweep section of a spec.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if spec.sweep is None:
+        raise ConfigError(
+            "The spec has no section `sweep`, which says what is varied and measured.",
+            field="sweep",
+            remedy="Add space, objective, direction and trials; docs/sweeps.md shows one.",
+        )
+    return spec.sweep
+
+
+def design_of(settings: SweepSettings) -> Design:
+    """The study that a sweep section describes."""
+    pruner = settings.pruner
+    ending: dict[str, Any] = {} if pruner is None else pruner.model_dump(exclude={"kind", "metric"})
+    return Design(
+        axes=tuple(_axis(name, each) for name, each in settings.space.items()),
+        directions=tuple(settings.direction),
+        sampler=settings.sampler,
+        trials=settings.trials,
+        seed=settings.seed,
+        pruner=None if pruner is None else pruner.kind,
+        **ending,
+    )
+
+
+def with_values(spec: PipelineSpec, values: Mapping[str, Any]) -> PipelineSpec:
+    """The spec with these fields set, and without its sweep: what `trainflow run` takes.
+
+    Raises:
+        ConfigError: a field does not exist, or has a wrong value.
+    """
+    raw = spec.to_record()
+    for key, value in values.items():
+        set_field(raw, key, value, shown=str(value), where="from sweep.space")
+    return parse_spec({**raw, "sweep": None})
+
+
+def trial_spec(spec: PipelineSpec, values: Mapping[str, Any], tags: Mapping[str, str]) -> PipelineSpec:
+    """The spec of a trial: it prepares, trains and evaluates; nothing is predicted, published, registered or gated."""
+    own = with_values(spec, values)
+    return own.model_copy(
+        update={
+            "predict": own.predict.model_copy(update={"enabled": False}),
+            "publish": own.publish.model_copy(update={"enabled": False}),
+            "register": own.register.model_copy(update={"name": None}),
+            "notify": NotifySettings(),
+            "evaluate": own.evaluate.model_copy(update={"require": {}}),
+            "tracking": own.tracking.model_copy(update={"tags": {**own.tracking.tags, **tags}}),
+        }
+    )
+
+
+def pruning_metric(spec: PipelineSpec) -> str | None:
+    """The metric of evaluations while training by which trials are ended; None without a pruner."""
+    settings = sweep_of(spec)
+    if settings.pruner is None:
+        return None
+    [objective] = settings.objective
+    named = settings.pruner.metric or objective
+    for split in spec.evaluate.splits:
+        named = named.removeprefix(f"{split}_")
+    return named if named.startswith(_EVALUATED) else f"{_EVALUATED}{named}"
+
+
+def check_sweep(spec: PipelineSpec) -> None:
+    """Check what the fields of the sweep section alone do not show.
+
+    Raises:
+        ConfigError: a field of the space does not exist or refuses a value, an objective that no stage reports, or
+            pruning without evaluations.
+    """
+    settings = sweep_of(spec)
+    resolver = Resolver()
+    for key, dimension in settings.space.items():
+        _check_field(spec, key, dimension, resolver)
+    _check_read(spec, settings, resolver)
+    for name in settings.objective:
+        _check_objective(spec, name, resolver)
+    if settings.pruner is not None:
+        _check_pruner(spec, resolver)
+
+
+def identify(spec: PipelineSpec) -> dict[str, Any]:
+    """What the trials of a study have in common: what is varied and measured, and the keys of the rest of the spec."""
+    settings = sweep_of(spec)
+    fixed = settings.model_dump(mode="json", include=set(_FIXED))
+    # The same values for every study of this space: what differs then lies outside of it.
+    first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+    keys = Plan.of(trial_spec(spec, first, {})).early_keys
+    return {"settings": fixed, "keys": {name: json.loads(key.to_json()) for name, key in keys.items()}}
+
+
+def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
+    """Refuse to go on with the study of another spec.
+
+    Raises:
+        ConfigError: it names what differs.
+    """
+    settings = sweep_of(spec)
+    now = settings.model_dump(mode="json", include=set(_FIXED))
+    then = known.get("settings", {})
+    changed = [f"{name} was {_short(was)}" for name, was in _changes(then, now)]
+    if not changed:
+        first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+        keys = Plan.of(trial_spec(spec, first, {})).early_keys
+        recorded = known.get("keys", {})
+        found = [each for name, key in keys.items() if name in recorded for each in compare_keys(recorded[name], key)]
+        changed = list(dict.fromkeys(str(each) for each in found if not each.field.startswith("stage_keys.")))
+    if changed:
+        raise ConfigError(
+            f"The trials of this sweep were made with something else: {'; '.join(changed[:3])}"
+            f"{' and more' if len(changed) > 3 else ''}.",
+            field="sweep.name",
+            value=settings.name,
+            remedy="Set it back to go on, or give the sweep another name: trainings that are equal are not repeated.",
+        )
+
+
+def missing_metric(name: str, there: Sequence[str], field: str = "sweep.objective") -> ConfigError:
+    """The error of an objective that a trial did not report."""
+    near = nearest(name, there)
+    remedy = f"Did you mean '{near}'? " if near else ""
+    return ConfigError(
+        "The trial does not report this metric.",
+        field=field,
+        value=name,
+        remedy=f"{remedy}There are {', '.join(sorted(there)) or 'none'}.",
+    )
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _axis(name: str, dimension: list[Any] | Range) -> Axis:
+    if not isinstance(dimension, Range):
+        return Axis(name, choices=tuple(dimension))
+    return Axis(
+        name,
+        low=dimension.low,
+        high=dimension.high,
+        step=dimension.step,
+        is_log=dimension.log,
+        is_whole=dimension.is_whole,
+    )
+
+
+def _candidates(dimension: list[Any] | Range) -> list[Any]:
+    return [dimension.low, dimension.high] if isinstance(dimension, Range) else list(dimension)
+
+
+def _check_field(spec: PipelineSpec, key: str, dimension: list[Any] | Range, resolver: Resolver) -> None:
+    section = key.partition(".")[0]
+    if section not in _VARIED or "." not in key:
+        near = nearest(section, [each for each in PipelineSpec.model_fields if each in _VARIED])
+        known = section in PipelineSpec.model_fields
+        raise ConfigError(
+            "This field changes no training, so trials would be equal." if known else "The spec has no such field.",
+            field=f"sweep.space.{key}",
+            remedy=f"Did you mean '{near}{key.removeprefix(section)}'?"
+            if near and not known
+            else f"Name fields of {', '.join(_VARIED)}, such as train.args.learning_rate.",
+        )
+    if getattr(spec, section).affects().get(key.split(".")[1]) == "nothing":
+        raise ConfigError(
+            "This field changes no training, so trials would be equal.",
+            field=f"sweep.space.{key}",
+            remedy="Set it in the spec, for all trials.",
+        )
+    for value in _candidates(dimension):
+        with _about(key):
+            own = with_values(spec, {key: value})
+            Plan.of(own.with_resolver(resolver))
+
+
+@contextlib.contextmanager
+def _about(key: str) -> Iterator[None]:
+    """An error about a value of the space names the space."""
+    try:
+        yield
+    except ConfigError as error:
+        error.field = f"sweep.space.{key}" if error.field in (key, None) else f"sweep.space ({error.field})"
+        raise
+
+
+def _check_read(spec: PipelineSpec, settings: SweepSettings, resolver: Resolver) -> None:
+    """Refuse an option that no function of the recipe reads: it changes a key, and no training."""
+    first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+    plan = Plan.of(with_values(spec, first).with_resolver(resolver))
+    for sentence in (each for found in plan.warnings.values() for each in found):
+        for key in settings.space:
+            if f" {key}." in sentence:
+                what, dot, remedy = sentence.partition(f"{key}.")
+                raise ConfigError(
+                    f"{what}{key}{dot[-1]}", field=f"sweep.space.{key}", remedy=remedy.strip() or "Remove it."
+                )
+
+
+def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
+    field = "sweep.objective"
+    if name.startswith(_EVALUATED):
+        _require_evaluations(spec, resolver, field=field, value=name)
+        _check_measured(spec, name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
+        return
+    if name.startswith("train_"):
+        return
+    if not spec.evaluate.enabled:
+        raise ConfigError(
+            "The spec leaves evaluate out, which would measure this.",
+            field=field,
+            value=name,
+            remedy="Leave evaluate on, or name a metric of the evaluations while training (eval_<name>).",
+        )
+    if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, "overall")):
+        raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
+    names = [f"{split}_{each}" for split in spec.evaluate.splits for each in _measured(spec, resolver)]
+    if not name.startswith("overall_"):
+        _check_measured(spec, name, names, field)
+
+
+def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
+    """What an evaluation surely reports; empty where that is known only when it runs."""
+    found = find_measured(spec, resolver)
+    return [] if found is None else [*found, *_ALWAYS]
+
+
+def _check_measured(spec: PipelineSpec, name: str, names: Sequence[str], field: str) -> None:
+    if names and name not in names:
+        raise ConfigError("No evaluation reports this metric.", field=field, value=name, remedy=suggestion(name, names))
+
+
+def _check_pruner(spec: PipelineSpec, resolver: Resolver) -> None:
+    name = pruning_metric(spec) or ""
+    _require_evaluations(spec, resolver, field="sweep.pruner", value=None)
+    _check_measured(spec, name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], "sweep.pruner.metric")
+
+
+def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:
+    if str(resolver.arguments(spec.train.args).eval_strategy) == "no" or spec.train.eval_split is None:
+        raise ConfigError(
+            "This needs evaluations while training, and the spec has none.",
+            field=field,
+            value=value,
+            remedy="Set train.eval_split and train.args.eval_strategy (steps or epoch).",
+        )
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings that differ, each with what it was; of the space the fields that differ."""
+    for name in _FIXED:
+        was, is_now = then.get(name), now[name]
+        if name == "space" and isinstance(was, dict):
+            for key in dict.fromkeys((*was, *is_now)):
+                if was.get(key) != is_now.get(key):
+                    found = was.get(key, "not varied")
+                    yield f"space.{key}", found if not isinstance(found, dict) else _without_unset(found)
+        elif was != is_now:
+            yield name, was
+
+
+def _without_unset(dimension: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in dimension.items() if value not in (None, False)}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

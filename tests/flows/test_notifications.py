@@ -1,0 +1,136 @@
+"""Messages about runs, received by a web server and a mail server of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.spec.spec import load_spec
+from tests.support.runs import IN_PROCESS, broken
+from trainer_lib.errors import CodeError
+
+
+@contextlib.contextmanager
+def serving(server: socketserver.TCPServer) -> Iterator[int]:
+    """Serve inside the block; yields the port."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A web server that takes JSON: the address for Apprise, and what came."""
+    received: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with serving(ThreadingHTTPServer(("127.0.0.1", 0), Hook)) as port:
+        yield f"json://127.0.0.1:{port}/hook", received
+
+
+@contextlib.contextmanager
+def mailbox() -> Iterator[tuple[str, list[str]]]:
+    """A mail server: the address for Apprise, and the mails that came."""
+    received: list[str] = []
+
+    class Mail(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 here\r\n")
+            while line := self.rfile.readline():
+                word = line.split(None, 1)[0].upper() if line.strip() else b""
+                if word == b"DATA":
+                    self.wfile.write(b"354 go on\r\n")
+                    mail = []
+                    while (text := self.rfile.readline()) not in (b".\r\n", b""):
+                        mail.append(text.decode())
+                    received.append("".join(mail))
+                self.wfile.write(b"221 bye\r\n" if word == b"QUIT" else b"250 ok\r\n")
+                if word == b"QUIT":
+                    return
+
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Mail)) as port:
+        yield f"mailto://127.0.0.1:{port}/?mode=insecure&from=runs@example.org&to=team@example.org", received
+
+
+def test_a_failed_and_a_finished_run_are_told(
+    folder: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.pipeline import run_pipeline
+
+    given = (*IN_PROCESS, "notify.to=[TEAM_HOOK, TEAM_MAIL]", "publish.enabled=false")
+    with webhook() as (hook, posts), mailbox() as (mail, mails):
+        monkeypatch.setenv("TEAM_HOOK", hook)
+        monkeypatch.setenv("TEAM_MAIL", mail)
+        run_pipeline(load_spec(folder / "pipeline.yaml", given)).raise_for_error()
+        assert posts == [], "nothing ran"
+
+        broken(folder, 'return {"error"', 'raise ValueError("not today")\n    return {"error"')
+        failed = run_pipeline(load_spec(folder / "pipeline.yaml", given))
+        assert isinstance(failed.error, CodeError)
+        [post], [first] = posts, mails
+        assert post["title"] == f"{failed.run_name} failed"
+        assert "not today" in post["message"]
+        assert f"trainflow resume {failed.pipeline_key[:16]}" in post["message"]
+        assert "not today" in first
+        assert "To: team@example.org" in first.replace("<", "").replace(">", "")
+
+        done = run_pipeline(
+            load_spec(folder / "pipeline.yaml", (*given, "train.args.seed=2", "evaluate.enabled=false"))
+        )
+        done.raise_for_error()
+        assert posts[1]["title"] == f"{done.run_name} finished"
+        assert len(mails) == 2
+
+
+def test_a_message_that_is_not_taken_fails_no_run(
+    folder: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from flows.pipeline import run_pipeline
+
+    with webhook() as (hook, _):
+        pass  # its server has ended
+    monkeypatch.setenv("TEAM_HOOK", hook)
+    given = (*IN_PROCESS, "notify.to=TEAM_HOOK", "evaluate.enabled=false", "publish.enabled=false", "train.args.seed=3")
+    run_pipeline(load_spec(folder / "pipeline.yaml", given)).raise_for_error()
+    assert "The message to TEAM_HOOK could not be sent" in caplog.text
+
+
+def test_a_block_of_prefect_sends_too(folder: Path, prefect_server: str) -> None:
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+
+    from tasks.notify_settings import NotifySettings
+    from tasks.notifying import Message, send
+
+    with webhook() as (hook, posts):
+        block = CustomWebhookNotificationBlock(
+            name="team",
+            url=hook.replace("json://", "http://"),
+            method="POST",
+            headers={},
+            cookies={},
+            json_data={"text": "{{subject}}"},
+        )
+        block.save("trainflow-test", overwrite=True, _sync=True)  # type: ignore[call-arg]
+        send(NotifySettings(to=["block:custom-webhook/trainflow-test"]), Message("failed", "toy failed", ["train"]))
+    assert posts == [{"text": "toy failed"}]

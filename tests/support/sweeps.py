@@ -1,0 +1,40 @@
+"""A project with a sweep, and what is left of one on its storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasks.stage.retry import Ledger
+from tests.support import toy
+from trainer_lib.storage import Store
+
+# A step takes a tenth of a second: long enough to be killed in.
+SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
+SWEEP = """
+sweep:
+  space:
+    train.args.learning_rate: {low: 1.0e-3, high: 1.0, log: true}
+    train.args.seed: [1, 2, 3]
+  objective: test_error
+  direction: minimize
+  trials: 4
+"""
+
+
+def sweep_project(folder: Path, *, recipe: str = toy.RECIPE, tracked: bool = False) -> Path:
+    """Write a project whose spec has a sweep of four trials, and return the path of the spec."""
+    spec = toy.SPEC.replace("tracking: {enabled: false}", f"tracking: {{enabled: {str(tracked).lower()}}}")
+    return toy.project(folder, recipe=recipe, spec=spec + SWEEP)
+
+
+def attempts(storage: Path) -> dict[str, list[str]]:
+    """How the attempts of every training ended, by its folder; "" for one without an end."""
+    return {
+        folder.name: [str(end.get("outcome") or "") for _, end in Ledger(Store.open(str(folder))).records()]
+        for folder in sorted((storage / "stages" / "train").iterdir())
+    }
+
+
+def checkpoints(storage: Path) -> int:
+    """How many checkpoints all trainings have saved."""
+    return len(list(storage.glob("stages/train/*/checkpoints/*/COMMIT.json")))

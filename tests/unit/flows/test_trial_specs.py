@@ -1,0 +1,109 @@
+"""A sweep before its first trial: the specs of its trials, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.plan import Plan
+from flows.spec.spec import PipelineSpec, load_spec
+from flows.sweeps.trial_specs import check_sweep, identify, require_same, sweep_of, trial_spec
+from tests.support import toy
+from trainer_lib.errors import ConfigError
+
+SWEEP = """
+sweep:
+  space:
+    train.args.learning_rate: {low: 1.0e-3, high: 1.0, log: true}
+    prepare.options.rows: [64, 32]
+  objective: test_error
+  direction: minimize
+  trials: 4
+"""
+PRUNED = ("sweep.pruner=asha", "train.eval_split=test", "train.args.eval_strategy=epoch")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return toy.project(tmp_path, spec=toy.SPEC + SWEEP)
+
+
+def test_a_trial_differs_in_its_values_and_shares_the_rest(path: Path) -> None:
+    spec = load_spec(path, ("register.name=toy", "register.metric=test_error", "evaluate.require={test_error: '< 1'}"))
+    check_sweep(spec)
+    one = trial_spec(spec, {"train.args.learning_rate": 0.5}, {"trainflow.trial": "3"})
+    assert one.train.args["learning_rate"] == 0.5
+    assert one.tracking.tags["trainflow.trial"] == "3"
+    assert (one.sweep, one.publish.enabled, one.predict.enabled, one.evaluate.require) == (None, False, False, {})
+    keys = [Plan.of(each).early_keys for each in (one, trial_spec(spec, {}, {}), spec)]
+    assert keys[0]["prepare-data"] == keys[1]["prepare-data"]
+    assert keys[0]["train"] != keys[1]["train"]
+    # What the best spec finds committed: the same result, although a trial registers and publishes nothing.
+    assert {name: keys[1][name] for name in keys[1]} == {name: keys[2][name] for name in keys[1]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["sweep.space={train.args.learning_rat: [1, 2]}"], 'Did you mean "learning_rate"?'),
+        (["sweep.space={train.args.learning_rate: [0.1, -1]}"], "at least 0"),
+        (["sweep.space={train.args.max_steps: {low: 1.5, high: 2.5}}"], "not a whole number"),
+        (["sweep.space={trian.args.seed: [1, 2]}"], "Did you mean 'train.args.seed'?"),
+        (["sweep.space={train.launch.processes: [1, 2]}"], "trials would be equal"),
+        (["sweep.space={storage: [a, b]}"], "trials would be equal"),
+        (["sweep.space={prepare.options.rosw: [1, 2]}"], "Did you mean 'rows'?"),
+        (["sweep.objective=test_eror"], 'Did you mean "test_error"?'),
+        (["sweep.objective=tset_error"], "Did you mean 'test_error'?"),
+        (["sweep.objective=eval_error"], "evaluations while training"),
+        (["evaluate.enabled=false", "publish.enabled=false"], "leaves evaluate out"),
+        (["sweep.pruner=asha"], "train.args.eval_strategy"),
+        ([*PRUNED, "sweep.pruner={kind: asha, metric: eval_eror}"], 'Did you mean "eval_error"?'),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_trial(path: Path, overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_sweep(load_spec(path, overrides))
+    assert expected in str(caught.value)
+    assert "sweep" in str(caught.value.field)
+
+
+def test_pruning_takes_the_objective_while_training(path: Path) -> None:
+    check_sweep(load_spec(path, PRUNED))
+
+
+def test_a_spec_without_a_sweep_says_where_one_is_shown(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"docs/sweeps\.md"):
+        sweep_of(load_spec(path, ("sweep=",)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("sweep.seed=3",), "seed was 0"),
+        (("sweep.direction=maximize",), 'direction was ["minimize"]'),
+        (("sweep.space.train.args.seed=[1, 2]",), "space.train.args.seed was"),
+        (("train.args.max_steps=9",), "args.max_steps: 8 -> 9"),
+    ],
+)
+def test_a_study_of_another_spec_is_refused(path: Path, overrides: tuple[str, ...], expected: str) -> None:
+    known = identify(load_spec(path))
+    if expected.startswith("space"):
+        spec = _with_axis(load_spec(path), "train.args.seed", [1, 2])
+    else:
+        spec = load_spec(path, overrides)
+    with pytest.raises(ConfigError) as caught:
+        require_same(spec, known)
+    assert expected in str(caught.value)
+    assert "another name" in str(caught.value.remedy)
+
+
+def test_more_trials_or_slots_are_the_same_study(path: Path) -> None:
+    known = identify(load_spec(path))
+    require_same(load_spec(path, ("sweep.trials=40", "sweep.parallel=2", "tracking.enabled=true")), known)
+
+
+def _with_axis(spec: PipelineSpec, key: str, values: list[Any]) -> PipelineSpec:
+    settings = sweep_of(spec)
+    return spec.model_copy(update={"sweep": settings.model_copy(update={"space": {**settings.space, key: values}})})

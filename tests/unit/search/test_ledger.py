@@ -1,0 +1,135 @@
+"""The ledger of a sweep: who claims which trial, with which values, and what an interrupted one becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.search.ledger import DATABASE, Axis, Claim, Design, Ledger
+
+RATE = Axis("train.args.learning_rate", low=1e-4, high=1e-1, is_log=True)
+WIDTH = Axis("train.model.width", choices=(16, 32, 64))
+DESIGN = Design((RATE, WIDTH), ("minimize",), trials=3)
+
+
+class Opened(list[Ledger]):
+    """Ledgers and claims of one test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.claims: list[Claim] = []
+
+    def claim(self, of: Ledger) -> Claim:
+        found = of.claim()
+        assert found is not None
+        self.claims.append(found)
+        return found
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Everything is closed at the end."""
+    opened = Opened()
+    yield opened
+    for claim in opened.claims:
+        claim.release()
+    for each in opened:
+        each.close()
+
+
+def ledger(opened: Opened, folder: Path, design: Design = DESIGN) -> Ledger:
+    opened.append(Ledger.open(folder, design))
+    return opened[-1]
+
+
+def test_trials_are_claimed_once_by_two_processes_and_end(opened: Opened, tmp_path: Path) -> None:
+    ours, theirs = ledger(opened, tmp_path), ledger(opened, tmp_path)
+    claims = [opened.claim(ours), opened.claim(theirs), opened.claim(ours)]
+    assert [claim.number for claim in claims] == [0, 1, 2]
+    assert theirs.claim() is None, "every trial is at work"
+    for value, claim in zip((0.3, 0.1, 0.2), claims, strict=True):
+        claim.complete([value])
+        claim.release()
+    assert ours.claim() is None
+    assert theirs.is_done()
+    assert theirs.best() == [1]
+    assert [trial.objective for trial in ours.trials()] == [(0.3,), (0.1,), (0.2,)]
+
+
+def test_an_interrupted_trial_is_claimed_again_with_its_values(opened: Opened, tmp_path: Path) -> None:
+    first = opened.claim(ledger(opened, tmp_path))
+    first.note(seconds=4.0)
+    first.release()  # as the kernel does when the process is killed
+
+    again = opened.claim(ledger(opened, tmp_path))
+    assert (again.number, again.values, again.is_resumed) == (0, first.values, True)
+    assert again.seconds_before == 4.0
+    assert opened.claim(opened[-1]).number == 1, "it is at work again"
+
+
+def test_values_follow_from_the_seed_and_the_trials_before(opened: Opened, tmp_path: Path) -> None:
+    def values(folder: str, seed: int) -> list[dict[str, object]]:
+        of = ledger(opened, tmp_path / folder, replace(DESIGN, seed=seed))
+        found = []
+        while (claim := of.claim()) is not None:
+            claim.complete([claim.values["train.args.learning_rate"]])
+            claim.release()
+            found.append(claim.values)
+        return found
+
+    first = values("a", 0)
+    assert first == values("b", 0)
+    assert first != values("c", 1)
+    assert all(1e-4 <= float(str(each["train.args.learning_rate"])) <= 1e-1 for each in first)
+
+
+def test_a_grid_takes_every_point_once(opened: Opened, tmp_path: Path) -> None:
+    axes = (Axis("a", choices=([1], {"b": 2})), Axis("c", low=0, high=1, step=0.5))
+    of = ledger(opened, tmp_path, Design(axes, ("maximize",), sampler="grid"))
+    points = []
+    while (claim := of.claim()) is not None:
+        points.append(claim.values)
+        claim.fail()
+        claim.release()
+    assert points == [{"a": a, "c": c} for a in ([1], {"b": 2}) for c in (0, 0.5, 1)]
+    assert of.best() == []
+    assert [trial.state for trial in of.trials()] == ["failed"] * 6
+
+
+def test_successive_halving_ends_what_is_behind(opened: Opened, tmp_path: Path) -> None:
+    of = ledger(opened, tmp_path, replace(DESIGN, trials=4, pruner="asha", factor=2))
+    leader = opened.claim(of)
+    assert not any(leader.report(10 * evaluation, 0.1) for evaluation in (1, 2, 3))
+    leader.complete([0.1])
+    behind = opened.claim(of)
+    assert behind.report(7, 0.9), "its first evaluation, whatever the step"
+    behind.prune()
+    assert [trial.state for trial in of.trials()] == ["complete", "pruned"]
+    assert of.trials()[0].reports == {1: 0.1, 2: 0.1, 3: 0.1}
+
+
+def test_a_training_that_goes_on_may_report_an_evaluation_again(opened: Opened, tmp_path: Path) -> None:
+    claim = opened.claim(ledger(opened, tmp_path))
+    claim.report(10, 0.5)
+    claim.report(20, 0.4)
+    claim.report(10, 0.6)
+    claim.report(30, 0.3)
+    assert opened[-1].trials()[0].reports == {1: 0.5, 2: 0.4, 3: 0.3}
+
+
+def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) -> None:
+    of = ledger(opened, tmp_path, replace(DESIGN, directions=("minimize", "maximize")))
+    for values in ([1.0, 1.0], [2.0, 2.0], [3.0, 1.5]):
+        claim = opened.claim(of)
+        claim.complete(values)
+    assert of.best() == [0, 1]
+
+
+def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_text("not a database, and long enough to be looked at as one" * 20)
+    with pytest.raises(ConfigError, match=r"cannot be opened.*not a database"):
+        Ledger.open(tmp_path, DESIGN)

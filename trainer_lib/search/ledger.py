@@ -1,0 +1,388 @@
+"""The ledger of a sweep: an Optuna study in a sqlite file, which several processes share and any of them may lose.
+
+    <folder>/study.db        the study: values, intermediate values and state of every trial
+    <folder>/claim.lock      held while a trial is claimed
+    <folder>/trials/<n>      held by the process that works on trial n
+
+A trial is written in one step, with all its values; who works on it holds its lock, which the kernel releases however
+the process ends. So a trial whose lock is free and that has not ended was interrupted: it is claimed again, with the
+same values. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.locks.file_lock import try_lock
+
+DATABASE = "study.db"
+_STUDY = "sweep"
+_IDENTITY, _NOTES = "trainflow:identity", "trainflow:notes"
+_BUSY_S = 60
+
+State = Literal["waiting", "running", "complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One field that is varied.
+
+    Attributes:
+        choices: the values, for a list of them; None: a range of numbers.
+        step: distance of two values; None: any value.
+        is_whole: whether the values of a range are whole numbers.
+    """
+
+    name: str
+    choices: tuple[Any, ...] | None = None
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    is_log: bool = False
+    is_whole: bool = False
+
+    def points(self) -> list[Any]:
+        """All values of a list, or of a range with a step."""
+        if self.choices is not None:
+            return list(self.choices)
+        step = self.step or 1
+        values = [self.low + step * number for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
+        return [int(value) if self.is_whole else float(f"{value:.12g}") for value in values]
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a study varies, optimises and ends early.
+
+    Attributes:
+        trials: how many; None: all points of a grid.
+        pruner: "asha", "median" or None; `after`, `factor` and `startup` count evaluations, rungs and trials.
+    """
+
+    axes: tuple[Axis, ...]
+    directions: tuple[str, ...]
+    sampler: str = "tpe"
+    trials: int | None = None
+    seed: int = 0
+    pruner: str | None = None
+    after: int = 1
+    factor: int = 3
+    startup: int = 5
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there are to be."""
+        if self.sampler != "grid":
+            return self.trials or 1
+        points = math.prod(len(axis.points()) for axis in self.axes)
+        return points if self.trials is None else min(points, self.trials)
+
+
+@dataclass(frozen=True)
+class TrialState:
+    """One trial, as the ledger has it.
+
+    Attributes:
+        values: field -> value.
+        objective: what it reached, in the order of the objectives; None before its end.
+        reports: evaluation -> the objective there.
+        notes: what its process wrote down: run, steps, seconds, reason.
+    """
+
+    number: int
+    state: State
+    values: Mapping[str, Any]
+    objective: tuple[float, ...] | None
+    reports: Mapping[int, float]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Claim:
+    """A trial that this process works on. `release` gives its lock back.
+
+    Attributes:
+        number, values: of the trial.
+        is_resumed: whether another process began it.
+    """
+
+    def __init__(self, study: Any, trial: Any, values: Mapping[str, Any], lock: Any, *, is_resumed: bool) -> None:
+        self.number = int(trial.number)
+        self.values = dict(values)
+        self.is_resumed = is_resumed
+        self._study = study
+        self._trial = trial
+        self._lock = lock
+
+    @property
+    def seconds_before(self) -> float:
+        """Seconds that earlier tries of this trial noted."""
+        return float(self._trial.user_attrs.get(_NOTES, {}).get("seconds") or 0.0)
+
+    def report(self, step: int, value: float) -> bool:
+        """Write down what an evaluation at an optimizer step reached; whether the trial is to end here."""
+        steps = sorted({*self._trial.user_attrs.get("steps", ()), step})
+        # Counted in evaluations: trials with other batches have other steps.
+        if steps != self._trial.user_attrs.get("steps"):
+            self._trial.set_user_attr("steps", steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a training that was resumed reports some evaluations again
+            self._trial.report(value, steps.index(step) + 1)
+        return bool(self._trial.should_prune())
+
+    def note(self, **notes: Any) -> None:
+        """Write down more about the trial; None values are left out."""
+        known = self._trial.user_attrs.get(_NOTES, {})
+        self._trial.set_user_attr(_NOTES, {**known, **{key: each for key, each in notes.items() if each is not None}})
+
+    def complete(self, objective: Sequence[float]) -> None:
+        """The trial has reached its end."""
+        self._study.tell(self.number, list(objective))
+
+    def prune(self) -> None:
+        """The trial was ended early."""
+        from optuna.trial import TrialState as States
+
+        self._study.tell(self.number, state=States.PRUNED)
+
+    def fail(self) -> None:
+        """The trial cannot reach its end, however often it is tried."""
+        from optuna.trial import TrialState as States
+
+        self._study.tell(self.number, state=States.FAIL)
+
+    def release(self) -> None:
+        """Give the lock back: a trial that has not ended can be claimed again."""
+        self._lock.close()
+
+
+class Ledger:
+    """The study in a folder of this machine. `close` releases the database."""
+
+    def __init__(self, folder: Path, design: Design) -> None:
+        self.folder = folder
+        self.design = design
+        self._optuna = _optuna()
+        self._storage: Any = None
+        self._study: Any = None
+
+    @classmethod
+    def open(cls, folder: Path, design: Design) -> Ledger:
+        """Open the study, or make it.
+
+        Raises:
+            ConfigError: the file is not a study, or cannot be read or written.
+        """
+        ledger = cls(folder, design)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "trials").mkdir(exist_ok=True)
+            with ledger._locked():
+                ledger._open()
+        except Exception as error:
+            ledger.close()
+            raise ConfigError(
+                f"The sweep's ledger cannot be opened: {first_line(error)}.",
+                field=str(folder / DATABASE),
+                remedy="Repair the disk or its permissions; or give the sweep another name (sweep.name): what is "
+                "trained already is not trained again.",
+            ) from error
+        return ledger
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the study is of, as `identify` wrote it; empty for a new one."""
+        return dict(self._study.user_attrs.get(_IDENTITY, {}))
+
+    def identify(self, identity: Mapping[str, Any]) -> None:
+        """Write down what the study is of."""
+        self._study.set_user_attr(_IDENTITY, dict(identity))
+
+    def read_note(self, name: str) -> Any:
+        """What `write_note` wrote; None before."""
+        return self._study.user_attrs.get(f"trainflow:{name}")
+
+    def write_note(self, name: str, value: Any) -> None:
+        """Write something down with the study."""
+        self._study.set_user_attr(f"trainflow:{name}", value)
+
+    def start_again(self) -> None:
+        """Forget the study: none of its trials came to an end."""
+        with self._locked():
+            self._optuna.delete_study(study_name=_STUDY, storage=self._storage)
+            self._create()
+
+    def trials(self) -> list[TrialState]:
+        """Every trial, by its number."""
+        return [self._state(trial) for trial in self._study.get_trials(deepcopy=False)]
+
+    def best(self) -> list[int]:
+        """The numbers of the best trial, or of all that no other beats in every objective; none before one ended."""
+        if not any(trial.state == "complete" for trial in self.trials()):
+            return []
+        if len(self.design.directions) > 1:
+            return sorted(trial.number for trial in self._study.best_trials)
+        return [int(self._study.best_trial.number)]
+
+    def study(self) -> Any:
+        """Optuna's own study, for its plots."""
+        return self._study
+
+    def claim(self) -> Claim | None:
+        """The next trial: one that was interrupted, else a new one; None when there is nothing to claim."""
+        with self._locked():
+            trials = self._study.get_trials(deepcopy=False)
+            running = [trial for trial in trials if trial.state.name == "RUNNING"]
+            for trial in running:
+                if (lock := self._take(trial.number)) is not None:
+                    again = self._optuna.trial.Trial(self._study, trial._trial_id)
+                    return Claim(self._study, again, self._suggest(again), lock, is_resumed=True)
+            if not any(trial.state.name == "WAITING" for trial in trials):
+                if len(trials) >= self.design.num_trials:
+                    return None
+                self._study.enqueue_trial(self._propose(trials))
+            new = self._study.ask()
+            lock = self._take(new.number)
+            if lock is None:  # another process has just claimed it as an interrupted one; it cannot: we hold the lock
+                return None
+            return Claim(self._study, new, self._suggest(new), lock, is_resumed=False)
+
+    def is_done(self) -> bool:
+        """Whether every trial has ended."""
+        trials = self._study.get_trials(deepcopy=False)
+        return len(trials) >= self.design.num_trials and all(trial.state.is_finished() for trial in trials)
+
+    def close(self) -> None:
+        """Release the database."""
+        if self._storage is not None:
+            self._storage.remove_session()
+            self._storage.engine.dispose()
+
+    # -- the study ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        from sqlalchemy import URL
+
+        url = URL.create("sqlite", database=str(self.folder.absolute() / DATABASE))
+        self._storage = self._optuna.storages.RDBStorage(
+            url.render_as_string(), engine_kwargs={"connect_args": {"timeout": _BUSY_S}}
+        )
+        self._create()
+
+    def _create(self) -> None:
+        self._study = self._optuna.create_study(
+            storage=self._storage,
+            study_name=_STUDY,
+            directions=list(self.design.directions),
+            pruner=self._pruner(),
+            load_if_exists=True,
+        )
+
+    def _pruner(self) -> Any:
+        pruners, design = self._optuna.pruners, self.design
+        if design.pruner == "asha":
+            return pruners.SuccessiveHalvingPruner(min_resource=design.after, reduction_factor=design.factor)
+        if design.pruner == "median":
+            return pruners.MedianPruner(n_startup_trials=design.startup, n_warmup_steps=design.after)
+        return pruners.NopPruner()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.folder / "claim.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _take(self, number: int) -> Any:
+        """The lock of a trial; None while another process holds it."""
+        lock = (self.folder / "trials" / str(number)).open("w")
+        if try_lock(lock.fileno()):
+            return lock
+        lock.close()
+        return None
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _propose(self, trials: Sequence[Any]) -> dict[str, Any]:
+        """The values of the next trial: a function of the design and of the trials so far, written nowhere."""
+        index = len(trials)
+        if self.design.sampler == "grid":
+            points = itertools.product(*(axis.points() for axis in self.design.axes))
+            chosen = next(itertools.islice(points, index, None))
+            return {axis.name: _encode(axis, value) for axis, value in zip(self.design.axes, chosen, strict=True)}
+        samplers, seed = self._optuna.samplers, self.design.seed + index
+        sampler = samplers.RandomSampler(seed) if self.design.sampler == "random" else samplers.TPESampler(seed=seed)
+        draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)
+        for trial in trials:
+            draft.add_trial(trial)
+        return dict(draft.ask(self._distributions()).params)
+
+    def _suggest(self, trial: Any) -> dict[str, Any]:
+        """The values of a trial, which were written with it; Optuna notes them when they are asked for."""
+        found = {}
+        for axis, (name, distribution) in zip(self.design.axes, self._distributions().items(), strict=True):
+            found[axis.name] = _decode(axis, trial._suggest(name, distribution))
+        return found
+
+    def _distributions(self) -> dict[str, Any]:
+        kinds = self._optuna.distributions
+        found: dict[str, Any] = {}
+        for axis in self.design.axes:
+            if axis.choices is not None:
+                found[axis.name] = kinds.CategoricalDistribution([_encode(axis, value) for value in axis.choices])
+            elif axis.is_whole:
+                found[axis.name] = kinds.IntDistribution(
+                    int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
+                )
+            else:
+                found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
+        return found
+
+    def _state(self, trial: Any) -> TrialState:
+        names = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned"}
+        by_name = {axis.name: axis for axis in self.design.axes}
+        params = trial.params or trial.system_attrs.get("fixed_params", {})
+        values = {name: _decode(by_name[name], value) for name, value in params.items() if name in by_name}
+        has_ended = trial.state.name == "COMPLETE"
+        return TrialState(
+            trial.number,
+            names.get(trial.state.name, "failed"),  # type: ignore[arg-type]
+            values,
+            tuple(trial.values) if has_ended and trial.values is not None else None,
+            dict(trial.intermediate_values),
+            dict(trial.user_attrs.get(_NOTES, {})),
+        )
+
+
+def _encode(axis: Axis, value: Any) -> Any:
+    """A value as Optuna keeps it: lists and mappings as JSON text."""
+    return value if axis.choices is None or _is_plain(axis) else json.dumps(value, sort_keys=True)
+
+
+def _decode(axis: Axis, value: Any) -> Any:
+    if axis.choices is None and axis.step is not None and not axis.is_whole:
+        return float(f"{value:.12g}")  # 0.3, and not the sum 0.30000000000000004
+    return value if axis.choices is None or _is_plain(axis) else json.loads(value)
+
+
+def _is_plain(axis: Axis) -> bool:
+    return all(isinstance(each, bool | int | float | str | None) for each in axis.choices or ())
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise MissingExtraError(
+            "A sweep needs the package optuna.", field="sweep", value="optuna", extra="search"
+        ) from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
