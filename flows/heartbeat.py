@@ -222,8 +222,8 @@ class _Heart:
             if not self._folder.exists(f"{self._id}.json"):
                 if self._in_flow:
                     self._about.setdefault("api", configured_api())
-                self._folder.write_bytes(f"{self._id}.json", json.dumps(self._about).encode())
-            self._folder.write_bytes(f"{self._id}.beat", json.dumps(beat).encode())
+                self._folder.replace(f"{self._id}.json", json.dumps(self._about).encode())
+            self._folder.replace(f"{self._id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it
             _log.debug("The sign of life was not written: %s", error)
 

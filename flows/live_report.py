@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flows.plan import Plan
-from flows.report import REPORT, render_report, write_page
+from flows.report import REPORT, render_report
 from flows.report_facts import collect_facts
 from flows.results import PipelineResult
 from tasks.stage.progress import Event, describe, subscribe
@@ -100,4 +100,4 @@ class _Writer:
         facts = collect_facts(self._plan, self._result)
         page = render_report(state, list(self._history), facts=facts, refresh_s=max(1, round(EVERY_S)))
         if not self._done.is_set():
-            write_page(self._folder, REPORT, page)
+            self._folder.replace(REPORT, page.encode())

@@ -100,7 +100,7 @@ def write_half(folder: Store, half: str, content: Mapping[str, Any]) -> None:
         StorageError: it cannot be written.
     """
     record = {"format": 1, **read_plan_record(folder), half: dict(content)}
-    folder.write_bytes(FILE, json.dumps(record, indent=1).encode())
+    folder.replace(FILE, json.dumps(record, indent=1).encode())
 
 
 def actual_of(manifest: StageManifest, seconds: float) -> dict[str, Any]:

@@ -24,7 +24,6 @@ import jinja2
 from flows.charts import draw_charts, number_text
 from flows.sizes import describe_bytes, describe_seconds
 from trainer_lib.secrets import mask
-from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
     from flows.report_facts import ReportFacts
@@ -72,15 +71,6 @@ def render_report(
         refresh_s=refresh_s,
         written=_moment(None),
     )
-
-
-def write_page(folder: Store, name: str, page: str) -> None:
-    """Write the report, in one step where readers may be: on a disk by way of a draft; a store's put is one step."""
-    if not folder.is_local:
-        folder.write_bytes(name, page.encode())
-        return
-    folder.write_bytes(f".{name}.draft", page.encode())
-    (folder.local_path() / f".{name}.draft").replace(folder.local_path() / name)
 
 
 def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:

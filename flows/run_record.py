@@ -28,7 +28,7 @@ from flows.ending import expected_ending
 from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
-from flows.report import REPORT, render_report, write_page
+from flows.report import REPORT, render_report
 from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
 from flows.run_images import log_curves, log_outcomes
@@ -266,7 +266,7 @@ class RunRecord:
         result = {**self.result.to_dict(), "started": self._started, "compared": compared}
         self.history = self._read_history()
         text = render_report(result, self.history, facts=collect_facts(self.plan, self.result))
-        write_page(self.folder, REPORT, text)
+        self.folder.replace(REPORT, text.encode())
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
             log_curves(self.tracked, self.history)
@@ -375,7 +375,7 @@ class RunRecord:
 
     def _save(self, record: dict[str, Any]) -> None:
         self._record = record
-        self.folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
+        self.folder.replace(RUN_FILE, json.dumps(record, indent=1).encode())
 
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""

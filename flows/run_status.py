@@ -199,4 +199,4 @@ def _record_death(folder: Store, status: RunStatus) -> None:
     if record.get("status") != "RUNNING" or any(sign not in status.unswept for sign in read_signs(folder)):
         return
     record |= {"status": "KILLED", "died": status.where or "before its first stage", "ended": now()}
-    folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
+    folder.replace(RUN_FILE, json.dumps(record, indent=1).encode())

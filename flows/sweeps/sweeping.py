@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.past_runs import RUN_FILE, read_record, run_folder
-from flows.report import write_page
 from flows.run_message import describe_error, state_of
 from flows.server.api import quiet_environment
 from flows.spec.spec import PipelineSpec
@@ -291,7 +290,7 @@ class _Sweep:
         self._write_best(result)
         pictures = draw_study(ledger.study(), settings.objective, pruning_metric(self._spec))
         page = render_sweep(result, pictures)
-        write_page(self._folder, SWEEP_REPORT, page)
+        self._folder.replace(SWEEP_REPORT, page.encode())
         if self._run is not None:
             self._log(result, page)
         return result

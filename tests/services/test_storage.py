@@ -43,6 +43,13 @@ def test_an_empty_file_is_a_file(any_store: Store) -> None:
     assert any_store.read_bytes("empty") == b""
 
 
+def test_a_small_file_is_replaced(any_store: Store) -> None:
+    for content in (b"first, and longer", b"second"):
+        any_store.replace("folder/record", content)
+        assert any_store.read_bytes("folder/record") == content
+    assert any_store.children("folder") == ["record"]
+
+
 def test_rewriting_replaces(any_store: Store) -> None:
     any_store.write_bytes("x", b"a long first version")
     any_store.write_bytes("x", b"short")

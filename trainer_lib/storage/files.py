@@ -71,6 +71,9 @@ class Backend(Protocol):
     def create(self, rel: str, data: bytes) -> bool:
         """Write a small file unless one is there; True if it was written. All of `data` becomes visible, or nothing."""
 
+    def replace(self, rel: str, data: bytes) -> None:
+        """Write a small file durably in place of the one that is there: a reader sees the old bytes or the new ones."""
+
     def delete(self, rel: str) -> None:
         """Remove a file durably; do nothing when it is absent."""
 

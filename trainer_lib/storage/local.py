@@ -155,6 +155,19 @@ class LocalBackend:
         _sync_folder(path.parent)
         return True
 
+    def replace(self, rel: str, data: bytes) -> None:
+        """Write a draft, fsync it, and rename it: neither a reader nor a crash meets half of the bytes."""
+        path = self.path(rel)
+        _make_folders(path.parent)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            _write_new(draft, data)
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
     def delete(self, rel: str) -> None:
         """Unlink the file and make its absence durable: a deleted commit file must not return after a power cut."""
         path = self.path(rel)

@@ -185,6 +185,12 @@ class RemoteBackend:
         with contextlib.suppress(Exception):
             self.fs.rm_file(self.path(rel))
 
+    def replace(self, rel: str, data: bytes) -> None:
+        """Put a small file: object stores show it once all of it is there."""
+        path = self.path(rel)
+        self._make_parents(path)
+        self.fs.pipe_file(path, data)
+
     def create(self, rel: str, data: bytes) -> bool:
         """Write a small file by a conditional put; where the store has none, look, write and read back."""
         path = self.path(rel)

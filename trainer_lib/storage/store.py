@@ -282,8 +282,7 @@ class Store:
 
     def digest(self, rel: str) -> str:
         """Compute the SHA-256 of a file, in hexadecimal digits; the file is read in pieces."""
-        # One buffer for all pieces: new memory for each would cost page faults.
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))  # new memory for each costs page faults
         with self.open_read(rel) as stream:
             while taken := stream.readinto(buffer):  # type: ignore[attr-defined]  # see _TypedReader
                 digest.update(buffer[:taken])
@@ -343,6 +342,11 @@ class Store:
             writer.write(data)
         return writer.entry
 
+    def replace(self, rel: str, data: bytes) -> None:
+        """Write a small file that others may read, in one step: it is the old one or this one, never a part."""
+        with self._typed("write", checked(rel)):
+            self._backend.replace(rel, data)
+
     def create(self, rel: str, data: bytes) -> bool:
         """Write a small file unless one is there; True if it was written. The file is whole or absent, never half.
 
@@ -391,7 +395,6 @@ class Store:
         except TrainflowError:
             raise
         except Exception as error:
-            # Anything else is a bug in trainflow, and a type would hide it.
-            if is_of_a_store(error):
-                raise typed_error(error, verb, self._where(rel), needed=needed) from error
-            raise
+            if not is_of_a_store(error):  # a bug in trainflow, which a type would hide
+                raise
+            raise typed_error(error, verb, self._where(rel), needed=needed) from error

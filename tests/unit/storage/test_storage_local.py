@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.stores import record_fsync
+from trainer_lib.errors import StorageFullError
 from trainer_lib.storage import Store
 
 
@@ -33,6 +35,44 @@ def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypa
     assert store.create("COMMIT.json", b"1")
     assert synced[-1] == str(root)
     assert any("COMMIT.json" in path for path in synced[:-1])
+
+
+def test_a_reader_of_a_replaced_file_meets_a_whole_one(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.replace("folder/record", b"a" * 50_000)
+    done = threading.Event()
+
+    def replace() -> None:
+        for number in range(40):
+            store.replace("folder/record", (b"b" if number % 2 else b"a") * 50_000)
+        done.set()
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        content = store.read_bytes("folder/record")
+        assert len(content) == 50_000
+        assert len(set(content)) == 1
+        seen.add(content[:1])
+    writer.join()
+    assert seen
+    assert store.children("folder") == ["record"], "no draft stays"
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, synced = Store.open(tmp_path), record_fsync(monkeypatch)
+    store.replace("record", b"old")
+    assert str(tmp_path) in synced
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageFullError):
+        store.replace("record", b"new and longer")
+    assert store.read_bytes("record") == b"old"
+    assert store.children() == ["record"], "no draft stays"
 
 
 def test_create_without_hard_links_is_still_exclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
