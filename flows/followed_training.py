@@ -30,6 +30,7 @@ _DATA, _TRAIN = "prepare-data", "train"
 _ENDS = {
     "failed": "The training failed",
     "stopped": "The training was stopped",
+    "pruned": "The sweep ended this trial early",
     "died": "The process of the training died",
     "silent": f"The process of the training has given no sign of life for {PAUSE_S / 60:.0f} minutes",
     "finished": "The run of the training has ended",
@@ -41,7 +42,7 @@ class Ending:
     """How a training ended.
 
     Attributes:
-        state: committed, failed, stopped, died, silent or finished.
+        state: committed, failed, stopped, pruned, died, silent or finished.
         sentence: the same in words.
     """
 
