@@ -18,7 +18,7 @@ from flows.cli.terminal import STYLES, readable
 from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
-from trainer_lib.trackers.names import is_measurement
+from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainer_lib.user_folders import state_folder
 
 if TYPE_CHECKING:
@@ -99,9 +99,16 @@ def _metrics(result: PipelineResult) -> list[Text]:
     measured = [each.manifest["metrics"] for each in result.stages if each.manifest is not None]
     for split, values in ((name, value) for metrics in measured for name, value in metrics.items()):
         if isinstance(values, Mapping):
-            names = [name for name, value in values.items() if isinstance(value, int | float) and is_measurement(name)]
-            text = "  ".join(f"{name.removeprefix(f'{split}_')} {_number(values[name])}" for name in names)
-            lines.append(Text.assemble((f"  {split:<12} ", "dim"), text))
+            numbers = {
+                name.removeprefix(f"{split}_"): value
+                for name, value in values.items()
+                if isinstance(value, int | float) and is_measurement(name)
+            }
+            counts = {name: _number(value) for name, value in numbers.items() if isinstance(value, int)}
+            texts = {**with_intervals(numbers), **counts}
+            lines.append(
+                Text.assemble((f"  {split:<12} ", "dim"), "  ".join(f"{name} {texts[name]}" for name in texts))
+            )
     return lines
 
 

@@ -20,3 +20,11 @@ def test_the_published_revision_is_shown_not_only_its_repository() -> None:
     result = PipelineResult("toy", "key", "store", [outcome])
     assert where(result)["published"] == REVISION
     assert any(REVISION in line.plain for line in summary(result, ["trainflow", "ui"]))
+
+
+def test_a_metric_is_shown_with_its_interval_and_a_count_in_full() -> None:
+    measured = {"test_accuracy": 0.95, "test_accuracy_low": 0.9312, "test_accuracy_high": 0.97, "test_words": 12345}
+    manifest = {"metrics": {"test": {**measured, "test_runtime": 3.0}}}
+    result = PipelineResult("p", "k", "s", [StageOutcome("evaluate", "ran", "why", manifest=manifest)])
+    shown = "\n".join(line.plain for line in summary(result, ["trainflow", "ui"]))
+    assert "  test         accuracy 0.95 (0.9312 to 0.97)  words 12,345\n" in shown
