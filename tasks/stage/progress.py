@@ -101,7 +101,9 @@ class StageProgress:
     def complete(self) -> None:
         """The stage is committed: its progress ends at 100 percent."""
         if self._link is not None:
-            self._link.draw(100.0, describe({**self._shown, "eta_s": None}) or "committed")
+            # A training says where it ended, perhaps early; of rows the last event may be far from the last row.
+            trained = describe({**self._shown, "eta_s": None}) if self.stage == "train" else ""
+            self._link.draw(100.0, trained or "committed")
 
     def close(self) -> None:
         """Draw the newest state."""
