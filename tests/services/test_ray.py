@@ -138,6 +138,18 @@ def test_more_than_the_cluster_has(tmp_path: Path, shared_cluster: RayCluster) -
     assert expected in failure.message
 
 
+def test_gpus_that_nobody_asked_for_are_not_left_aside_without_a_word(
+    tmp_path: Path, prepared_data: PreparedData, own_cluster: RayCluster
+) -> None:
+    own_cluster.tell("add", 2, 1)
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), use_cpu=False)
+    failure = ray_launch(own_cluster, asked).failure()
+    assert isinstance(failure, ConfigError)
+    assert failure.field == "train.launch.engine_options.gpus"
+    on_cpu = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "cpu"), use_cpu=True)
+    assert ray_launch(own_cluster, on_cpu).join(200).global_step == 36
+
+
 def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     begun = time.monotonic()
     failure = Launch(request(tmp_path), engine="ray", address="127.0.0.1:1").failure()

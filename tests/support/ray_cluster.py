@@ -1,7 +1,7 @@
 """A real Ray cluster of several raylets on this machine, in a process of its own; each raylet is a machine.
 
-``python tests/support/ray_cluster.py FOLDER CPUS…`` prints the address and obeys lines: ``add CPUS``, ``kill N``,
-``drain N SECONDS``, and the end of its input.
+``python tests/support/ray_cluster.py FOLDER CPUS…`` prints the address and obeys lines: ``add CPUS [GPUS]``,
+``kill N``, ``drain N SECONDS``, and the end of its input.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _main(folder: str, *cpus: str) -> None:
     for line in sys.stdin:
         word, *rest = line.split()
         if word == "add":
-            machines.append(cluster.add_node(num_cpus=int(rest[0])))
+            machines.append(cluster.add_node(num_cpus=int(rest[0]), num_gpus=int(rest[1]) if rest[1:] else 0))
         elif word == "kill":
             cluster.remove_node(machines[int(rest[0])], allow_graceful=False)
         elif word == "drain":

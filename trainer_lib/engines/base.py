@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from trainer_lib.errors import TrainflowError
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.launch.config import LaunchConfig, from_settings
 
 _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
@@ -35,6 +35,12 @@ class Job:
         """The URL of what the job makes."""
         return str(self.request.get("output", ""))
 
+    @property
+    def takes_gpus(self) -> bool:
+        """Whether its workers take the GPUs that they see."""
+        args = self.request.get("args")
+        return isinstance(args, Mapping) and str(args.get("use_cpu", "")).lower() not in ("true", "1", "yes")
+
     def to_text(self) -> str:
         """Return what a member needs as JSON text, without the variables."""
         settings = {**asdict(self.config), "engine": None, "address": None, "engine_options": {}}
@@ -45,6 +51,15 @@ def read_member(text: str, **changes: Any) -> tuple[dict[str, Any], LaunchConfig
     """Read the request and the settings of a member from `Job.to_text`; `changes` are those of its machine."""
     record = json.loads(text)
     return record["request"], replace(from_settings(record["config"]), **changes)
+
+
+def no_gpus_asked(machines: int) -> ConfigError:
+    """The workers would see no GPU of the machines that have some, and train on the CPU without a word."""
+    return ConfigError(
+        f"{machines} machine(s) of the cluster have GPUs, and none is asked for, so the workers would see none.",
+        field="train.launch.engine_options.gpus",
+        remedy="Ask for those of each machine (engine_options.gpus=8), or train on the CPU (train.args.use_cpu=true).",
+    )
 
 
 @dataclass(frozen=True)

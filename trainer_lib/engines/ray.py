@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib import guard
-from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
+from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError, first_line
 from trainer_lib.launch.variables import thread_variables
 from trainer_lib.storage import Store
@@ -209,6 +209,9 @@ class Ray:
         """Ask for a group as soon as there are machines for it."""
         least, most = self._job.config.node_range
         fitting = [node for node in self._ray.nodes() if node["Alive"] and self._fits(node["Resources"])]
+        with_gpus = [node for node in fitting if node["Resources"].get("GPU")]
+        if with_gpus and "GPU" not in self._bundle and self._job.takes_gpus:
+            return Lost(no_gpus_asked(len(with_gpus)))
         if len(fitting) < least:
             if time.monotonic() - self._since > self._job.config.join_timeout_s:
                 return Lost(self._unplaceable(len(fitting)))
