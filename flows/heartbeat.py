@@ -30,7 +30,7 @@ from tasks.stage.retry import now
 from trainer_lib.errors import StorageError
 from trainer_lib.guard import process_table
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.removal import await_removal
+from trainer_lib.locks.removal import leave_mark
 from trainer_lib.storage import Store
 
 ALIVE = "alive"
@@ -108,10 +108,8 @@ def beating(
     folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
     heart = _Heart(folder.child(ALIVE), in_flow=in_flow)
     # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
+    leave_mark(folder, f"{ALIVE}/{heart.id}.json", heart.write)
     heart.start()
-    # A removal that was under way may have taken the sign with it.
-    while await_removal(folder):
-        heart.write()
     with subscribe(heart.listen):
         try:
             yield
@@ -157,7 +155,7 @@ class _Heart:
     def __init__(self, folder: Store, *, in_flow: bool = True) -> None:
         self._folder = folder
         self._in_flow = in_flow
-        self._id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
         self._about: dict[str, Any] = {
             "holder": asdict(Holder.this_process(SILENT_S)),
             "flow_run_id": _flow_run_id() if in_flow else None,
@@ -167,8 +165,7 @@ class _Heart:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Write the sign, and keep it."""
-        self.write()
+        """Keep the sign, which is there, up to date."""
         self._thread = threading.Thread(target=self._keep, name="trainflow-heartbeat", daemon=True)
         self._thread.start()
 
@@ -196,7 +193,7 @@ class _Heart:
         """Remove the sign; one that cannot be removed is found to be a dead process's."""
         with contextlib.suppress(StorageError):
             for suffix in (".beat", ".json"):
-                self._folder.delete(self._id + suffix)
+                self._folder.delete(self.id + suffix)
 
     def _keep(self) -> None:
         while not self._done:
@@ -219,11 +216,11 @@ class _Heart:
         }
         try:
             # After a long pause of this machine another one may have removed it.
-            if not self._folder.exists(f"{self._id}.json"):
+            if not self._folder.exists(f"{self.id}.json"):
                 if self._in_flow:
                     self._about.setdefault("api", configured_api())
-                self._folder.replace(f"{self._id}.json", json.dumps(self._about).encode())
-            self._folder.replace(f"{self._id}.beat", json.dumps(beat).encode())
+                self._folder.replace(f"{self.id}.json", json.dumps(self._about).encode())
+            self._folder.replace(f"{self.id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it
             _log.debug("The sign of life was not written: %s", error)
 

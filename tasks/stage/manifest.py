@@ -24,7 +24,7 @@ from typing_extensions import TypeVar
 from tasks.stage.code_changes import describe_code
 from tasks.stage.facts import StageFacts
 from tasks.stage.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
-from trainer_lib.commit import Commit, read_commit, verify_files
+from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.records import from_record, to_record
@@ -217,8 +217,8 @@ def look_up_under(storage: str, stage: str, key: str) -> tuple[StageManifest | N
     """`look_up` for a key of which only the digest is known, 64 hex digits."""
     store = stage_folder(Store.open(storage), stage, key)
     found = _look_into(store, stage, key)
-    # A result that may be removed at this moment is looked at again afterwards.
-    while found != (None, None) and await_removal(store):
+    # A result that is being removed, or was removed since the look, is looked at again (`trainer_lib.locks.removal`).
+    while found != (None, None) and (await_removal(store) or not store.exists(COMMIT)):
         found = _look_into(store, stage, key)
     return found
 

@@ -70,7 +70,8 @@ _RUNS = """
     # names the folder in its record, and only then looks for the result; without one it makes it again under the lease.
     import hashlib, json, sys, time
     from dataclasses import asdict
-    from trainer_lib.locks.removal import await_removal
+    from tasks.stage.manifest import look_up
+    from trainer_lib.locks.removal import leave_mark
     from tests.support.recorded import commit_stage, key_of
     from trainer_lib.locks.lease import Holder, acquire_lease
     from trainer_lib.storage import Store
@@ -84,17 +85,12 @@ _RUNS = """
         key = key_of("train", seed)
         folder = Store.open(storage).child("runs", hashlib.sha256(seed.encode()).hexdigest()[:16])
         about = {"holder": asdict(Holder.this_process()), "flow_run_id": None}
-        folder.write_bytes("alive/me.json", json.dumps(about).encode())
-        while await_removal(folder):
-            folder.write_bytes("alive/me.json", json.dumps(about).encode())
+        leave_mark(folder, "alive/me.json", lambda: folder.replace("alive/me.json", json.dumps(about).encode()))
         record = {"name": "toy", "status": "RUNNING", "started": "2026-10-01", "worked_in": {"train": key.digest}}
-        folder.write_bytes("run.json", json.dumps(record).encode())
+        folder.replace("run.json", json.dumps(record).encode())
         stage = Store.open(storage).child("stages", "train", key.folder)
         def done():
-            while stage.exists("COMMIT.json"):
-                if not await_removal(stage):
-                    return True
-            return False
+            return look_up(storage, key)[0] is not None
         if not done():
             lease = acquire_lease(stage, wait=done)
             if lease is not None:
@@ -108,7 +104,7 @@ _RUNS = """
                 lost += 1
             time.sleep(0.002)
         record["status"] = "FINISHED"
-        folder.write_bytes("run.json", json.dumps(record).encode())
+        folder.replace("run.json", json.dumps(record).encode())
         folder.delete("alive/me.json")
     print(json.dumps([rounds, made, lost]), flush=True)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -115,8 +116,12 @@ def start(
 
 def parents() -> list[psutil.Process]:
     """The warm parents of this process."""
-    children = psutil.Process().children()
-    return [each for each in children if "trainer_lib.worker.warm_parent" in " ".join(each.cmdline()[:5])]
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
+            if "trainer_lib.worker.warm_parent" in " ".join(each.cmdline()[:5]):
+                found.append(each)
+    return found
 
 
 def test_a_forked_worker_is_like_a_started_one(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@
 
 A process that needs a run first leaves a mark in its folder (its sign of life, a tag) and then waits for that note to
 go; one that needs a stage's result first names it in the record of its run. The remover first leaves the note and then
-looks for marks and records, and touches nothing if it finds one. In every order of these four steps at least one of the
-two sees the other, on any store, as with the readers of a checkpoint (`trainer_lib.locks.readers`).
+looks for marks and records, and touches nothing if it finds one. So while the note is there at least one of the two
+sees the other, on any store. A removal that has looked before the mark was there may be over when the note is looked
+for; it has then taken the mark, or the result, along. So the last look is for the mark itself, or for the commit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ REMOVING = "removing.json"
 _NOTE_BYTES = 4096
 _LOOK_S = 0.1
 _TRIES = 5
+_MARKS = 50
 _REMOVAL_S = 120.0
 """Seconds that a process of another machine is given to remove a run, or some stages' results."""
 
@@ -64,9 +66,24 @@ def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> boo
     return True
 
 
+def leave_mark(folder: Store, name: str, write: Callable[[], object]) -> None:
+    """Write a mark, a file of a run's folder, until it is there and no removal is under way that may not have seen it.
+
+    Args:
+        name: the mark's path in the folder.
+        write: writes it; called again where a removal has taken it along. Where nothing can be written at all, the mark
+            is given up after some seconds.
+    """
+    for _ in range(_MARKS):
+        write()
+        if not await_removal(folder) and folder.exists(name):
+            return
+        time.sleep(_LOOK_S)
+
+
 def announce_removal(folder: Store) -> None:
     """Leave the note in a folder that this process holds the lease of, in place of one that a dead process left."""
-    folder.write_bytes(REMOVING, Holder.this_process().to_bytes())
+    folder.replace(REMOVING, Holder.this_process().to_bytes())
 
 
 def withdraw_removal(folder: Store) -> None:

@@ -8,13 +8,16 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from trainer_lib.storage.files import FileInfo
 
-_TRIES = 5
+T = TypeVar("T")
+_TRIES = 30
+_PAUSE_S = 0.01
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
@@ -88,13 +91,7 @@ class LocalBackend:
     def open_write(self, rel: str) -> BinaryIO:
         """Open a buffered file; the entries of new folders above it are durable at once."""
         path = self.path(rel)
-        for _ in range(_TRIES - 1):
-            # Another process may remove the folder, which it found empty, right now.
-            with contextlib.suppress(FileNotFoundError):
-                _make_folders(path.parent)
-                return path.open("wb")
-        _make_folders(path.parent)
-        return path.open("wb")
+        return _in_folder(path.parent, lambda: path.open("wb"))
 
     def finish(self, stream: BinaryIO) -> None:
         """Flush, fsync and close; `sync` makes the folder's entry durable."""
@@ -117,14 +114,9 @@ class LocalBackend:
         It serves only the file systems that have no hard links.
         """
         path = self.path(rel)
-        for _ in range(_TRIES - 1):
-            # Another process that clears or removes the folder right now may take the draft for a leftover.
-            with contextlib.suppress(FileNotFoundError):
-                return self._create(path, data)
-        return self._create(path, data)
+        return _in_folder(path.parent, lambda: self._create(path, data))
 
     def _create(self, path: Path, data: bytes) -> bool:
-        _make_folders(path.parent)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             _write_new(draft, data)
@@ -158,14 +150,7 @@ class LocalBackend:
     def replace(self, rel: str, data: bytes) -> None:
         """Write a draft, fsync it, and rename it: neither a reader nor a crash meets half of the bytes."""
         path = self.path(rel)
-        _make_folders(path.parent)
-        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            _write_new(draft, data)
-            draft.replace(path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+        _in_folder(path.parent, lambda: _replace(path, data))
         _sync_folder(path.parent)
 
     def delete(self, rel: str) -> None:
@@ -210,6 +195,27 @@ def _existing(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def _in_folder(folder: Path, write: Callable[[], T]) -> T:
+    """Make a folder and write into it; again if another process removes it, or a draft in it, at that moment."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            _make_folders(folder)
+            return write()
+        time.sleep(_PAUSE_S)
+    _make_folders(folder)
+    return write()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        _write_new(draft, data)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _make_folders(path: Path) -> None:

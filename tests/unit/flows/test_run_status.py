@@ -139,6 +139,7 @@ def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) ->
 def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None:
     folder = Store.open(str(tmp_path)).child("alive")
     heart = heartbeat._Heart(folder)
+    heart.write()
     heart.start()
     try:
         heart.listen({"event": "stage", "stage": "train", "status": "started"})
