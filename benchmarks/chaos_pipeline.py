@@ -104,7 +104,7 @@ class Harness:
             "recipe": self._project.name,
             "kind": case.kind,
             "what": str(case),
-            "hit": scene.seen,
+            "hit": scene.seen.replace(f"{sys.prefix}/", "").replace(f"{ROOT}/", ""),
             "injected": scene.injected,
             "codes": scene.codes,
             "synced": scene.synced,
