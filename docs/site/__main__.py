@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--to", type=Path, default=ROOT / "build", help="holds docs (the sources) and site")
     to: Path = parser.parse_args().to.resolve()
     write_sources(to / "docs")
-    # The configuration names build/docs; another place is said in a copy, which MkDocs reads paths from.
+    # The configuration names build/docs; for another place a copy of it is written, which MkDocs reads paths from.
     config = to / "mkdocs.yml"
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     config.write_text(text.replace(": build/", ": "), "utf-8")

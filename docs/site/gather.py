@@ -2,7 +2,7 @@
 
 A page stays the Markdown that it is. A link that leads out of `docs` leads to a copy below `repository/`: a Markdown
 file is a page, another text a page that shows it, a folder its README and a list of its files. So the site is whole,
-and needs nobody's server.
+and needs no other server.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def sign_of_a_dead_process(storage: str, run_id: str, flow_run: uuid.UUID | None
 
 def test_it_needs_no_engine_and_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(folder)
-    # A server that is not there: whoever asks it anything fails.
+    # A server that is not there: any request to it fails.
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     result = result_if_unchanged(spec_of(folder))
     assert result is not None
@@ -182,12 +182,12 @@ def test_the_sign_goes_once_prefect_knows_the_end(folder: Path, monkeypatch: pyt
 
     spec = spec_of(folder, "predict.enabled=false", "publish.enabled=false")
     signs: list[int] = []
-    told = FlowRunEngine.set_state
+    set_state_as_before = FlowRunEngine.set_state
 
     def set_state(engine: Any, state: Any, force: bool = False) -> Any:
         if state.is_final():
             signs.extend(len(read_signs(each)) for each in runs())
-        return told(engine, state, force)
+        return set_state_as_before(engine, state, force)
 
     def runs() -> list[Store]:
         return [run_folder(spec.storage, name) for name in Store.open(spec.storage).child("runs").children()]
