@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from flows.report_facts import ReportFacts
 
 REPORT = "report.html"
+_PAGE = Path(__file__).parent / "report.html.j2"
 PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
 
 
@@ -52,7 +53,7 @@ def render_report(
     longest = max((stage["seconds"] for stage in stages), default=0.0)
     for stage in stages:
         stage["share"] = round(100 * stage["seconds"] / longest, 1) if longest > 0 else 0.0
-    return _template().render(
+    return load_template(_PAGE).render(
         name=result.get("name", "pipeline"),
         key=result.get("pipeline_key") or "",
         failed=bool(result.get("error")),
@@ -168,10 +169,11 @@ def _moment(started: str | float | None) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-@functools.lru_cache(maxsize=1)
-def _template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+@functools.cache
+def load_template(path: Path) -> jinja2.Template:
+    """Load the template of a page. What is put in is escaped, and a name that is not given is an error."""
+    loader = jinja2.FileSystemLoader(path.parent)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("report.html.j2")
+    return environment.get_template(path.name)

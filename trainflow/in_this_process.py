@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from flows.results import PipelineResult
@@ -37,12 +36,7 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
     return result
 
 
-@contextlib.contextmanager
-def _shown(progress: bool) -> Iterator[None]:
+def _shown(progress: bool) -> AbstractContextManager[None]:
     from flows.cli import terminal
-    from tasks.stage.progress import subscribe
 
-    out = terminal.console()
-    out.quiet = not progress
-    with terminal.progress(out) as display, terminal.logs(display, debug=False), subscribe(display):
-        yield
+    return terminal.followed(terminal.console(quiet=not progress), debug=False)

@@ -78,7 +78,7 @@ def _finish_unchanged(spec: PipelineSpec, out: Console, *, debug: bool, **choice
     """Show a run for which nothing is left to do; None if there is something."""
     from flows.unchanged import result_if_unchanged
 
-    with _shown(out, debug=debug):
+    with terminal.followed(out, debug=debug):
         return result_if_unchanged(spec, debug=debug, **choice)
 
 
@@ -86,16 +86,8 @@ def run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any
     """Run a pipeline inside of `engine`, and show its progress."""
     from flows.pipeline import run_pipeline
 
-    with _shown(out, debug=debug):
+    with terminal.followed(out, debug=debug):
         return run_pipeline(spec, debug=debug, **choice)
-
-
-@contextlib.contextmanager
-def _shown(out: Console, *, debug: bool) -> Iterator[None]:
-    from tasks.stage.progress import subscribe
-
-    with terminal.progress(out, plain=debug) as display, terminal.logs(display, debug=debug), subscribe(display):
-        yield
 
 
 def _show_result(

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.prefect_internals import set_up_logging
-from tasks.stage.progress import Event, describe, duration, measured
+from tasks.stage.progress import Event, describe, duration, measured, subscribe
 from trainer_lib.secrets import mask
 
 # Seconds between two lines about one stage's progress in plain output.
@@ -290,6 +290,13 @@ def logs(display: Display, *, debug: bool) -> Iterator[None]:
         for handler in before:
             if handler not in root.handlers:
                 root.addHandler(handler)
+
+
+@contextlib.contextmanager
+def followed(out: Console, *, debug: bool) -> Iterator[None]:
+    """Inside the block the progress of a run, and its warnings, are shown on a console."""
+    with progress(out, plain=debug) as display, logs(display, debug=debug), subscribe(display):
+        yield
 
 
 def show(lines: Sequence[Text], *, stderr: bool = False) -> None:

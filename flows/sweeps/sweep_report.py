@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from flows.charts import number_text
+from flows.report import load_template
 from flows.sizes import describe_seconds
 from flows.sweeps.sweep_result import SweepResult
 
 SWEEP_REPORT = "report.html"
+_PAGE = Path(__file__).parent / "sweep.html.j2"
 
 
 def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> str:
@@ -25,7 +24,7 @@ def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> 
         pictures: title and SVG file of each.
     """
     axes = list(dict.fromkeys(name for trial in result.trials for name in trial.values))
-    return _template().render(
+    return load_template(_PAGE).render(
         result=result,
         axes=axes,
         rows=[_row(result, axes, trial.number) for trial in result.trials],
@@ -68,12 +67,3 @@ def _row(result: SweepResult, axes: Sequence[str], number: int) -> dict[str, Any
         "link": f"../../runs/{trial.notes['run']}/report.html" if trial.notes.get("run") else None,
         "reason": trial.notes.get("reason") or "",
     }
-
-
-@functools.lru_cache(maxsize=1)
-def _template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("sweep.html.j2")
