@@ -49,6 +49,26 @@ def test_a_process_in_a_session_of_its_own_is_found_and_ended(monkeypatch: pytes
     assert len(found) == 1 and found[0].startswith(f"process {child.pid}:")
 
 
+def test_a_process_whose_program_is_still_being_loaded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(police, "SETTLE_S", 0.05)
+    before = police.Scene.look(())
+    looked: set[int] = set()
+    read = psutil.Process.environ
+
+    def empty_at_first(process: psutil.Process) -> dict[str, str]:
+        if process.pid in looked:
+            return read(process)
+        looked.add(process.pid)
+        return {}
+
+    monkeypatch.setattr(psutil.Process, "environ", empty_at_first)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    found = police.leaks(before, ())
+    with child:
+        assert child.wait(timeout=60) != 0
+    assert len(found) == 1 and found[0].startswith(f"process {child.pid}:")
+
+
 def test_a_process_of_before_is_spared_when_the_clock_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(police, "SETTLE_S", 0.05)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:

@@ -229,7 +229,15 @@ def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.needs("deepspeed")
 def test_deepspeeds_launcher_names_the_rank_that_was_killed(heard: Heard, tmp_path: Path) -> None:
-    killed = f"{SAYS}import time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(300)\n"
+    said = str(tmp_path / "said")  # by rank 0: a rank that starts more slowly is ended before it can say a word
+    killed = (
+        f"{SAYS}import time\n"
+        f"if os.environ['RANK'] == '0': open({said!r}, 'w').close()\n"
+        f"while os.environ['RANK'] == '1':\n"
+        f"    if os.path.exists({said!r}): os.kill(os.getpid(), 9)\n"
+        f"    time.sleep(0.05)\n"
+        f"time.sleep(300)\n"
+    )
     with pytest.raises(InfrastructureError, match=r"Rank 1 was killed by SIGKILL \(9\)"):
         heard.launch(request(tmp_path, killed), kind="deepspeed", processes=2)
     assert {"0 2 0 1", "[rank 1] 1 2 1 1"} <= set(heard.lines)

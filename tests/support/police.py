@@ -20,6 +20,7 @@ from trainer_lib.guard import start_time  # in ticks since boot: the system's cl
 
 TOKEN = "TRAINFLOW_TEST_SESSION"
 SETTLE_S = 5.0
+_LOADING_S = 0.05
 
 # Variables that come and go by themselves.
 ENV_ALLOWED = {
@@ -82,7 +83,7 @@ def session_processes() -> list[psutil.Process]:
     for pid in sorted(pids - others - {os.getpid()}):
         try:
             process = psutil.Process(pid)
-            if process.environ().get(TOKEN) != token:
+            if _environ(process).get(TOKEN) != token:
                 others.add(pid)
             elif not _is_multiprocessing_helper(process):
                 found.append(process)
@@ -96,6 +97,14 @@ def session_processes() -> list[psutil.Process]:
 # By token: what other programs started, which never gets the token. Every test looks three times, and to read what
 # belongs to each process of the machine took longer than most tests.
 _others: dict[str, set[int]] = {}
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, also of one that is just starting: it looks empty until its program is loaded."""
+    deadline = time.monotonic() + _LOADING_S
+    while not (environ := process.environ()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return environ
 
 
 def _is_multiprocessing_helper(process: psutil.Process) -> bool:

@@ -37,6 +37,7 @@ from trainer_lib.guard import Process, is_alive, send_signal, start_time
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
+_LOADING_S = 0.01
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 
@@ -104,7 +105,13 @@ class RunDir:
         recorded = (read_process(path) for path in self.path.glob("*.pid") if path.stem != "owner")
         found = {process for process in recorded if process is not None and is_alive(process)}
         # The files miss what an agent started before it died; its mark in the environment does not.
-        mark = f"{MARK}={self.path}".encode()
+        if not (found := found | self._find_marked()):
+            time.sleep(_LOADING_S)  # the environment of a process looks empty until its program is loaded
+            found = self._find_marked()
+        return found
+
+    def _find_marked(self) -> set[Process]:
+        found, mark = set(), f"{MARK}={self.path}".encode()
         for environment in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):  # the process has just ended, or belongs to another user
                 if mark in environment.read_bytes().split(b"\0"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.guard import Process, start_time
 from trainer_lib.launch.run_dir import RunDir
 
 
@@ -36,3 +37,12 @@ def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_wor
     first.remove()
     other.remove()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_whose_program_is_still_being_loaded_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Process(os.getpid(), start_time(os.getpid()) or "")
+    looks = iter([set(), {mine}])  # until then the environment that it will have cannot be read
+    monkeypatch.setattr(RunDir, "_find_marked", lambda folder: next(looks))
+    assert RunDir(tmp_path).find_processes() == {mine}
