@@ -35,12 +35,11 @@ from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import (
     Session,
-    Waiting,
-    count_waiting,
     known_run,
     now_ms,
     user_data_dir,
 )
+from trainer_lib.trackers.waiting import Waiting, count_waiting
 
 STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
@@ -137,7 +136,8 @@ class TrackedRun:
             raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._session is not None and not self._is_ended:
             self._is_ended = True
-            self._write({"end": status, "t": now_ms()})
+            with self._never_failing():
+                self._session.write_last({"end": status, "t": now_ms()})
 
     def finish(self, status: str, *, stages: int = 1) -> None:
         """End the run, and wait a second per stage for the server. Safe to repeat.

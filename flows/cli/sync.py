@@ -20,7 +20,7 @@ from trainer_lib.errors import StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import shorten
-from trainer_lib.trackers.spool import count_waiting
+from trainer_lib.trackers.waiting import count_waiting
 
 _SAY_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.2  # while another process delivers

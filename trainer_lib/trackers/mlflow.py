@@ -98,7 +98,7 @@ class MLflowTracker:
         if session is None or self._head is None:
             return
         try:
-            session.write({"end": status, "t": now_ms()} if "run_name" in self._head else {})
+            session.write_last({"end": status, "t": now_ms()} if "run_name" in self._head else {})
         except OSError as error:
             _log.warning("The last metrics are not in MLflow: %s cannot be written: %s", session.path, error)
         session.close()

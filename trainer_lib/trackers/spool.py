@@ -7,6 +7,7 @@ A *session* is a folder in which one process keeps what it logs about one run, i
         points.jsonl    one record per line, appended: points, tags, parameters, files, the end
         files/          the bytes of logged files that lie nowhere else
         state.json      what the server has; the process that delivers replaces it as a whole
+        reserve         room on the disk for what is logged last, should the disk become full
         lock            locked (fcntl) until the process closes the session or dies
     <root>/<token>.run  the server's run behind a token: a run has its token before the server is reached
     <root>/delivery     locked (fcntl) by the one process that delivers
@@ -40,6 +41,7 @@ SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 TRACKED_RUN = "TRAINFLOW_TRACKED_RUN"
 READ_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20  # records kept in memory while the disk is full
+_RESERVE_BYTES = 64 << 10
 _SETTLE_S = 60.0  # a session that was being made for so long belongs to a process that is gone
 _KEPT_S = 30 * 86400.0  # damaged sessions, and tokens, are removed after a month
 # fcntl locks exclude other processes only, so this set keeps the threads of this one apart.
@@ -130,6 +132,7 @@ class Session:
             if not session._acquire():
                 raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
             session._replace("session.json", session.head)
+            (session.path / "reserve").write_bytes(bytes(_RESERVE_BYTES))
             session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             session._move(root / name)
         except OSError:
@@ -149,8 +152,33 @@ class Session:
             OSError: the disk cannot be written. The record is kept in memory (at most 16 MiB of them), and the next
                 call writes it first.
         """
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = _line_of(record)
         data = bytes(self._unwritten) + line if self._unwritten else line
+        try:
+            self._append(data)
+        except OSError:
+            self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
+            raise
+        if self._unwritten:
+            self._unwritten.clear()
+
+    def write_last(self, record: Mapping[str, Any]) -> None:
+        """Write the last record, on a full disk into the room that was kept for it; how a run ended is never lost.
+
+        Raises:
+            OSError: the disk cannot be written. Records that wait in memory are lost, this one if not even it fits.
+        """
+        try:
+            self.write(record)
+        except OSError:
+            (self.path / "reserve").unlink(missing_ok=True)
+            try:
+                self._append(bytes(self._unwritten) or _line_of(record))
+            except OSError:
+                self._append(_line_of(record))
+                raise
+
+    def _append(self, data: bytes) -> None:
         written = 0
         try:
             written = os.write(self._points, data)
@@ -159,10 +187,7 @@ class Session:
         except OSError:
             if written:  # the disk is full: no half line may stay in front of the next one
                 os.ftruncate(self._points, os.fstat(self._points).st_size - written)
-            self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
             raise
-        if self._unwritten:
-            self._unwritten.clear()
 
     def keep_file(self, content: bytes | Path) -> str:
         """Keep a copy of a file, or bytes, in the session, and return its name there. Raises OSError."""
@@ -282,43 +307,6 @@ class Session:
         _write_json(self.path / name, content)
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """What a spool holds that its server does not have yet.
-
-    Attributes:
-        root: the spool.
-        runs: how many runs it belongs to.
-        points, files: how many points of metrics and how many files or folders; the end of a run is neither.
-    """
-
-    root: Path
-    runs: int
-    points: int
-    files: int
-
-    def __str__(self) -> str:
-        runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
-        counts = [f"{count} {word}{'s' if count > 1 else ''}" for count, word in self._counts() if count]
-        return f"{runs} ({', '.join(counts)})" if counts else f"the end of {runs}"
-
-    def _counts(self) -> list[tuple[int, str]]:
-        return [(self.points, "point"), (self.files, "file")]
-
-
-def count_waiting(root: Path) -> Waiting | None:
-    """Count what waits in sessions that are over; None when nothing does."""
-    sessions = [session for session in Session.stored(root) if session.over]
-    points = files = 0
-    for session in sessions:
-        for record, _ in session.read(session.state.offset):
-            points += len(record.get("m") or ())
-        for record, _ in session.read(session.state.files_offset):
-            files += bool(record.keys() & {"file", "folder", "model"})
-    runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
-    return Waiting(root, len(runs), points, files) if sessions else None
-
-
 @contextlib.contextmanager
 def sole_delivery(root: Path) -> Iterator[bool]:
     """Hold the right to deliver a spool inside the block; yields False while another thread or process has it."""
@@ -346,6 +334,10 @@ def note_run(root: Path, token: str, run_id: str, experiment_id: str) -> None:
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _KEPT_S:
                 old.unlink()
+
+
+def _line_of(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def _read_state(path: Path) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ import pytest
 from tests.support.repository import ROOT
 from trainer_lib.storage import Store
 from trainer_lib.trackers.line_file import LineFile
-from trainer_lib.trackers.spool import Session, count_waiting, known_run, note_run, sole_delivery
+from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
+from trainer_lib.trackers.waiting import count_waiting
 
 FULL = r"No space left|File too large"
 HEAD = {"tracking_uri": "http://127.0.0.1:9", "token": "t"}
@@ -53,6 +55,28 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path) 
     session.append({"loss": 1.0}, 4)
     assert steps(session) == [1, 2, 3, 4]
     session.close()
+
+
+@pytest.mark.parametrize(("room", "kept"), [(1000, [2, 3, "FINISHED"]), (60, ["FINISHED"])])
+def test_on_a_full_disk_the_last_record_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, kept: list[object]
+) -> None:
+    session = Session.create(tmp_path, HEAD)
+    write = os.write
+
+    def full(handle: int, data: bytes) -> int:
+        if (session.path / "reserve").exists() or len(data) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    monkeypatch.setattr("trainer_lib.trackers.spool.os.write", full)
+    for step in (2, 3):
+        with pytest.raises(OSError, match=FULL):
+            session.append({"loss": 1.0}, step)
+    with nullcontext() if len(kept) == 3 else pytest.raises(OSError, match=FULL):
+        session.write_last({"end": "FINISHED", "t": 1})
+    session.close()
+    assert [record.get("s") or record["end"] for record, _ in session.read(0, 1 << 30)] == kept
 
 
 def test_a_session_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
