@@ -8,6 +8,7 @@ FOLDER = Path(__file__).resolve().parent / "recipes"
 
 ABOUT = {
     "causal-language-modeling": "Texts to a model of transformers that continues them.",
+    "image-classification": "Images to one of several classes.",
     "tabular-classification": "Rows of a table to one of several classes.",
     "tabular-regression": "Rows of a table to a number.",
     "text-classification": "Texts to one of several classes, with a model of transformers.",

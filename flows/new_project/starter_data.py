@@ -59,13 +59,28 @@ def docstrings() -> str:
     return "".join(json.dumps({"text": text}) + "\n" for text in chosen)
 
 
-FILES: dict[str, tuple[str, Callable[[], str]]] = {
+def digits() -> dict[str, bytes]:
+    """600 scans of handwritten digits of 8 x 8 pixels, as PNG files by class (scikit-learn, from UCI, CC BY 4.0)."""
+    from PIL import Image
+    from sklearn import datasets
+
+    data = datasets.load_digits()
+    files: dict[str, bytes] = {}
+    for number, (scan, target) in enumerate(zip(data.images[:600], data.target, strict=False)):
+        written = io.BytesIO()
+        Image.fromarray((scan * (255 / 16)).astype("uint8")).save(written, "PNG")
+        files[f"{target}/{number:04}.png"] = written.getvalue()
+    return files
+
+
+FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
+    "image-classification": ("digits", digits),
     "tabular-classification": ("wine.csv", wine),
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),
 }
-"""Recipe -> the name of its data's file, and what makes its text."""
+"""Recipe -> the name of its data's file, and what makes its text; or of a folder, and what makes its files."""
 
 
 def _short(number: Any) -> str:

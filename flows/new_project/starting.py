@@ -30,6 +30,17 @@ _FACTS = {
         "column": "text",
         "source": "docstrings of Python's standard library (PSF licence).",
     },
+    "image-classification": {
+        "options": "    size: 16      # pixels of a side\n    colours: grey",
+        "by": "stratified",
+        "model": "  model: {channels: [16, 32], augment: {shift: 0.1, rotate: 10.0}}",
+        "rate": "3.0e-3",
+        "margin": "accuracy_over_majority",
+        "trivial": "always the most frequent class",
+        "about": "Reads a handwritten digit.",
+        "column": "",
+        "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
+    },
     "tabular-classification": {
         "options": "    label: cultivar",
         "by": "stratified",
@@ -88,7 +99,7 @@ def check_target(folder: Path, recipe: str) -> None:
 
 
 def write_project(folder: Path, recipe: str) -> list[Path]:
-    """Write a project; returns its files.
+    """Write a project; returns its files, and the folder of its data where there are many.
 
     Raises:
         ConfigError: as `check_target`. StorageError: the folder cannot be written.
@@ -100,20 +111,22 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     facts = {"name": name, "recipe": recipe, "data": data, "module": module, **_FACTS[recipe]}
     texts = {
         "pipeline.yaml": _render("pipeline.yaml.j2", facts),
-        data: make(),
         f"test_{module}.py": _render("test_project.py.j2", facts),
         "README.md": _render("README.md.j2", facts),
         "schema.json": _schema(),
         ".gitignore": _GITIGNORE,
     }
+    made = make()
+    contents = {file: text.encode() for file, text in texts.items()}
+    contents |= {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": each for at, each in made.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in texts.items():
-            (folder / file).write_text(text, "utf-8")
+        for file, content in contents.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(content)
     except OSError as error:
         what = f"The project cannot be written: {error.strerror}."
         raise StorageError(what, field="NAME", value=str(folder), remedy="Give a folder that you may write.") from error
-    return [folder / file for file in texts]
+    return [folder / file for file in (*texts, data)]
 
 
 def _schema() -> str:

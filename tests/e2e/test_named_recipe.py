@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,46 @@ def test_a_language_model_by_name_survives_kills(tmp_path: Path) -> None:
     pipeline = Pipeline(str(SPEC), tmp_path / "killed", SMALL, tmp_path / "killed.log")
     pipeline.take_prepared_data(left_alone)
     kill = kill_in_turn(pipeline, {"worker": 12, "flow": 30})
+    assert kill.alive_after_kill == 0
+    assert kill.digest == left_alone.model_digest()
+    assert "continues from step" in pipeline.log.read_text()
+
+
+DIGITS = ROOT / "examples" / "images" / "digits.yaml"
+SMALL_IMAGES = (
+    "prepare.options.size=8",
+    "train.model={channels: [8, 16], dropout: 0.1, augment: {shift: 0.05, rotate: 5.0}}",
+    "train.args.num_train_epochs=1",
+    "train.args.max_steps=80",
+    "train.args.save_steps=5",
+    "train.args.eval_strategy=no",
+    "train.eval_split=null",
+    "evaluate.splits=[test]",
+    "predict.enabled=false",
+    "publish.enabled=false",
+)
+
+
+def _write_digits(folder: Path) -> str:
+    program = ROOT / "examples" / "images" / "write_digits.py"
+    subprocess.run([sys.executable, program, folder], check=True)
+    return f"prepare.sources=[{folder}]"
+
+
+@pytest.mark.timeout(300)
+def test_images_by_name_survive_kills_with_their_random_changes(tmp_path: Path) -> None:
+    _survives(DIGITS, (*SMALL_IMAGES, _write_digits(tmp_path / "digits")), "accuracy_over_majority", tmp_path)
+
+
+def _survives(spec: Path, small: tuple[str, ...], margin: str, folder: Path) -> None:
+    """The small run beats its trivial model, and a worker that is killed changes no bit of its weights."""
+    left_alone = Pipeline(str(spec), folder / "alone", small, folder / "alone.log")
+    assert left_alone.finish() == 0, left_alone.log.read_text()
+    [metrics] = (folder / "alone" / "stages" / "evaluate").glob("*/metrics.json")
+    assert json.loads(metrics.read_text())["test"][f"{margin}_low"] > 0
+    pipeline = Pipeline(str(spec), folder / "killed", small, folder / "killed.log")
+    pipeline.take_prepared_data(left_alone)
+    kill = kill_in_turn(pipeline, {"worker": 12})
     assert kill.alive_after_kill == 0
     assert kill.digest == left_alone.model_digest()
     assert "continues from step" in pipeline.log.read_text()

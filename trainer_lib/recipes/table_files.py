@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -34,6 +34,23 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.places)
+
+    def append(self, other: Self, *, field: str) -> None:
+        """Put the rows of another table behind these.
+
+        Args:
+            field: the setting that names its files, for errors.
+
+        Raises:
+            DataError: it has other columns.
+        """
+        if self.places and other.columns.keys() != self.columns.keys():
+            odd = sorted(other.columns.keys() ^ self.columns.keys())
+            what = f"The files of the data differ in the column '{odd[0]}'."
+            raise DataError(what, field=field, remedy="Give all files the same columns.")
+        self.places += other.places
+        for column, values in other.columns.items():
+            self.columns.setdefault(column, []).extend(values)
 
     def require(self, name: Any, *, field: str) -> str:
         """The name of a column.

@@ -78,7 +78,7 @@ class TabularRows:
         way = read_split(self.options["split"], by="stratified" if classes else "random")
         rename = self.options["rename"]
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(sources)}
-        self.table, starts = _read_all(files, rename)
+        self.table, starts = self._read_all(files, rename)
         self.label = self.table.require(self.options["label"], field=f"{FIELD}.label")
         self.splits = starts if "" not in starts else self._cut(way, classes=classes)
         if "train" not in self.splits:
@@ -89,6 +89,23 @@ class TabularRows:
         self.texts: dict[str, list[str]] = {}
         for name in self._features():
             self._describe(name)
+
+    def _read_all(
+        self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]
+    ) -> tuple[Table, dict[str, np.ndarray]]:
+        """The rows of all splits as one table, and the numbers of each split's rows."""
+        whole = Table([], {})
+        found: dict[str, np.ndarray] = {}
+        for name, addresses in files.items():
+            field = f"{FIELD}.files.{name}" if name else "prepare.sources"
+            part = self._read(addresses, rename=rename, field=field)
+            found[name] = np.arange(len(whole), len(whole) + len(part))
+            whole.append(part, field=field)
+        return whole, found
+
+    def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
+        """The rows of some files."""
+        return read_table(addresses, rename=rename, field=field)
 
     def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
         keys: list[Any] | None = None
@@ -213,21 +230,3 @@ def _in_order(name: str) -> tuple[float, str]:
         return float(name), name
     except ValueError:
         return float("inf"), name
-
-
-def _read_all(files: Mapping[str, Sequence[str]], rename: Mapping[str, str]) -> tuple[Table, dict[str, np.ndarray]]:
-    """The rows of all splits as one table, and the numbers of each split's rows."""
-    whole = Table([], {})
-    found: dict[str, np.ndarray] = {}
-    for name, addresses in files.items():
-        field = f"{FIELD}.files.{name}" if name else "prepare.sources"
-        part = read_table(addresses, rename=rename, field=field)
-        if whole.places and part.columns.keys() != whole.columns.keys():
-            odd = sorted(part.columns.keys() ^ whole.columns.keys())
-            what = f"The files of the splits differ in the column '{odd[0]}'."
-            raise DataError(what, field=field, remedy="Give all files the same columns.")
-        found[name] = np.arange(len(whole), len(whole) + len(part))
-        whole.places += part.places
-        for column, values in part.columns.items():
-            whole.columns.setdefault(column, []).extend(values)
-    return whole, found

@@ -1,0 +1,284 @@
+"""The recipe image-classification: folders and tables of images, modes and sizes, and the files that it refuses."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from flows.new_project.starter_data import digits
+from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
+from trainer_lib.recipe_names import recipe_file
+from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
+from trainer_lib.recipes.image_files import ImageForm, count_pixels, mean_and_spread
+from trainer_lib.recipes.image_net import augment_training
+from trainer_lib.storage import Store
+
+VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+TINY = {"model_type": "vit", **VIT}
+Splits = dict[str, list[dict[str, Any]]]
+
+
+def prepared(folder: Path, sources: list[Path], /, **options: Any) -> tuple[Recipe, Splits, DataInfo]:
+    recipe = load(recipe_file("image-classification"), folder)
+    out = PrepareOutput(Store.open(folder / "out"), [str(source) for source in sources])
+    given = {"size": 8, "colours": "grey", **options}
+    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare(given, out).items()}
+    rows = {name: {"rows": len(each)} for name, each in splits.items()}
+    return recipe, splits, DataInfo({"url": "", "info": out.checked_info(), "splits": rows, "files": []})
+
+
+def written(folder: Path, count: int = 150) -> Path:
+    """A folder of digits, with a folder for each class."""
+    for name, content in list(digits().items())[:count]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def refused(folder: Path, sources: list[Path], **options: Any) -> TrainflowError:
+    with pytest.raises(TrainflowError) as caught:
+        prepared(folder, sources, **options)
+    assert isinstance(caught.value, ConfigError | DataError)
+    assert caught.value.remedy, "every refusal says what to do"
+    return caught.value
+
+
+def trainer_of(recipe: Recipe, splits: Splits, data: DataInfo, folder: Path, **more: Any) -> Trainer:
+    torch.manual_seed(0)
+    arguments: dict[str, Any] = {"max_steps": 40, "save_strategy": "no", **more}
+    model = {"channels": [16, 32], "dropout": 0.0, "augment": {"shift": 0.05, "rotate": 5.0}}
+    return Trainer(
+        model=recipe.build_model(model, data),
+        args=TrainingArguments(
+            output_dir=str(folder / "run"),
+            per_device_train_batch_size=32,
+            learning_rate=5e-3,
+            remove_unused_columns=False,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+            **arguments,
+        ),
+        data_collator=recipe.collate_with(data),
+        train_dataset=splits["train"],
+        compute_metrics=recipe.compute_metrics,
+    )
+
+
+# -- what it makes of real images -------------------------------------------------------------------------------------
+
+
+def test_a_trained_network_beats_the_most_frequent_class_and_reads_the_path_of_a_new_image(tmp_path: Path) -> None:
+    folder = written(tmp_path / "digits", 400)
+    recipe, splits, data = prepared(tmp_path, [folder], split={"test": 0.3})
+    assert {row["pixels"].shape for row in splits["train"]} == {(8, 8, 1)}
+    assert splits["train"][0]["image"].startswith("0/"), "no path of a machine is in the data"
+    trainer = trainer_of(recipe, splits, data, tmp_path)
+    trainer.train()
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_accuracy_over_majority"] > 0.4
+    row = splits["test"][0]
+    by_path = trainer.predict([{"image": str(folder / row["image"])}]).predictions
+    by_pixels = trainer.predict([{"image": "", "pixels": row["pixels"]}]).predictions
+    assert np.array_equal(by_path, by_pixels)
+    assert recipe.prediction_columns(by_path, data)["prediction"][0] in data.info["classes"]
+
+
+def test_a_continued_training_draws_the_augmentation_of_one_that_was_not_stopped(tmp_path: Path) -> None:
+    recipe, splits, data = prepared(tmp_path, [written(tmp_path / "digits", 150)], split={"test": 0.3})
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = trainer_of(recipe, splits, data, tmp_path, **settings)
+    whole.train()
+    again = trainer_of(recipe, splits, data, tmp_path, **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_images_are_changed_in_training_mode_only(tmp_path: Path) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Look(nn.Module):
+        def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+            seen.append(pixel_values)
+            return pixel_values
+
+    image = torch.arange(48, dtype=torch.float32).view(1, 1, 6, 8).repeat(16, 1, 1, 1)
+    model = augment_training(Look(), {"flip": True}, field="train.model.augment")
+    model.train()(pixel_values=image)
+    model.eval()(pixel_values=image)
+    changed, same = seen
+    assert torch.equal(same, image)
+    flipped = torch.isclose(changed, image.flip(3), atol=1e-4).flatten(1).all(dim=1)
+    kept = torch.isclose(changed, image, atol=1e-4).flatten(1).all(dim=1)
+    assert (flipped ^ kept).all(), "each image is as it was, or its mirror image"
+    assert flipped.any() and kept.any()
+    assert augment_training(Look(), {}, field="x")._forward_pre_hooks == {}
+    with pytest.raises(ConfigError, match="no such option") as caught:
+        augment_training(Look(), {"flipp": True}, field="train.model.augment")
+    assert caught.value.remedy == 'Did you mean "flip"?'
+    with pytest.raises(ConfigError, match="out of range"):
+        augment_training(Look(), {"shift": 1.5}, field="train.model.augment")
+
+
+def test_pixels_are_standardized_by_the_training_images(tmp_path: Path) -> None:
+    recipe, splits, data = prepared(tmp_path, [written(tmp_path / "digits")], split={"test": 0.3})
+    collate = recipe.collate_with(data)
+    assert collate is not None
+    batch = collate(splits["train"])
+    assert batch["pixel_values"].shape == (len(splits["train"]), 1, 8, 8)
+    assert batch["pixel_values"].mean().item() == pytest.approx(0, abs=1e-5)
+    assert batch["pixel_values"].std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    again = pickle.loads(pickle.dumps(collate))(splits["train"])
+    assert torch.equal(batch["pixel_values"], again["pixel_values"])
+
+
+def test_a_model_of_transformers_brings_its_own_size_and_its_head_must_fit(tmp_path: Path) -> None:
+    folder = written(tmp_path / "digits")
+    recipe, splits, data = prepared(tmp_path, [folder], colours="rgb", split={"test": 0.3})
+    model: Any = recipe.build_model({"config": TINY}, data)
+    model.save_pretrained(tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8},'
+        ' "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
+    )
+    options = {"colours": "rgb", "size": None, "folder": tmp_path / "vit", "split": {"test": 0.3}}
+    _, splits, own = prepared(tmp_path, [folder], **options)
+    collate = recipe.collate_with(own)
+    assert collate is not None
+    batch = collate(splits["train"][:2])
+    assert batch["pixel_values"].shape == (2, 3, 8, 8)
+    assert batch["pixel_values"].min() == -1
+    loaded: Any = recipe.build_model({"folder": tmp_path / "vit", "augment": {"flip": True}}, own)
+    assert loaded(**batch).logits.shape == (2, 10)
+    own.info["classes"] = own.info["classes"][:3]
+    with pytest.raises(ConfigError, match="knows 10 classes, and the data has 3"):
+        recipe.build_model({"folder": tmp_path / "vit"}, own)
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        recipe.build_model({"channels": [12]}, own)
+    with pytest.raises(ConfigError, match="needs the type"):
+        recipe.build_model({"config": {"hidden_size": 8}}, own)
+
+
+# -- folders, tables and splits ---------------------------------------------------------------------------------------
+
+
+def test_splits_are_given_by_folders_and_never_mixed_unsaid(tmp_path: Path) -> None:
+    for split, start in (("train", 0), ("test", 100)):
+        for name, content in list(digits().items())[start : start + 100]:
+            (tmp_path / "photos" / split / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "photos" / split / name).write_bytes(content)
+    error = refused(tmp_path, [tmp_path / "photos"])
+    assert "are called test, train: they are splits" in error.message
+    _, splits, _ = prepared(tmp_path, [tmp_path / "photos"], split={"by": "column", "column": "split"})
+    assert {name: {row["image"].split("/")[0] for row in rows} for name, rows in splits.items()} == {
+        "train": {"train"},
+        "test": {"test"},
+    }
+    files = {name: tmp_path / "photos" / name for name in ("train", "test")}
+    _, by_files, _ = prepared(tmp_path, [], files=files)
+    assert {name: len(rows) for name, rows in by_files.items()} == {"train": 100, "test": 100}
+
+
+def test_a_table_names_images_from_its_own_folder(tmp_path: Path) -> None:
+    folder = written(tmp_path / "digits", 100)
+    names = sorted(path.relative_to(tmp_path) for path in folder.rglob("*.png"))
+    lines = "".join(f"{name},{'even' if int(name.parts[1]) % 2 == 0 else 'odd'}\n" for name in names)
+    (tmp_path / "list.csv").write_text("photo,kind\n" + lines)
+    options: dict[str, Any] = {"image": "photo", "label": "kind", "split": {"test": 0.3}}
+    _, splits, data = prepared(tmp_path, [tmp_path / "list.csv", folder], **options)
+    assert data.info["classes"] == ["even", "odd"]
+    assert sum(map(len, splits.values())) == 100
+    assert {"row_id", "image", "pixels", "labels"} == set(splits["train"][0])
+    assert refused(tmp_path, [tmp_path / "list.csv"], **{**options, "image": "foto"}).remedy == 'Did you mean "photo"?'
+    (tmp_path / "list.csv").write_text("photo,kind\n" + lines + "digits/nowhere.png,odd\n")
+    error = refused(tmp_path, [tmp_path / "list.csv"], **options)
+    assert "row 100 (line 102): " in error.message and "nowhere.png: there is no such file" in error.message
+    assert "no table among the sources" in refused(tmp_path, [folder], **options).message
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_not_an_image_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "digits")
+    (folder / "3" / "note.png").write_text("not a picture")
+    error = refused(tmp_path, [folder])
+    assert "digits/3/note.png: the file of 13 bytes is not an image" in error.message
+    whole = next((folder / "3").glob("0*.png")).read_bytes()
+    (folder / "3" / "note.png").write_bytes(whole[: len(whole) // 2])
+    assert "note.png: the file of" in refused(tmp_path, [folder]).message
+
+
+def test_a_class_without_rows_in_a_split_and_wrong_options_are_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "digits")
+    (folder / "rare").mkdir()
+    (folder / "rare" / "one.png").write_bytes(next((folder / "3").iterdir()).read_bytes())
+    assert "no row of the class 'rare', of which there are 1" in refused(tmp_path, [folder]).message
+    (folder / "rare" / "one.png").unlink()
+    assert refused(tmp_path, [folder], siez=3).remedy == 'Did you mean "size"?'
+    assert "not a size" in refused(tmp_path, [folder], size=[3]).message
+    assert refused(tmp_path, [folder], colours="gray").remedy == 'Did you mean "grey"?'
+    assert "not one of the choices" in refused(tmp_path, [folder], fit="squeeze").message
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path, [tmp_path / "empty"]).field == "prepare.sources"
+
+
+# -- modes and sizes --------------------------------------------------------------------------------------------------
+
+
+def pixels(image: Image.Image, form: ImageForm, kind: str = "PNG", **saved: Any) -> np.ndarray:
+    content = io.BytesIO()
+    image.save(content, kind, **saved)
+    return form.pixels(content.getvalue(), "here")
+
+
+def test_every_mode_of_a_file_becomes_the_stated_colours() -> None:
+    form, grey = ImageForm([2, 2], "rgb", "stretch"), ImageForm([2, 2], "grey", "stretch")
+    assert (pixels(Image.new("RGBA", (2, 2), (255, 0, 0, 0)), form) == 255).all(), "a transparent place is white"
+    assert pixels(Image.new("LA", (2, 2), (0, 255)), form)[0, 0].tolist() == [0, 0, 0]
+    palette = Image.new("RGB", (2, 2), (10, 200, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
+    assert pixels(palette, form)[0, 0] == pytest.approx([10, 200, 30], abs=2)
+    assert pixels(Image.new("CMYK", (2, 2), (0, 255, 255, 0)), form, "TIFF")[0, 0].tolist() == [255, 0, 0]
+    deep = Image.fromarray(np.full((2, 2), 0x8040, np.uint16))
+    assert (pixels(deep, grey) == 0x80).all(), "the upper 8 of 16 bits"
+    assert (pixels(Image.new("1", (2, 2), 1), grey) == 255).all()
+    turned = Image.new("RGB", (4, 2), "black")
+    turned.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    upright = pixels(turned, ImageForm([4, 2], "grey", "stretch"), exif=exif)
+    assert upright[0, 1, 0] == 255 and upright.shape == (4, 2, 1)
+    for wide in (np.full((2, 2), 1e6, np.int32), np.full((2, 2), 0.5, np.float32)):
+        with pytest.raises(DataError, match="32 bits for a pixel"):
+            pixels(Image.fromarray(wide), grey, "TIFF")
+
+
+def test_an_image_of_another_shape_is_stretched_cut_or_padded() -> None:
+    wide = Image.new("L", (8, 4), 0)
+    wide.paste(255, (2, 0, 6, 4))
+    assert (pixels(wide, ImageForm([4, 4], "grey", "crop")) == 255).all()
+    padded = pixels(wide, ImageForm([8, 8], "grey", "pad"))[..., 0]
+    assert (padded[:2] == 0).all() and (padded[4, 3:5] == 255).all()
+    assert pixels(wide, ImageForm([4, 4], "grey", "stretch"))[0, :, 0].tolist() == pytest.approx(
+        [0, 255, 255, 0], abs=80
+    )
+
+
+def test_mean_and_spread_are_those_of_all_pixels() -> None:
+    draw = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
+    counts: dict[str, Any] = {}
+    for image in draw:
+        count_pixels(counts, image)
+    means, spreads = mean_and_spread(counts)
+    assert means == pytest.approx((draw / 255).mean(axis=(0, 1, 2)))
+    assert spreads == pytest.approx((draw / 255).std(axis=(0, 1, 2)))

@@ -1,0 +1,230 @@
+"""Images of files: which class each is of, and their pixels in one form, whatever mode and size a file has.
+
+What becomes of a mode: a palette becomes its colours, CMYK and others become RGB as Pillow converts them, a transparent
+place becomes white, 16 bits become the 8 upper ones. Of an animation the first picture is taken, and a photograph is
+turned upright as its EXIF data says. A format of more bits than that is refused, because its range is not known.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.errors import ConfigError, DataError, StorageError, TrainflowError, first_line
+from trainer_lib.path_options import absolute_path, is_path
+from trainer_lib.recipes.table_files import SOURCES, Table, read_table
+from trainer_lib.storage import Store
+
+ENDINGS = {
+    ".png": "image",
+    ".jpg": "image",
+    ".jpeg": "image",
+    ".bmp": "image",
+    ".gif": "image",
+    ".webp": "image",
+    ".tif": "image",
+    ".tiff": "image",
+    ".ppm": "image",
+    ".pgm": "image",
+}
+"""Ending of an image's name -> "image"."""
+FITS = ("stretch", "crop", "pad")
+"""How an image of another shape is fitted: stretched, cut around its middle, or with black edges."""
+MODES = {"rgb": "RGB", "grey": "L"}
+"""Colours that an image may be given -> Pillow's mode."""
+LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"
+"""The columns of an image folder: an image's folder, its path, the folder above, and where it is on this machine."""
+_SIXTEEN_BITS = 1 << 16
+_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+
+
+class ImageForm:
+    """The form that images are brought into.
+
+    Args:
+        size: height and width in pixels.
+        colours: rgb or grey.
+        fit: one of `FITS`.
+    """
+
+    def __init__(self, size: Sequence[int], colours: str, fit: str) -> None:
+        self.height, self.width = (int(each) for each in size)
+        self._mode, self._fit = MODES[colours], fit
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a pixel."""
+        return 1 if self._mode == "L" else 3
+
+    def pixels(self, content: bytes, place: str) -> np.ndarray:
+        """The pixels of an image file, uint8 ``[height, width, channels]``.
+
+        Args:
+            place: where the file is, for errors.
+
+        Raises:
+            DataError: the bytes are not an image that Pillow can read.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Pillow, about details of a file that it reads all the same
+                with Image.open(io.BytesIO(content)) as opened:
+                    image = _in_colours(ImageOps.exif_transpose(opened), self._mode, place)
+        except _UNREADABLE as error:
+            what = "is not an image" if isinstance(error, UnidentifiedImageError) else "cannot be read as an image"
+            raise DataError(
+                f"{place}: the file of {len(content):,} bytes {what} ({first_line(error)}).",
+                field=SOURCES,
+                remedy="Remove it, or write it again.",
+            ) from error
+        size = (self.width, self.height)
+        if image.size != size and self._fit == "stretch":
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        elif image.size != size:
+            fitted = ImageOps.fit if self._fit == "crop" else ImageOps.pad
+            image = fitted(image, size, Image.Resampling.BILINEAR)
+        return np.asarray(image, np.uint8).reshape(self.height, self.width, self.channels)
+
+
+def _in_colours(image: Image.Image, mode: str, place: str) -> Image.Image:
+    """The image as RGB or grey."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() >= _SIXTEEN_BITS:
+            raise _unknown_range(image.mode, place)
+        image = Image.fromarray((values.astype(np.uint32) >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise _unknown_range(image.mode, place)
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        over = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+    return image.convert("RGB").convert(mode) if image.mode not in ("1", "L") else image.convert(mode)
+
+
+def _unknown_range(mode: str, place: str) -> DataError:
+    what = f"{place}: the image has 32 bits for a pixel (mode {mode}), and which value is white is not known."
+    return DataError(what, field=SOURCES, remedy="Convert it to 8 or 16 bits.")
+
+
+class ImageReader:
+    """Reads image files into one form.
+
+    Args:
+        form: the form.
+        folder: where relative paths start.
+    """
+
+    def __init__(self, form: ImageForm, folder: str) -> None:
+        self._form, self._folder = form, folder
+        self._stores: dict[str, Store] = {}
+
+    def read(self, address: str, place: str = "") -> np.ndarray:
+        """The pixels at a path or URL, uint8 ``[height, width, channels]``.
+
+        Args:
+            place: the row that names the file, for errors.
+
+        Raises:
+            DataError: there is no such file, or it is not an image.
+        """
+        whole = absolute_path(address, self._folder) if is_path(address) else address
+        folder, _, name = whole.rpartition("/")
+        if folder not in self._stores:
+            self._stores[folder] = Store.open(folder or "/", field=SOURCES)
+        named = f"{place}: {whole}" if place else whole
+        store = self._stores[folder]
+        try:
+            content = store.read_bytes(name)
+        except StorageError:
+            if store.exists(name):
+                raise
+            remedy = f"Correct the path; a relative one starts from {self._folder}."
+            raise DataError(f"{named}: there is no such file.", field=SOURCES, remedy=remedy) from None
+        return self._form.pixels(content, named)
+
+
+def find_images(addresses: Sequence[str], *, field: str) -> Table:
+    """The images of folders as a table: `image` (its path below), `label` (its folder), and `split` (the folder above).
+
+    Args:
+        addresses: folders, files, patterns and URLs.
+        field: the setting that names them, for errors.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = _find(addresses, ENDINGS, field)
+    parts = [file.address.split("/") for file in files]
+    columns: dict[str, list[Any]] = {
+        IMAGE: [file.path for file in files],
+        LABEL: [each[-2] if len(each) > 1 else None for each in parts],
+        SPLIT: [each[-3] if len(each) > 2 else None for each in parts],
+        ADDRESS: [file.address for file in files],
+    }
+    return Table([file.address for file in files], columns)
+
+
+def read_image_table(addresses: Sequence[str], column: str, *, rename: Mapping[str, str], field: str) -> Table:
+    """The rows of tables with a column of images' paths. Relative ones start from the folder of their table.
+
+    Args:
+        addresses: the tables; images among them are not read here.
+        column: the column with the paths.
+
+    Raises:
+        ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.
+    """
+    found = _find(addresses, {**FORMATS, **ENDINGS}, field)
+    tables = [file for file in found if format_of(file.path) is not None]
+    if not tables:
+        remedy = "Name the table, as in prepare.sources=[labels.csv, photos/], or leave prepare.options.image out."
+        raise ConfigError("There is no table among the sources.", field=field, remedy=remedy)
+    whole = Table([], {})
+    for file in tables:
+        part = read_table([file.address], rename=rename, field=field)
+        part.require(column, field="prepare.options.image")
+        part.refuse_gaps(column, "Give every row the path of its image, or remove the row.")
+        folder = file.address.rpartition("/")[0]
+        part.columns[ADDRESS] = [_from(folder, str(value)) for value in part.columns[column]]
+        whole.append(part, field=field)
+    return whole
+
+
+def _from(folder: str, path: str) -> str:
+    """A path of a table, from the folder of the table."""
+    if not is_path(path):
+        return path
+    return absolute_path(path, folder) if is_path(folder) else f"{folder}/{path}"
+
+
+def _find(addresses: Sequence[str], endings: Mapping[str, str], field: str) -> list[RowFile]:
+    try:
+        return find_row_files(addresses, endings)
+    except TrainflowError as error:
+        error.field = field if error.field == "NEW_DATA" else error.field
+        raise
+
+
+def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:
+    """Add an image ``[height, width, channels]`` to exact counts: pixels, sums and squares of each channel."""
+    whole = pixels.reshape(-1, pixels.shape[-1]).astype(np.int64)
+    counts["pixels"] = counts.get("pixels", 0) + len(whole)
+    for name, values in (("sums", whole), ("squares", whole**2)):
+        before = counts.get(name, [0] * whole.shape[1])
+        counts[name] = [old + new for old, new in zip(before, values.sum(axis=0).tolist(), strict=True)]
+
+
+def mean_and_spread(counts: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, with pixels from 0 to 1; a spread of 0 counts as 1."""
+    number = max(counts.get("pixels", 0), 1)
+    means = [total / number / 255 for total in counts["sums"]]
+    squares = [total / number / 255**2 for total in counts["squares"]]
+    spreads = [max(square - mean**2, 0.0) ** 0.5 for square, mean in zip(squares, means, strict=True)]
+    return means, [spread if spread > 0 else 1.0 for spread in spreads]
