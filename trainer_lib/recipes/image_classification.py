@@ -217,7 +217,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
     New rows have the path or the URL of an image instead of its pixels; relative ones start from the working directory.
     """
-    reader = data.once("reader", lambda: ImageReader(ImageForm(**data.info["form"]), str(Path.cwd())))
+    reader = data.once("reader", lambda: ImageReader(ImageForm(**data.info["form"]), str(Path.cwd()), field=IMAGE))
     pixels = np.stack([row["pixels"] if "pixels" in row else reader.read(row["image"]) for row in rows])
     means, spreads = data.info["normal"] or mean_and_spread(data.info["counts"])
     values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32) / 255

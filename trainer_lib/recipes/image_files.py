@@ -63,11 +63,12 @@ class ImageForm:
         """Numbers of a pixel."""
         return 1 if self._mode == "L" else 3
 
-    def pixels(self, content: bytes, place: str) -> np.ndarray:
+    def pixels(self, content: bytes, place: str, *, field: str = SOURCES) -> np.ndarray:
         """The pixels of an image file, uint8 ``[height, width, channels]``.
 
         Args:
             place: where the file is, for errors.
+            field: the setting or the column that names it, for errors.
 
         Raises:
             DataError: the bytes are not an image that Pillow can read.
@@ -78,10 +79,11 @@ class ImageForm:
                 with Image.open(io.BytesIO(content)) as opened:
                     image = _in_colours(ImageOps.exif_transpose(opened), self._mode, place)
         except _UNREADABLE as error:
-            what = "is not an image" if isinstance(error, UnidentifiedImageError) else "cannot be read as an image"
+            unknown = isinstance(error, UnidentifiedImageError)
+            what = "is not an image" if unknown else f"cannot be read as an image ({first_line(error)})"
             raise DataError(
-                f"{place}: the file of {len(content):,} bytes {what} ({first_line(error)}).",
-                field=SOURCES,
+                f"{place}: the file of {len(content):,} bytes {what}.",
+                field=field,
                 remedy="Remove it, or write it again.",
             ) from error
         size = (self.width, self.height)
@@ -119,10 +121,11 @@ class ImageReader:
     Args:
         form: the form.
         folder: where relative paths start.
+        field: the setting or the column that names the files, for errors.
     """
 
-    def __init__(self, form: ImageForm, folder: str) -> None:
-        self._form, self._folder = form, folder
+    def __init__(self, form: ImageForm, folder: str, *, field: str = SOURCES) -> None:
+        self._form, self._folder, self._field = form, folder, field
         self._stores: dict[str, Store] = {}
 
     def read(self, address: str, place: str = "") -> np.ndarray:
@@ -137,7 +140,7 @@ class ImageReader:
         whole = absolute_path(address, self._folder) if is_path(address) else address
         folder, _, name = whole.rpartition("/")
         if folder not in self._stores:
-            self._stores[folder] = Store.open(folder or "/", field=SOURCES)
+            self._stores[folder] = Store.open(folder or "/", field=self._field)
         named = f"{place}: {whole}" if place else whole
         store = self._stores[folder]
         try:
@@ -146,8 +149,8 @@ class ImageReader:
             if store.exists(name):
                 raise
             remedy = f"Correct the path; a relative one starts from {self._folder}."
-            raise DataError(f"{named}: there is no such file.", field=SOURCES, remedy=remedy) from None
-        return self._form.pixels(content, named)
+            raise DataError(f"{named}: there is no such file.", field=self._field, remedy=remedy) from None
+        return self._form.pixels(content, named, field=self._field)
 
 
 def find_images(addresses: Sequence[str], *, field: str) -> Table:

@@ -41,7 +41,7 @@ def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recip
     tests = runpy.run_path(str(folder / "test_my_project.py"))
     tests["test_the_spec_is_valid"]()
     tests["test_every_split_has_rows"](tmp_path / "prepared")
-    assert "{{" not in "".join(file.read_text() for file in files)
+    assert "{{" not in "".join(file.read_text() for file in files if file.is_file())
 
 
 def test_every_named_recipe_can_begin_a_project() -> None:
