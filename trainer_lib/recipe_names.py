@@ -12,6 +12,7 @@ ABOUT = {
     "tabular-classification": "Rows of a table to one of several classes.",
     "tabular-regression": "Rows of a table to a number.",
     "text-classification": "Texts to one of several classes, with a model of transformers.",
+    "time-series-forecasting": "The next steps of one time series or many.",
 }
 """Name -> what the recipe is for."""
 

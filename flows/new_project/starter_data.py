@@ -73,12 +73,18 @@ def digits() -> dict[str, bytes]:
     return files
 
 
+def elnino() -> str:
+    """The sea's temperature off Peru in each month from 1950 to 2010, as CSV (NOAA's ERSST.V3B, public domain)."""
+    return Path(__file__).with_name("elnino.csv").read_text("utf-8")
+
+
 FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
     "image-classification": ("digits", digits),
     "tabular-classification": ("wine.csv", wine),
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),
+    "time-series-forecasting": ("elnino.csv", elnino),
 }
 """Recipe -> the name of its data's file, and what makes its text; or of a folder, and what makes its files."""
 

@@ -74,6 +74,18 @@ _FACTS = {
         "column": "label",
         "source": "lines of four modules of Python's standard library (PSF licence).",
     },
+    "time-series-forecasting": {
+        "options": "    time: month\n    target: temperature\n    context: 36   # months that a forecast knows\n"
+        "    horizon: 6    # months to forecast\n    season: 12",
+        "by": "time",
+        "model": "  model: {hidden: []}  # linear; or sizes of layers, such as [64]",
+        "rate": "1.0e-2",
+        "margin": "mase_below_seasonal",
+        "trivial": "repeating the last season",
+        "about": "Forecasts the temperature of the sea for six months.",
+        "column": "target",
+        "source": "the sea's temperature off Peru by month (NOAA, ERSST.V3B, Nino 1+2, public domain).",
+    },
 }
 """Recipe -> what its texts say."""
 

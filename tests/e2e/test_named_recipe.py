@@ -77,6 +77,21 @@ def test_images_by_name_survive_kills_with_their_random_changes(tmp_path: Path) 
     _survives(DIGITS, (*SMALL_IMAGES, _write_digits(tmp_path / "digits")), "accuracy_over_majority", tmp_path)
 
 
+FORECASTS = (
+    "train.args.save_steps=5",
+    "train.args.eval_strategy=no",
+    "train.eval_split=null",
+    "evaluate.splits=[test]",
+    "predict.enabled=false",
+    "publish.enabled=false",
+)
+
+
+@pytest.mark.timeout(300)
+def test_forecasts_by_name_survive_kills(tmp_path: Path) -> None:
+    _survives(ROOT / "examples" / "forecasting" / "elnino.yaml", FORECASTS, "mase_below_seasonal", tmp_path)
+
+
 def _survives(spec: Path, small: tuple[str, ...], margin: str, folder: Path) -> None:
     """The small run beats its trivial model, and a worker that is killed changes no bit of its weights."""
     left_alone = Pipeline(str(spec), folder / "alone", small, folder / "alone.log")

@@ -53,6 +53,31 @@ def measure_numbers(predictions: Any, labels: Any) -> dict[str, float]:
     }
 
 
+def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
+    """Errors of forecasts ``[rows, horizon, targets]``, and of two forecasts that need no model.
+
+    MASE is the mean absolute error in units of what repeating the value of a season ago errs by in the training steps
+    (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). `mase_below_naive` and
+    `mase_below_seasonal` are what the model is better by than repeating the last value and the last season.
+
+    Args:
+        labels: ``[rows, 4, horizon, targets]``: the values, the last value, the last season, and the unit of MASE.
+    """
+    forecast = np.asarray(predictions, np.float64)
+    truth, last, season, scale = np.moveaxis(np.asarray(labels, np.float64), 1, 0)
+    error = forecast - truth
+    mase, naive, seasonal = (float((np.abs(each - truth) / scale).mean()) for each in (forecast, last, season))
+    return {
+        "mae": float(np.abs(error).mean()),
+        "rmse": float(np.sqrt((error**2).mean())),
+        "mase": mase,
+        "naive_mase": naive,
+        "seasonal_mase": seasonal,
+        "mase_below_naive": naive - mase,
+        "mase_below_seasonal": seasonal - mase,
+    }
+
+
 def measure_tokens(predictions: Any, labels: Any) -> dict[str, float]:
     """Perplexity of texts, and that of the tokens' own frequencies in these texts (a unigram model).
 

@@ -33,6 +33,17 @@ def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
     """
     chosen = choose(given, {**DEFAULTS, "by": by}, field=FIELD)
     require_choice(chosen["by"], WAYS, field=f"{FIELD}.by")
+    require_shares(chosen, given)
+    needs_column = chosen["by"] in ("group", "time", "column")
+    if needs_column != (chosen["column"] is not None):
+        what = f"by: {chosen['by']} {'needs the name of a column' if needs_column else 'takes no column'}."
+        remedy = "Set split.column." if needs_column else "Remove it, or set by to group, time or column."
+        raise ConfigError(what, field=f"{FIELD}.column", value=chosen["column"], remedy=remedy)
+    return chosen
+
+
+def require_shares(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for shares of validation and test that are none, or leave nothing to train on."""
     for name in ("validation", "test"):
         if not 0 <= chosen[name] < 1:
             remedy = "Give a share from 0 on and below 1."
@@ -40,12 +51,6 @@ def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
     if chosen["validation"] + chosen["test"] >= 1:
         remedy = "Let validation and test together be below 1."
         raise ConfigError("Nothing is left to train on.", field=FIELD, value=dict(given), remedy=remedy)
-    needs_column = chosen["by"] in ("group", "time", "column")
-    if needs_column != (chosen["column"] is not None):
-        what = f"by: {chosen['by']} {'needs the name of a column' if needs_column else 'takes no column'}."
-        remedy = "Set split.column." if needs_column else "Remove it, or set by to group, time or column."
-        raise ConfigError(what, field=f"{FIELD}.column", value=chosen["column"], remedy=remedy)
-    return chosen
 
 
 def cut_rows(

@@ -11,7 +11,7 @@ import pytest
 
 from flows.cli.completion import complete_override, complete_recipe
 from flows.new_project import starting
-from flows.new_project.starter_data import FILES, diabetes, wine
+from flows.new_project.starter_data import FILES, diabetes, elnino, wine
 from flows.spec.schema import argument_schemas, spec_schema
 from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
@@ -51,6 +51,7 @@ def test_every_named_recipe_can_begin_a_project() -> None:
 def test_the_examples_have_the_data_of_a_new_project() -> None:
     assert (ROOT / "examples" / "tabular" / "wine.csv").read_text() == wine()
     assert (ROOT / "examples" / "tabular" / "diabetes.csv").read_text() == diabetes()
+    assert (ROOT / "examples" / "forecasting" / "elnino.csv").read_text() == elnino()
 
 
 def test_a_folder_that_is_not_empty_and_bad_names_are_refused(tmp_path: Path) -> None:

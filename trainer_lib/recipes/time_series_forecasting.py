@@ -1,0 +1,220 @@
+"""The recipe time-series-forecasting: the next steps of one series or many, beside the two naive forecasts.
+
+    name: sea
+    recipe: time-series-forecasting
+    prepare:
+      sources: [sea.csv]
+      options: {time: month, target: temperature, context: 36, horizon: 6, season: 12}
+    train:
+      args: {num_train_epochs: 30, learning_rate: 3.0e-3, global_batch_size: 32}
+    evaluate: {splits: [validation, test]}
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.time_series_forecasting import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.forecast_net import ForecastNet
+from trainer_lib.recipes.held_out_metrics import measure_forecasts
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.table_files import read_table
+from trainer_lib.recipes.time_series import (
+    FIELD,
+    Series,
+    SeriesTable,
+    SeriesWindow,
+    WindowSplits,
+    cut_windows,
+    naive_error,
+)
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+DEFAULTS: dict[str, Any] = {
+    "time": None,
+    "target": None,
+    "series": None,
+    "known": [],
+    "rename": {},
+    "context": 24,
+    "horizon": 1,
+    "season": 1,
+    "step": None,
+    "time_format": None,
+    "missing": "refuse",
+    "stride": 1,
+    "held_out_stride": None,
+    "split": {},
+}
+"""Every option of `prepare`, with its default."""
+MODEL: dict[str, Any] = {"hidden": [], "dropout": 0.0}
+"""The settings of `build_model` (`train.model`), with their defaults."""
+_RESERVED = ("row_id", "series", "time", "scale", "labels")
+
+
+class Options(TypedDict):
+    """The options of `prepare`."""
+
+    time: str
+    """Column with the times: dates, or numbers."""
+    target: str | list[str]
+    """Column or columns to forecast."""
+    series: NotRequired[str]
+    """Column with the name of the series; unset: the table has one."""
+    known: NotRequired[list[str]]
+    """Columns whose values are known for the steps to come as well (a holiday, a price)."""
+    rename: NotRequired[dict[str, str]]
+    context: NotRequired[int]
+    """Steps that a forecast knows."""
+    horizon: NotRequired[int]
+    """Steps to forecast."""
+    season: NotRequired[int]
+    """Steps after which the series is alike: 12 for months."""
+    step: NotRequired[str | float]
+    """Step of the times (h, D, W-MON, MS, or a number); unset: found from the data."""
+    time_format: NotRequired[str]
+    """How times are written, as for strptime; unset: ISO 8601."""
+    missing: NotRequired[str]
+    """Steps and values that are missing: refuse, or previous (the value before)."""
+    stride: NotRequired[int]
+    """Steps from one training window to the next."""
+    held_out_stride: NotRequired[int]
+    """Steps from one held-out window to the next; unset: the horizon, so that each value is forecast once."""
+    split: NotRequired[dict[str, Any]]
+    """Shares of the times: validation and test."""
+
+
+def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the series, and cut them into windows.
+
+    Returns:
+        For every split its rows: each target by its name ``[context]``, each covariate ``[context + horizon]``,
+        `labels` ``[horizon, targets]``, `scale` (the unit of MASE, ``[targets]``), `time` (of the first label) and
+        `row_id`.
+    """
+    chosen = choose(options, DEFAULTS, field=FIELD)
+    targets, known = _columns(chosen)
+    table = read_table(out.sources, rename=chosen["rename"])
+    for option, names in (("target", targets), ("known", known)):
+        for name in names:
+            table.require(name, field=f"{FIELD}.{option}")
+    series = SeriesTable(table, [*targets, *known], chosen).series
+    splits = WindowSplits(series, chosen)
+    training = [each.values[:steps] for each, steps in zip(series, splits.train_steps, strict=True)]
+    covariates = np.concatenate(training)[:, len(targets) :]
+    spreads = covariates.std(axis=0)
+    described = np.stack((covariates.mean(axis=0), np.where(spreads > 0, spreads, 1.0)), axis=1)
+    out.info.update(
+        targets=targets,
+        known=dict(zip(known, described.tolist(), strict=True)),
+        filled=sum(each.filled for each in series),
+        split_starts={name: str(start) for name, start in splits.starts.items()},
+        **{name: chosen[name] for name in ("context", "horizon", "season")},
+    )
+    scales = _scales(series, [values[:, : len(targets)] for values in training], chosen["season"])
+    windows = cut_windows(series, splits, context=chosen["context"], horizon=chosen["horizon"])
+    return {
+        split: (_row(window, targets, known) | {"scale": scales[window.series.name]} for window in cut)
+        for split, cut in windows.items()
+    }
+
+
+def _row(window: SeriesWindow, targets: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
+    """A window as a row, without the unit of MASE."""
+    past, values = window.context, window.values.astype(np.float32)
+    return {
+        "row_id": window.number,
+        **({"series": window.series.name} if window.series.name else {}),
+        "time": window.series.labels[window.origin],
+        **{name: values[:past, place] for place, name in enumerate(targets)},
+        **{name: values[:, place] for place, name in enumerate(known, len(targets))},
+        "labels": values[past:, : len(targets)],
+    }
+
+
+def _scales(series: Sequence[Series], training: Sequence[np.ndarray], season: int) -> dict[str, np.ndarray]:
+    """Series -> the unit of MASE ``[targets]``. Raises DataError for a series with hardly a step to train on."""
+    found = {}
+    for each, values in zip(series, training, strict=True):
+        if len(values) <= season:
+            of = f"The series '{each.name}'" if each.name else "The series"
+            what = f"{of} has {len(values)} steps to train on, and one season alone has {season}."
+            raise DataError(what, field=f"{FIELD}.split", remedy="Leave the series out, or give smaller shares.")
+        found[each.name] = naive_error(values, season).astype(np.float32)
+    return found
+
+
+def _columns(chosen: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Targets and covariates. Raises ConfigError where one is missing, or has two uses."""
+    for option, what in (("time", "where the times are"), ("target", "what to forecast")):
+        if not chosen[option]:
+            remedy = f"Name the column: prepare.options.{option}=NAME."
+            raise ConfigError(f"The recipe needs to know {what}.", field=f"{FIELD}.{option}", remedy=remedy)
+    targets = [chosen["target"]] if isinstance(chosen["target"], str) else list(chosen["target"])
+    names = [*targets, *chosen["known"]]
+    twice = next((name for name in names if names.count(name) > 1 or name in (chosen["time"], chosen["series"])), None)
+    if twice is not None:
+        raise ConfigError("A column has one use.", field=f"{FIELD}.target", value=twice, remedy="Name it once.")
+    taken = next((name for name in names if name in _RESERVED), None)
+    if taken is not None:
+        remedy = f"Give it another name: prepare.options.rename.{taken}=NAME."
+        raise ConfigError(f"The recipe uses the name '{taken}' itself.", field=f"{FIELD}.target", remedy=remedy)
+    return targets, list(chosen["known"])
+
+
+def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
+    """Build the untrained network; `options` are the spec's `train.model`."""
+    chosen = choose(options, MODEL, field="train.model")
+    return ForecastNet(data.info["context"], data.info["horizon"], list(data.info["known"].values()), **chosen)
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch: `past` ``[batch, context, targets]`` and, with covariates, `known` ``[batch, steps, covariates]``.
+
+    `labels` ``[batch, 4, horizon, targets]`` are the values to come, what repeating the last value and the last season
+    would forecast, and the unit of MASE.
+    """
+    info = data.info
+    past = np.stack([np.stack([row[name] for name in info["targets"]], axis=-1) for row in rows]).astype(np.float32)
+    batch = {"past": torch.from_numpy(past)}
+    if info["known"]:
+        known = [np.stack([row[name] for name in info["known"]], axis=-1) for row in rows]
+        batch["known"] = torch.from_numpy(np.stack(known).astype(np.float32))
+    if "labels" in rows[0]:
+        truth = np.stack([row["labels"] for row in rows])
+        last = np.repeat(past[:, -1:], info["horizon"], axis=1)
+        places = np.arange(info["horizon"]) % info["season"] - info["season"]
+        scale = np.broadcast_to(np.stack([row["scale"] for row in rows])[:, None], truth.shape)
+        batch["labels"] = torch.from_numpy(np.stack((truth, last, past[:, places], scale), axis=1).astype(np.float32))
+    return batch
+
+
+def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+    """Compute Huber's loss of forecasts ``[batch, horizon, targets]``, in the unit of MASE; labels as of `collate`."""
+    error = (outputs["logits"] - labels[:, 0]) / labels[:, 3]
+    return nn.functional.huber_loss(error, torch.zeros_like(error))
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure forecasts ``[rows, horizon, targets]``, beside the naive ones for the same windows."""
+    return measure_forecasts(evaluation.predictions, evaluation.label_ids)
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn forecasts ``[rows, horizon, targets]`` into a column of lists for each target."""
+    return {
+        f"{name}_forecast": list(predictions[:, :, place].astype(np.float32))
+        for place, name in enumerate(data.info["targets"])
+    }
