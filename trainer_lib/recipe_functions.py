@@ -26,7 +26,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 """Function -> what it is called with, by position. Some may take one more, by the name in `LAST`."""
 INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
 """Required function -> the one that a recipe may define instead."""
-LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data"}
+LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data", "compute_metrics": "data"}
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
@@ -48,7 +48,7 @@ def check_signature(name: str, signature: inspect.Signature, *, field: str, valu
             continue
         return
     # `data` is for those that need it, and most do not.
-    wanted = ", ".join((*given, last) if last and name != "collate" else given)
+    wanted = ", ".join((*given, last) if last and last != "data" else given)
     shown = signature.replace(return_annotation=inspect.Signature.empty)
     raise ConfigError(
         f"{name}{shown} cannot be called as {name}({wanted}).",

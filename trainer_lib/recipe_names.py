@@ -13,6 +13,7 @@ ABOUT = {
     "tabular-regression": "Rows of a table to a number.",
     "text-classification": "Texts to one of several classes, with a model of transformers.",
     "time-series-forecasting": "The next steps of one time series or many.",
+    "token-classification": "Words of a text to a tag each, with a model of transformers.",
 }
 """Name -> what the recipe is for."""
 

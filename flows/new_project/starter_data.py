@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.new_project.code_words import tagged_lines
+
 
 def wine() -> str:
     """178 wines of three cultivars with 13 measurements, as CSV (scikit-learn, from the UCI repository, CC BY 4.0)."""
@@ -78,6 +80,30 @@ def elnino() -> str:
     return Path(__file__).with_name("elnino.csv").read_text("utf-8")
 
 
+def code_lines() -> str:
+    """1,200 lines of Python of this interpreter's standard library, as JSON lines of words and tags (PSF licence)."""
+    found: dict[str, None] = {}
+    for module in (
+        "argparse",
+        "ast",
+        "configparser",
+        "datetime",
+        "doctest",
+        "inspect",
+        "pathlib",
+        "tarfile",
+        "zipfile",
+    ):
+        file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+        source = (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text("utf-8")
+        rows = ({"words": words, "tags": tags} for words, tags in tagged_lines(source))
+        # Since Python 3.12 an f-string is several tokens.
+        plain = (row for row in rows if not any(word.startswith(("f'", 'f"')) or "{{" in word for word in row["words"]))
+        found |= dict.fromkeys(json.dumps(row) for row in plain)
+    lines = list(found)
+    return "".join(f"{lines[index * len(lines) // 1200]}\n" for index in range(1200))
+
+
 FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
     "image-classification": ("digits", digits),
@@ -85,6 +111,7 @@ FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),
     "time-series-forecasting": ("elnino.csv", elnino),
+    "token-classification": ("lines.jsonl", code_lines),
 }
 """Recipe -> the name of its data's file, and what makes its text; or of a folder, and what makes its files."""
 

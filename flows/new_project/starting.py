@@ -86,6 +86,17 @@ _FACTS = {
         "column": "target",
         "source": "the sea's temperature off Peru by month (NOAA, ERSST.V3B, Nino 1+2, public domain).",
     },
+    "token-classification": {
+        "options": "    words: words\n    label: tags",
+        "by": "random",
+        "model": _RANDOM_BERT,
+        "rate": "2.0e-3",
+        "margin": "accuracy_over_usual",
+        "trivial": "the tag that each word had most often in training",
+        "about": "Tells the part that each word of a line of Python plays.",
+        "column": "label",
+        "source": "lines of Python's standard library, with tags by its parser (PSF licence).",
+    },
 }
 """Recipe -> what its texts say."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+TEXT = "string"
 LABELS = ("label", "label_ids", "labels")
 """Columns that hold labels whatever the model: the default collator turns the first two into `labels`."""
 
@@ -14,7 +15,7 @@ class Column:
 
     Attributes:
         kind: "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape).
-        dtype: NumPy name of the elements' type; empty for text and bytes.
+        dtype: NumPy name of the elements' type, "string" for a list of texts; empty for text and bytes.
         shape: shape of an "array"; empty for other kinds.
     """
 
@@ -23,12 +24,17 @@ class Column:
     shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """The type as text: ``float32[8,8]``, ``int64[*]``, ``string``."""
+        """The type as text: ``float32[8,8]``, ``int64[*]``, ``string[*]``, ``string``."""
         if self.kind == "list":
             return f"{self.dtype}[*]"
         if self.kind == "array":
             return f"{self.dtype}[{','.join(map(str, self.shape))}]"
         return self.dtype or self.kind
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether a value is a list of texts."""
+        return self.dtype == TEXT
 
     @classmethod
     def parse(cls, text: str) -> Column:

@@ -4,6 +4,7 @@
     bool, int, float, NumPy scalar       the same width (int64, float64)   bool, int, float
     str, bytes                           large_string, large_binary        str, bytes
     1-D array, list of numbers           large_list of the dtype           1-D array, any length
+    list of texts                        large_list of large_string        list of str, any length
     array of 2 or more dimensions        fixed-size list, shape noted      array of that shape
 
 No value loses precision: a list of Python floats is float64. Every error names the split, the row and the column.
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from trainer_lib.data.column import Column
+from trainer_lib.data.column import TEXT, Column
 from trainer_lib.errors import DataError
 
 ROW_ID = "row_id"
@@ -30,11 +31,13 @@ def arrow_field(name: str, column: Column) -> pa.Field:
     """The Arrow field of a column; its metadata holds what Arrow's type does not express."""
     # large_*: the plain types end at 2 GiB in one column.
     plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(column.kind)
-    if plain is None:
+    if column.has_texts:
+        plain = pa.large_list(pa.large_string())
+    elif plain is None:
         # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
         stored = "uint8" if column.dtype == "bool" and column.kind != "scalar" else column.dtype
         plain = pa.from_numpy_dtype(np.dtype(stored))
-    if column.kind == "list":
+    if column.kind == "list" and not column.has_texts:
         plain = pa.large_list(plain)
     elif column.kind == "array":
         plain = pa.list_(plain, int(np.prod(column.shape)))
@@ -112,10 +115,9 @@ class Schema:
     def _build_array(
         self, name: str, column: Column, values: list[Any], first_row: int, *, allow_nan: bool
     ) -> pa.Array:
-        if column.kind in ("string", "bytes"):
-            expected = str if column.kind == "string" else bytes | bytearray | memoryview
+        if column.has_texts or column.kind in ("string", "bytes"):
             for index, value in enumerate(values):
-                if not isinstance(value, expected):
+                if not _is_text(value, column):
                     self._refuse_type(first_row + index, name, column, type(value).__name__)
             return pa.array(values, type=self.arrow.field(name).type)
         dtype = np.dtype(column.dtype)
@@ -169,6 +171,8 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
         return Column("string")
     if all(isinstance(value, bytes | bytearray | memoryview) for value in values):
         return Column("bytes")
+    if all(is_list_of_texts(value) for value in values) and any(values):
+        return Column("list", TEXT)
     arrays = []
     for row, value in enumerate(values):
         array = _as_array(value)
@@ -191,6 +195,18 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
     odd = next(row for row, array in enumerate(arrays) if array.shape != arrays[0].shape)
     what = f"shape {list(arrays[odd].shape)} beside {list(arrays[0].shape)}; only one-dimensional arrays may vary"
     raise _refuse(split, odd, name, what)
+
+
+def _is_text(value: Any, column: Column) -> bool:
+    """Whether a value is a text, bytes or a list of texts, as the column has them."""
+    if column.has_texts:
+        return is_list_of_texts(value)
+    return isinstance(value, str if column.kind == "string" else bytes | bytearray | memoryview)
+
+
+def is_list_of_texts(value: Any) -> bool:
+    """Whether a value is a list or a tuple of texts, perhaps empty."""
+    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
 
 
 def _as_array(value: Any) -> np.ndarray | None:
@@ -220,5 +236,6 @@ def _refuse(split: str, row: int, column: str | None, what: str) -> DataError:
     return DataError(
         f"{where}: {what}.",
         field="prepare",
-        remedy="Every row of a split must have the same columns, holding numbers, arrays of numbers, text or bytes.",
+        remedy="Every row of a split must have the same columns, holding numbers, arrays of numbers, text, lists of "
+        "texts or bytes.",
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer_lib.data.column import Column
-from trainer_lib.data.columns import ROW_ID
+from trainer_lib.data.columns import ROW_ID, is_list_of_texts
 from trainer_lib.errors import DataError
 from trainer_lib.suggestions import nearest
 
@@ -94,6 +94,10 @@ def _convert(row: Mapping[str, Any], name: str, column: Column, place: str) -> A
         if not isinstance(value, expected):
             raise refuse_row(place, name, f"a value of type {expected.__name__} is needed, not {type(value).__name__}")
         return value
+    if column.has_texts:
+        if not is_list_of_texts(value):
+            raise refuse_row(place, name, f"a list of texts is needed, not a value of type {type(value).__name__}")
+        return list(value)
     converted = _convert_numbers(value, name, column, place)
     shape = {"scalar": (), "array": column.shape}.get(column.kind)
     if shape is not None and converted.shape != shape:
@@ -120,7 +124,7 @@ def _convert_numbers(value: Any, name: str, column: Column, place: str) -> Any:
 
 
 def _copied(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+    return {name: value.copy() if isinstance(value, np.ndarray | list) else value for name, value in row.items()}
 
 
 def refuse_row(place: str, column: str | None, what: str) -> DataError:

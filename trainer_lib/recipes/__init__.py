@@ -5,7 +5,7 @@ Only the first two functions are required::
     prepare(options, out) -> {split: rows}           out.info[...] = JSON; out.write_file(name, bytes)
     build_model(options, data) -> torch.nn.Module
     collate(rows) -> {name: Tensor}                  or collate(rows, data)
-    compute_metrics(p: EvalPrediction) -> {name: float}
+    compute_metrics(p: EvalPrediction) -> {name: float}      or compute_metrics(p, data)
     preprocess_logits_for_metrics(logits, labels)
     compute_loss_func(outputs, labels, num_items_in_batch)
     callbacks(options) -> [TrainerCallback]
@@ -177,9 +177,11 @@ class Recipe:
 
     def collate_with(self, data: DataInfo) -> Callable[..., Any] | None:
         """The function `collate` as a Trainer calls it, with rows alone; `data` for one that takes it. None without."""
-        if self.collate is None or "data" not in inspect.signature(self.collate).parameters:
-            return self.collate
-        return functools.partial(self.collate, data=data)
+        return _given_data(self.collate, data)
+
+    def compute_metrics_with(self, data: DataInfo) -> Callable[..., Any] | None:
+        """The function `compute_metrics` as a Trainer calls it; `data` for one that takes it. None without."""
+        return _given_data(self.compute_metrics, data)
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""
@@ -244,6 +246,12 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         other = self._recipe.fallback
         return _load_hook, (str(self._recipe.path), str(self._recipe.root), self._name, other and str(other.path))
+
+
+def _given_data(function: Callable[..., Any] | None, data: DataInfo) -> Callable[..., Any] | None:
+    if function is None or "data" not in inspect.signature(function).parameters:
+        return function
+    return functools.partial(function, data=data)
 
 
 def _load_hook(path: str, root: str, name: str, fallback: str | None) -> Any:

@@ -1,9 +1,12 @@
-"""Tables of CSV, JSON lines, Parquet and Arrow files, read as a whole: every problem names the file and the row."""
+"""Tables of CSV, JSON lines, Parquet and Arrow files, read as a whole: every problem names the file and the row.
+
+Where columns hold lists, sentences in CoNLL's columns (`conll_files`) are rows as well.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, Self
@@ -11,8 +14,9 @@ from typing import Any, Self
 import numpy as np
 
 from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.row_sources import FORMATS, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.recipes.conll_files import SENTENCES, read_sentences
 from trainer_lib.suggestions import suggestion
 
 SOURCES = "prepare.sources"
@@ -26,7 +30,7 @@ class Table:
 
     Attributes:
         places: where each row is from: file and row, and in a text its line.
-        columns: column -> its values: numbers, texts, or None where there is none.
+        columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
     """
 
     def __init__(self, places: list[str], columns: dict[str, list[Any]]) -> None:
@@ -118,13 +122,16 @@ def text_of(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def read_table(sources: Sequence[str], *, rename: Mapping[str, str], field: str = SOURCES) -> Table:
+def read_table(
+    sources: Sequence[str], *, rename: Mapping[str, str], field: str = SOURCES, lists: Sequence[str] = ()
+) -> Table:
     """The rows of all files that the sources stand for, in their order.
 
     Args:
         sources: paths, URLs, folders and patterns; installed packages among them are passed over.
         rename: name of a column in the files -> its name in the table.
         field: the setting that names the sources, for errors.
+        lists: columns that hold lists of texts.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -136,14 +143,14 @@ def read_table(sources: Sequence[str], *, rename: Mapping[str, str], field: str 
     places: list[str] = []
     columns: dict[str, list[Any]] = {}
     try:
-        for place, values in read_rows(find_row_files(addresses)):
+        for place, values in _read_files(addresses, lists):
             row = _renamed(values, rename, place)
             if not places:
                 columns = {name: [] for name in row}
             _require_same_columns(columns, row, place)
             places.append(place)
             for name, value in row.items():
-                columns[name].append(_plain(value, name, place))
+                columns[name].append(_value(value, name, place, lists))
     except TrainflowError as error:
         if error.field in ("NEW_DATA", "rows"):
             error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
@@ -156,6 +163,15 @@ def read_table(sources: Sequence[str], *, rename: Mapping[str, str], field: str 
         remedy = suggestion(old, columns)
         raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
     return Table(places, columns)
+
+
+def _read_files(addresses: Sequence[str], lists: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The rows of the files, behind their places."""
+    if not lists:
+        yield from read_rows(find_row_files(addresses))
+        return
+    for file in find_row_files(addresses, {**FORMATS, **SENTENCES}):
+        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file])
 
 
 def _renamed(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
@@ -173,6 +189,14 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
     raise DataError(f"{place}: {what} than the rows before." if extra else f"{place}: {what}.", field="rows")
 
 
+def _value(value: Any, name: str, place: str, lists: Sequence[str]) -> Any:
+    if name in lists:
+        return _texts(value, name, place)
+    if lists and isinstance(value, list | tuple | dict):
+        return None  # beside the lists that are read, files may have others
+    return _plain(value, name, place)
+
+
 def _plain(value: Any, name: str, place: str) -> Any:
     """A number, a text, or None for what a file writes as nothing."""
     if value is None or isinstance(value, bool | int | float):
@@ -184,6 +208,21 @@ def _plain(value: Any, name: str, place: str) -> Any:
     if isinstance(value, date | datetime):
         return value.isoformat()
     raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
+
+
+def _texts(value: Any, name: str, place: str) -> list[str] | None:
+    """A list of texts; numbers in it are names."""
+    if value is None:
+        return None
+    where = f"{place}, column '{name}'"
+    if not isinstance(value, list | tuple):
+        what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
+        raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")
+    for number, each in enumerate(value):
+        if isinstance(each, bool) or not isinstance(each, str | int) or not str(each).strip():
+            what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
+            raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
+    return [str(each) for each in value]
 
 
 def _number_of(value: Any) -> float | None:

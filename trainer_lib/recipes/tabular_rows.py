@@ -105,7 +105,11 @@ class TabularRows:
 
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         """The rows of some files."""
-        return read_table(addresses, rename=rename, field=field)
+        return read_table(addresses, rename=rename, field=field, lists=self._lists())
+
+    def _lists(self) -> Sequence[str]:
+        """The columns that hold lists of texts."""
+        return ()
 
     def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
         keys: list[Any] | None = None
@@ -152,11 +156,14 @@ class TabularRows:
         # A constant column says nothing; dividing by its spread would make its noise large.
         self.numbers[name] = [float(known.mean()) if len(known) else 0.0, spread if spread > 0 else 1.0]
 
-    def rows(self, labels: Sequence[Any]) -> dict[str, Iterator[dict[str, Any]]]:
-        """For every split its rows: the features, `labels` ``[rows]``, and `row_id`."""
+    def rows(
+        self, labels: Sequence[Any], more: Mapping[str, Sequence[Any]] | None = None
+    ) -> dict[str, Iterator[dict[str, Any]]]:
+        """For every split its rows: the features, `labels` ``[rows]``, `more` columns ``[rows]``, and `row_id`."""
         ids = self._ids()
         columns: dict[str, Sequence[Any]] = {name: self.table.numbers(name).tolist() for name in self.numbers}
         columns |= {name: self.table.texts(name) for name in self.texts}
+        columns |= more or {}
         return {
             split: (
                 {"row_id": ids[row], **{name: values[row] for name, values in columns.items()}, "labels": labels[row]}

@@ -31,33 +31,24 @@ from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.classifier_models import build_classifier
 from trainer_lib.recipes.held_out_metrics import measure_classes
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 from trainer_lib.recipes.tokenizing import (
-    import_transformers,
     keep_tokenizer,
     kept_tokenizer,
     learn_tokenizer,
     load_tokenizer,
-    no_model,
 )
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False}
+MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
 """The settings of `build_model` (`train.model`), with their defaults."""
-SMALL: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-"""The model that is built at random where `config` says nothing else."""
 
 
 class Options(TypedDict):
@@ -89,6 +80,8 @@ class ModelOptions(TypedDict):
     config: NotRequired[dict[str, Any]]
     new_head: NotRequired[bool]
     """Replace a head that was trained for other classes."""
+    lora: NotRequired[dict[str, Any]]
+    """Train adapters of this form, and the head, in place of all weights."""
 
 
 class TextRows(TabularRows):
@@ -152,30 +145,8 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    library, chosen, classes = import_transformers(), choose(options, MODEL, field="train.model"), data.info["classes"]
-    names = {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
-    automatic = library.AutoModelForSequenceClassification
-    place = one_of(chosen, field="train.model")
-    if place is None:
-        settings = {**SMALL, **chosen["config"]}
-        more = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **names}
-        model: nn.Module = automatic.from_config(library.AutoConfig.for_model(**settings, **more))
-        return model
-    try:
-        config = library.AutoConfig.from_pretrained(place)
-        has_head = any("ForSequenceClassification" in name for name in config.architectures or ())
-        if has_head and config.num_labels != len(classes) and not chosen["new_head"]:
-            raise ConfigError(
-                f"The model's head knows {config.num_labels} classes, and the data has {len(classes)}.",
-                field="train.model.new_head",
-                value=False,
-                remedy="Set train.model.new_head=true: the head then begins at random.",
-            )
-        return automatic.from_pretrained(place, ignore_mismatched_sizes=chosen["new_head"], **names)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise no_model(place, error, field="train.model") from error
+    chosen = choose(options, MODEL, field="train.model")
+    return build_classifier(chosen, data, head="ForSequenceClassification", task="SEQ_CLS")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

@@ -23,19 +23,20 @@ _END = "<|endoftext|>"
 _TOGETHER = 64  # documents that the tokenizer is given at a time
 
 
-def load_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
+def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings: Any) -> Any:
     """The tokenizer of a model on the Hub or in a folder.
 
     Args:
         place: the model's name, or its folder.
         pad_token: the token that fills up short texts, for a tokenizer that has none.
         field: the option that names the model, for errors.
+        settings: of the tokenizer, in place of those that it was saved with.
 
     Raises:
         ConfigError: there is no such model here, or its tokenizer has no token to pad with. MissingExtraError:
             transformers is not installed.
     """
-    tokenizer = open_tokenizer(place, field=field)
+    tokenizer = open_tokenizer(place, field=field, **settings)
     if tokenizer.pad_token is not None:
         return tokenizer
     if pad_token is None or pad_token not in tokenizer.get_vocab():
@@ -51,10 +52,31 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
     return tokenizer
 
 
-def open_tokenizer(place: str, *, field: str) -> Any:
+def load_word_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
+    """As `load_tokenizer`, for texts that are split into words: one that tells the word of each token.
+
+    Raises:
+        ConfigError: as `load_tokenizer`, or the tokenizer is a slow one.
+    """
+    tokenizer = load_tokenizer(place, pad_token=pad_token, field=field)
+    if getattr(tokenizer, "add_prefix_space", None) is False:  # it would take no words
+        tokenizer = load_tokenizer(place, pad_token=pad_token, field=field, add_prefix_space=True)
+    require_fast(tokenizer, place, field=field)
+    return tokenizer
+
+
+def require_fast(tokenizer: Any, place: str, *, field: str) -> None:
+    """Raise ConfigError for a tokenizer that does not tell where its tokens are from."""
+    if not tokenizer.is_fast:
+        what = "The model has a slow tokenizer, which does not tell where its tokens are from."
+        remedy = "Name a model with a fast one (tokenizer.json)."
+        raise ConfigError(what, field=field, value=place, remedy=remedy)
+
+
+def open_tokenizer(place: str, *, field: str, **settings: Any) -> Any:
     """The tokenizer of a model on the Hub or in a folder, as it is. Raises ConfigError where there is none."""
     try:
-        return import_transformers().AutoTokenizer.from_pretrained(place)
+        return import_transformers().AutoTokenizer.from_pretrained(place, **settings)
     except (OSError, ValueError) as error:
         raise no_model(place, error, field=field) from error
 

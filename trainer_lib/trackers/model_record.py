@@ -87,7 +87,7 @@ def _example(text: str) -> Any:
     column = Column.parse(text)
     if column.kind in ("string", "bytes"):
         return "text" if column.kind == "string" else b""
-    value: Any = False if column.dtype == "bool" else 0.0 if column.dtype.startswith("float") else 0
+    value: Any = {"string": "text", "bool": False}.get(column.dtype, 0.0 if column.dtype.startswith("float") else 0)
     for length in reversed((1,) if column.kind == "list" else column.shape):
         value = [value] * length
     return value

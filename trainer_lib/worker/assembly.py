@@ -107,13 +107,14 @@ def build_trainer(
         from trainer_lib.keras_models.tf_trainer import TFTrainer
 
         default = TFTrainer
+    data = DataInfo(to_record(work.request.data))
     own = recipe.callbacks(work.request.recipe_options())
     trainer = recipe.trainer_class(default)(
         model=model,
         args=args,
-        data_collator=recipe.collate_with(DataInfo(to_record(work.request.data))),
+        data_collator=recipe.collate_with(data),
         compute_loss_func=recipe.compute_loss_func,
-        compute_metrics=recipe.compute_metrics,
+        compute_metrics=recipe.compute_metrics_with(data),
         preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
         callbacks=[*own, *callbacks],
         **datasets,

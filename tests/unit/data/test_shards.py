@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_lib.data.cache import FileCache
+from trainer_lib.data.column import Column
+from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
+from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import ConfigError, DamagedError, DataError, InfrastructureError
 from trainer_lib.storage import Store
 
@@ -99,6 +102,22 @@ def test_a_split_survives_pickling_and_is_reopened(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(split))[7]["count"] == 7
 
 
+def test_lists_of_texts_come_back_and_new_rows_have_them_too(tmp_path: Path) -> None:
+    rows = [{"words": ["a"] * (row % 3)} for row in range(7)]
+    data = write(tmp_path, rows, shard_rows=3)
+    split = ArrowSplit(data, "train")
+    assert [split[row] for row in range(7)] == rows
+    columns = data["splits"]["train"]["columns"]
+    assert columns["words"] == "string[*]"
+    assert GivenRows([{"words": ("a", "b")}], columns)[0] == {"words": ["a", "b"]}
+    assert parse_text("row 0", "words", '["a", "b"]', Column.parse("string[*]")) == ["a", "b"]
+    for bad in ("a", [1], None):
+        with pytest.raises(DataError, match="a list of texts is needed"):
+            GivenRows([{"words": bad}], columns)
+    with pytest.raises(DataError, match="row 7, column 'words': list does not fit"):
+        write(tmp_path / "b", [*rows, {"words": [1]}], shard_rows=3)
+
+
 def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         ArrowSplit(write(tmp_path, ROWS), "valid")
@@ -146,7 +165,8 @@ def test_what_does_not_fit_is_named_by_row_and_column(tmp_path: Path, bad: Any, 
         ([{"x": None}], "None cannot be stored"),
         ([{"x": True}, {"x": 2}], "mixture of types"),
         ([{"x": np.zeros((2, 2))}, {"x": np.zeros((2, 3))}], "shape [2, 3] beside [2, 2]"),
-        ([{"x": ["a", "b"]}], "column 'x'"),
+        ([{"x": ["a", 1]}], "column 'x'"),
+        ([{"x": ["a"]}, {"x": [1]}], "column 'x'"),
         ([{1: 1}], "name must be text"),
         ([{}], "non-empty mapping"),
     ],

@@ -1,0 +1,60 @@
+"""`RowTrainer`: for recipes whose batches have more than the model takes, and whose predictions belong to rows.
+
+A long row may become several sequences of a batch, and a model may give a score to each token; what is measured and
+written is one prediction for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.trainer import Trainer
+
+
+class RowTrainer(Trainer):
+    """A Trainer that keeps some tensors of a batch from the model, and makes predictions of rows with them.
+
+    Such a tensor ``[rows, …]`` stands first in the batch: by it the rows are counted.
+    """
+
+    kept: tuple[str, ...] = ()
+    """Names of the tensors that the model does not get."""
+
+    def predict_rows(self, outputs: Any, labels: Any, kept: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        """Predictions and labels of rows, trees of tensors ``[rows, …]``.
+
+        Args:
+            outputs: what the model returned for the sequences of the batch.
+            labels: its labels; None for new rows.
+            kept: the tensors that the model did not get, where the batch has them.
+        """
+        raise NotImplementedError
+
+    @override
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        plain = {name: value for name, value in inputs.items() if name not in self.kept}
+        return super().compute_loss(model, plain, return_outputs, num_items_in_batch)
+
+    @override
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        plain = {name: value for name, value in inputs.items() if name not in self.kept}
+        loss, outputs, labels = super().prediction_step(model, plain, prediction_loss_only, ignore_keys)
+        if prediction_loss_only or outputs is None:
+            return loss, outputs, labels
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        kept = {name: inputs[name].to(first.device) for name in self.kept if name in inputs}
+        with torch.no_grad():
+            return (loss, *self.predict_rows(outputs, labels, kept))

@@ -1,0 +1,265 @@
+"""The recipe token-classification: a tag for each word of a row, with a model of transformers.
+
+    name: entities
+    recipe: token-classification
+    prepare:
+      sources: [sentences.jsonl]  # {"words": ["EU", "rejects"], "tags": ["B-ORG", "O"]}; Parquet; .conll, .iob, .bio
+      options: {words: words, label: tags, pretrained: distilbert-base-cased}
+    train:
+      model: {pretrained: distilbert-base-cased}
+      args: {num_train_epochs: 3, learning_rate: 5.0e-5, global_batch_size: 32}
+    evaluate: {splits: [validation, test]}
+
+Without `pretrained` or `folder` the vocabulary is learned from the training words, and the weights begin at random:
+`train.model: {config: {model_type: bert, hidden_size: 128, …}}`. A word has the tag of its first token. A row with more
+tokens than `max_length` becomes several sequences, so that each word has a tag.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.token_classification import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.classifier_models import build_classifier
+from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.packed_batches import NO_TARGET
+from trainer_lib.recipes.row_trainer import RowTrainer
+from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tag_metrics import find_usual_tags, measure_tags
+from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_tokenizer, load_word_tokenizer
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
+"""The settings of `build_model` (`train.model`), with their defaults."""
+_USUAL = "usual_tags"
+
+
+class Options(TypedDict):
+    """The options of `prepare`; `label`, `rename`, `id`, `files` and `split` are as of a table."""
+
+    words: NotRequired[str]
+    """Column with the lists of words."""
+    label: NotRequired[str]
+    """Column with the lists of tags."""
+    pretrained: NotRequired[str]
+    """Name of the model on the Hub whose tokenizer is used."""
+    folder: NotRequired[Path]
+    """Folder of the model whose tokenizer is used."""
+    files: NotRequired[dict[str, Path]]
+    """Split -> its file."""
+    pad_token: NotRequired[str]
+    """Token that fills up short sequences, for a tokenizer that has none."""
+    vocabulary: NotRequired[int]
+    """Tokens of a vocabulary that is learned."""
+    max_length: NotRequired[int]
+    """Tokens of a sequence; a longer row becomes several."""
+
+
+class ModelOptions(TypedDict):
+    """The settings of `build_model`."""
+
+    pretrained: NotRequired[str]
+    folder: NotRequired[Path]
+    config: NotRequired[dict[str, Any]]
+    new_head: NotRequired[bool]
+    """Replace a head that was trained for other tags."""
+    lora: NotRequired[dict[str, Any]]
+    """Train adapters of this form, and the head, in place of all weights."""
+
+
+class TaggedRows(TabularRows):
+    """The words and tags of a table by split; no other column is read."""
+
+    defaults: Mapping[str, Any] = {
+        **{name: DEFAULTS[name] for name in ("rename", "id", "files", "split")},
+        "words": "words",
+        "label": "tags",
+        "pretrained": None,
+        "folder": None,
+        "pad_token": None,
+        "vocabulary": 4000,
+        "max_length": 128,
+    }
+
+    @override
+    def _lists(self) -> Sequence[str]:
+        return self.options["words"], self.options["label"]
+
+    @override
+    def _features(self) -> list[str]:
+        if self.options["split"].get("by") == "stratified":
+            remedy = "Set prepare.options.split.by to random, group, time or column."
+            raise ConfigError("Rows of many tags have no class to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
+        words = self.table.require(self.options["words"], field=f"{FIELD}.words")
+        for name, remedy in ((words, "Remove the row."), (self.label, "Give every word a tag, or remove the row.")):
+            self.table.refuse_gaps(name, remedy)
+        for place, texts, tags in zip(self.table.places, *self.columns(), strict=True):
+            if not texts:
+                what = f"{place}, column '{words}': there are no words."
+                raise DataError(what, field="prepare.sources", remedy="Remove the row.")
+            if len(texts) != len(tags):
+                what = f"{place}: there are {len(texts)} words and {len(tags)} tags."
+                raise DataError(what, field="prepare.sources", remedy="Give each word one tag.")
+        return []
+
+    def columns(self) -> tuple[list[list[str]], list[list[str]]]:
+        """The words and the tags of each row."""
+        return self.table.columns[self.options["words"]], self.table.columns[self.label]
+
+    @override
+    def classes(self) -> list[str]:
+        words, tags = self.columns()
+        known = sorted({tag for row in self.splits["train"].tolist() for tag in tags[row]})
+        if len(known) < 2:
+            what = f"All words of the training rows have the tag '{known[0]}', so there is nothing to learn."
+            raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows with two tags or more.")
+        for split, chosen in self.splits.items():
+            for row in chosen.tolist():
+                new = next((number for number, tag in enumerate(tags[row]) if tag not in known), None)
+                if new is not None:
+                    raise DataError(
+                        f"{self.table.places[row]}: the tag '{tags[row][new]}' of word {new} ('{words[row][new]}') in "
+                        f"the split '{split}' is in no row of train.",
+                        field=f"{FIELD}.split",
+                        remedy="Give more rows with it, correct it, or cut the rows in another way.",
+                    )
+        return known
+
+
+def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read words and tags, and find a tokenizer for them.
+
+    Returns:
+        For every split its rows: the words by the name of their column, and for each word its tag in `labels` (0 on),
+        and in `usual_tags` the tag that it had most often in training; `row_id`.
+    """
+    table = TaggedRows(options, out.sources, classes=False)
+    classes, chosen = table.classes(), table.options
+    words, tags = table.columns()
+    number = {name: index for index, name in enumerate(classes)}
+    labels = [[number[tag] for tag in each] for each in tags]
+    train = table.splits["train"].tolist()
+    place = one_of(chosen, field=FIELD)
+    if place is None:
+        texts = [" ".join(words[row]) for row in train]
+        tokenizer = learn_tokenizer(texts, vocabulary=chosen["vocabulary"], max_length=chosen["max_length"])
+    else:
+        tokenizer = load_word_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    out.info.update(
+        classes=classes,
+        words=chosen["words"],
+        max_length=chosen["max_length"],
+        vocabulary=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        tokenizer=keep_tokenizer(tokenizer, out),
+    )
+    usual, most = find_usual_tags((words[row], labels[row]) for row in train)
+    expected = [[usual.get(word, most) for word in each] for each in words]
+    return table.rows(labels, {chosen["words"]: words, _USUAL: expected})
+
+
+def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+
+    Raises:
+        ConfigError: transformers cannot load it, or its head was trained for another number of tags.
+    """
+    chosen = choose(options, MODEL, field="train.model")
+    return build_classifier(chosen, data, head="ForTokenClassification", task="TOKEN_CLS")
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch of sequences: `input_ids`, `attention_mask` and labels ``[sequences, tokens]``.
+
+    Beside them, and not for the model, `places` ``[rows, words]``: where the first token of each word is among the
+    tokens of all sequences, -1 where a row has no word; and the usual tags ``[rows, words]``.
+    """
+    words = [list(row[data.info["words"]]) for row in rows]
+    encoded, places = _encode(words, data)
+    if unwritten := [(row, word) for row, each in enumerate(places) for word, place in enumerate(each) if place < 0]:
+        for row, word in unwritten:  # nothing is left of it by the tokenizer's normalization
+            words[row][word] = kept_tokenizer(data).unk_token or "?"
+        encoded, places = _encode(words, data)
+    batch = {"places": _padded(places, -1), **encoded}
+    if "labels" in rows[0]:
+        batch[_USUAL] = _padded([row[_USUAL] for row in rows], NO_TARGET)
+        tags = _padded([row["labels"] for row in rows], NO_TARGET)
+        labels = torch.full_like(encoded["input_ids"], NO_TARGET)
+        present = batch["places"] >= 0
+        labels.view(-1)[batch["places"][present]] = tags[present]
+        batch["labels"] = labels
+    return batch
+
+
+def _encode(words: Sequence[Sequence[str]], data: DataInfo) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """The tensors of a batch, and for each word of each row where its first token is; -1 for a word without tokens."""
+    encoded = kept_tokenizer(data)(
+        words,
+        is_split_into_words=True,
+        padding=True,
+        truncation=True,
+        max_length=data.info["max_length"],
+        return_overflowing_tokens=True,
+        return_tensors="pt",
+    )
+    places = [[-1] * len(each) for each in words]
+    length = encoded["input_ids"].shape[1]
+    for sequence, row in enumerate(encoded["overflow_to_sample_mapping"].tolist()):
+        for token, word in enumerate(encoded.word_ids(sequence)):
+            if word is not None and places[row][word] < 0:
+                places[row][word] = sequence * length + token
+    return {name: value for name, value in encoded.items() if name != "overflow_to_sample_mapping"}, places
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    tensor = torch.full((len(rows), max(map(len, rows))), fill)
+    for row, values in enumerate(rows):
+        tensor[row, : len(values)] = torch.as_tensor(values)
+    return tensor
+
+
+class Trainer(RowTrainer):
+    """A Trainer that measures words, not tokens."""
+
+    kept = ("places", _USUAL)
+
+    @override
+    def predict_rows(self, outputs: Any, labels: Any, kept: Mapping[str, Tensor]) -> tuple[Any, Any]:
+        places = kept["places"]
+        first, missing = places.clamp(min=0), places < 0
+        best = outputs.flatten(0, 1)[first].float().softmax(dim=-1).max(dim=-1)
+        tags = best.indices.masked_fill(missing, NO_TARGET), best.values.masked_fill(missing, NO_TARGET)
+        if labels is None:
+            return tags, None
+        return tags, (labels.flatten()[first].masked_fill(missing, NO_TARGET), kept[_USUAL])
+
+
+def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, float]:
+    """Measure tags ``[rows, words]``, beside the tags that the words have had most often in training."""
+    (tags, _), (labels, usual) = evaluation.predictions, evaluation.label_ids
+    return measure_tags(tags, labels, usual, data.info["classes"])
+
+
+def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn tags and their probabilities ``[rows, words]`` into lists, with a name and a number for each word."""
+    tags, confidence = predictions
+    classes = data.info["classes"]
+    return {
+        "prediction": [[classes[tag] for tag in row if tag >= 0] for row in tags.tolist()],
+        "confidence": [each[row >= 0].astype(np.float32).tolist() for row, each in zip(tags, confidence, strict=True)],
+    }
