@@ -126,7 +126,7 @@ def test_sentences_in_columns_and_lists_in_parquet_are_the_same_rows(tmp_path: P
 
     rows = [(["EU", "rejects", "it"], ["B-ORG", "O", "O"]), (["Peter", "B", "x"], ["B-PER", "I-PER", "O"])] * 10
     text = "-DOCSTART- O\n\n" + "\n".join("".join(f"{w} NN {t}\n" for w, t in zip(*row, strict=True)) for row in rows)
-    options = {"split": {"test": 0.3, "validation": 0, "seed": 1}}
+    options: dict[str, Any] = {"split": {"test": 0.3, "validation": 0, "seed": 1}}
     _, first, data = prepare(tmp_path, text, file="a.conll", **options)
     assert data.info["classes"] == ["B-ORG", "B-PER", "I-PER", "O"]
     _, second, _ = prepare(tmp_path, json_lines(*rows), **options)
