@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+LOSS = "loss"  # the name of its picture
 MAX_POINTS = 1500  # of one curve: more than a screen has pixels
 COLORS = 5  # series colours in the report's style sheet; further series repeat them
 

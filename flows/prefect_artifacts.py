@@ -12,10 +12,10 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from flows.charts import draw_images
+from flows.charts import LOSS
 from flows.results import PipelineResult
 from flows.run_summary import summarize
 from tasks.prefect_client import quick_client
@@ -24,31 +24,31 @@ LIMIT_S = 3.0
 _log = logging.getLogger(__name__)
 
 
-class KeepsHistory(Protocol):
-    """What has the trainer's log: entries with a `step`; none where this command trained nothing."""
+class HasPictures(Protocol):
+    """What has the curves as PNG by name; none where this command trained nothing."""
 
-    history: list[dict[str, Any]]
+    pictures: dict[str, bytes]
 
 
 @contextlib.contextmanager
-def run_artifacts(result: PipelineResult, log: KeepsHistory) -> Iterator[None]:
+def run_artifacts(result: PipelineResult, record: HasPictures) -> Iterator[None]:
     """After the block, give the Prefect run that this code runs in its artifacts.
 
     Args:
-        log: what has the trainer's log at the end of the block.
+        record: what has the pictures at the end of the block.
     """
     try:
         yield
     finally:
         if (flow_run_id := _flow_run_id()) is not None and result.stages:
             thread = threading.Thread(
-                target=_post, args=(flow_run_id, result, log.history), name="trainflow-artifacts", daemon=True
+                target=_post, args=(flow_run_id, result, record.pictures), name="trainflow-artifacts", daemon=True
             )
             thread.start()
             thread.join(LIMIT_S)
 
 
-def make_artifacts(result: PipelineResult, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def make_artifacts(result: PipelineResult, pictures: Mapping[str, bytes]) -> list[dict[str, Any]]:
     """The artifacts as Prefect's API takes them: key, type, data, description."""
     found = [
         {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
@@ -59,18 +59,18 @@ def make_artifacts(result: PipelineResult, history: Sequence[Mapping[str, Any]])
         names = ("metric", "requirement", "value", "passed")
         rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
         found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
-    if (image := draw_images(history, only="loss").get("loss")) is not None:
+    if (image := pictures.get(LOSS)) is not None:
         data = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
     return found
 
 
-def _post(flow_run_id: Any, result: PipelineResult, history: Sequence[Mapping[str, Any]]) -> None:
+def _post(flow_run_id: Any, result: PipelineResult, pictures: Mapping[str, bytes]) -> None:
     from prefect.client.schemas.actions import ArtifactCreate
 
     try:
         with quick_client(LIMIT_S) as client:
-            for artifact in make_artifacts(result, history):
+            for artifact in make_artifacts(result, pictures):
                 client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
     except Exception as error:  # the server is away: the run is not
         _log.debug("Prefect's server did not take the artifacts: %s", error)

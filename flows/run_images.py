@@ -7,8 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.charts import draw_confusion, draw_images, draw_residuals
+from flows.charts import LOSS, draw_confusion, draw_images, draw_residuals
+from flows.spec.spec import PipelineSpec
 from tasks.stage.manifest import StageManifest
+from tasks.sweep_settings import TRIAL
 from tasks.tracking import TrackedRun
 from trainer_lib.errors import TrainflowError
 from trainer_lib.verb_results import OUTCOMES
@@ -18,9 +20,19 @@ _TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page finds table
 _log = logging.getLogger(__name__)
 
 
-def log_curves(run: TrackedRun, history: Sequence[Mapping[str, Any]]) -> None:
+def draw_pictures(spec: PipelineSpec, history: Sequence[Mapping[str, Any]], *, is_tracked: bool) -> dict[str, bytes]:
+    """The curves of a training as PNG, by name, for MLflow and Prefect; without MLflow only the loss, for Prefect.
+
+    A trial of a sweep has none: drawing takes as long as a short training, and the sweep's report has all curves.
+    """
+    if TRIAL in spec.tracking.tags:
+        return {}
+    return draw_images(history, None if is_tracked else LOSS)
+
+
+def log_pictures(run: TrackedRun, pictures: Mapping[str, bytes]) -> None:
     """Log the curves of a training as pictures (`plots/loss.png`)."""
-    for name, image in draw_images(history).items():
+    for name, image in pictures.items():
         run.log_file(image, f"plots/{name}.png")
 
 

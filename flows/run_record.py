@@ -31,7 +31,7 @@ from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import REPORT, render_report
 from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
-from flows.run_images import log_curves, log_outcomes
+from flows.run_images import draw_pictures, log_outcomes, log_pictures
 from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.run_tracking import RunTracking
@@ -90,7 +90,7 @@ class RunRecord:
         result: filled by the flow while the stages run; this adds key, MLflow run, report and duration.
 
     Attributes:
-        history: the trainer's log, once the report was written.
+        pictures: the curves as PNG by name, once the report was written.
     """
 
     def __init__(self, plan: Plan, result: PipelineResult) -> None:
@@ -112,7 +112,7 @@ class RunRecord:
         self._data: StageManifest[PrepareFacts] | None = None
         self._exported: LoggedModel | None = None
         self._flavor: Flavor | None = None
-        self.history: list[dict[str, Any]] = []
+        self.pictures: dict[str, bytes] = {}
 
     @property
     def id(self) -> str:
@@ -255,8 +255,7 @@ class RunRecord:
             write_lineage(self.plan.spec.storage, self.folder, self._record)
 
     def _write_report(self) -> None:
-        url = f"{self.folder.url}/{REPORT}"  # its links are relative to where it lies
-        self.result.report_url = url
+        self.result.report_url = f"{self.folder.url}/{REPORT}"  # its links are relative to where it lies
         if self._is_reported:
             return
         # The report there shows when the stages ran; a new one would show only cached stages.
@@ -264,12 +263,13 @@ class RunRecord:
             return
         compared = compare(read_plan_record(self.folder))
         result = {**self.result.to_dict(), "started": self._started, "compared": compared}
-        self.history = self._read_history()
-        text = render_report(result, self.history, facts=collect_facts(self.plan, self.result))
+        history = self._read_history()
+        text = render_report(result, history, facts=collect_facts(self.plan, self.result))
         self.folder.replace(REPORT, text.encode())
+        self.pictures = draw_pictures(self.plan.spec, history, is_tracked=self.tracked is not None)
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
-            log_curves(self.tracked, self.history)
+            log_pictures(self.tracked, self.pictures)
         self._is_reported = True
 
     def _read_history(self) -> list[dict[str, Any]]:

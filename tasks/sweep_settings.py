@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from tasks.configs import Settings
 
+SWEEP, TRIAL = "trainflow.sweep", "trainflow.trial"
+"""Tags of the runs of a sweep: its name, and the number of the trial."""
 Scalar = bool | int | float | str | None
 
 

@@ -34,7 +34,6 @@ from flows.sweeps.study_plots import draw_study
 from flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
 from flows.sweeps.sweep_result import SweepResult, reached_text
 from flows.sweeps.trial_specs import (
-    SWEEP,
     check_sweep,
     design_of,
     identify,
@@ -44,6 +43,7 @@ from flows.sweeps.trial_specs import (
     with_values,
 )
 from tasks import tracking
+from tasks.sweep_settings import SWEEP
 from trainer_lib.errors import InfrastructureError, TrainflowError, from_record
 from trainer_lib.search.ledger import Ledger, TrialState
 from trainer_lib.storage import Store

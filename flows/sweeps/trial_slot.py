@@ -28,8 +28,6 @@ from flows.server.api import prefect_api, quiet_environment
 from flows.spec.spec import parse_spec
 from flows.sweeps.trial_specs import (
     PARENT,
-    SWEEP,
-    TRIAL,
     design_of,
     missing_metric,
     pruning_metric,
@@ -41,6 +39,7 @@ from tasks import tracking
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.progress import Event, subscribe
+from tasks.sweep_settings import SWEEP, TRIAL
 from trainer_lib.errors import (
     CodeError,
     ConfigError,

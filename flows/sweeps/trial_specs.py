@@ -19,7 +19,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.search.ledger import Axis, Design
 from trainer_lib.suggestions import nearest, suggestion
 
-PARENT, SWEEP, TRIAL = "mlflow.parentRunId", "trainflow.sweep", "trainflow.trial"
+PARENT = "mlflow.parentRunId"
 _VARIED = ("prepare", "train", "evaluate")
 _EVALUATED = "eval_"
 # What every evaluation reports, beside what compute_metrics returns.

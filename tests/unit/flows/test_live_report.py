@@ -74,7 +74,9 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
 def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
     error = GateError("The model is not published.")
-    found = {each["key"]: each for each in _artifacts.make_artifacts(result(gates=gates, error=error), HISTORY)}
+    found = {
+        each["key"]: each for each in _artifacts.make_artifacts(result(gates=gates, error=error), draw_images(HISTORY))
+    }
     assert set(found) == {"summary", "metrics", "gates", "loss"}
     text = found["summary"]["data"]
     assert "args\\|seed" in text, "a reason does not end its cell"
@@ -88,7 +90,7 @@ def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
 
 
 def test_links_are_made_to_web_addresses_alone() -> None:
-    text = _artifacts.make_artifacts(result(run_url="https://mlflow/x", mlflow_run_id="f"), [])[0]["data"]
+    text = _artifacts.make_artifacts(result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
     assert "[https://mlflow/x](https://mlflow/x)" in text
     assert draw_images([]) == {}
 
@@ -103,7 +105,7 @@ def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.Monke
 
         with settings_for_every_thread({PREFECT_API_URL: address}):
             began = time.monotonic()
-            with _artifacts.run_artifacts(result(), SimpleNamespace(history=[])):
+            with _artifacts.run_artifacts(result(), SimpleNamespace(pictures={})):
                 pass
             assert time.monotonic() - began < 10
     for thread in threading.enumerate():
